@@ -1,0 +1,42 @@
+"""hf-bico: carry what a fine-tuned model learnt to another pretrained model, without training."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_bico.errors import BicoError as BicoError
+    from hf_bico.pipeline import Ported as Ported
+    from hf_bico.pipeline import port as port
+    from hf_bico.planning import Plan as Plan
+    from hf_bico.planning import plan as plan
+    from hf_bico.settings import Settings as Settings
+    from hf_bico.task_vector import TaskVector as TaskVector
+
+__version__ = "0.1.0"
+
+# a name is imported when it is first used, so that `import hf_bico` loads no torch
+_HOMES = {
+    "BicoError": "hf_bico.errors",
+    "Plan": "hf_bico.planning",
+    "Ported": "hf_bico.pipeline",
+    "Settings": "hf_bico.settings",
+    "TaskVector": "hf_bico.task_vector",
+    "plan": "hf_bico.planning",
+    "port": "hf_bico.pipeline",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hf_bico' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m hf_bico`."""
+
+from hf_bico.cli import main
+
+main()

@@ -1,0 +1,269 @@
+"""Which samples: opening a data set, finding its columns and classes, and drawing from it by a seed.
+
+Knows rows, columns and labels; not models. Takes anything that `datasets` loads, or a plain list of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_bico.errors import (
+    ClassNamesError,
+    ColumnError,
+    DataNotFoundError,
+    SampleCountError,
+)
+from hf_bico.settings import DEFAULT_SAMPLES
+
+EVALUATION_SPLITS = ("test", "validation", "valid", "val")
+EVALUATION_LIMIT = 1000
+
+Rows = Any
+"""Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    image: str
+    label: str
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The splits of a data set, and what its columns and classes are."""
+
+    name: str
+    splits: Mapping[str, Rows]
+    columns: Columns
+    class_names: tuple[str, ...]
+
+    def labels(self, split: str) -> list[int]:
+        """Class indices of every row of a split."""
+        values = _column(self.splits[split], self.columns.label)
+        index_of = {name: index for index, name in enumerate(self.class_names)}
+        labels = [index_of.get(value, -1) if isinstance(value, str) else value for value in values]
+        for row, label in enumerate(labels):
+            if not isinstance(label, int) or not 0 <= label < len(self.class_names):
+                raise ClassNamesError(
+                    f"row {row} of split '{split}' has the label {values[row]!r}, outside of the "
+                    f"{len(self.class_names)} classes",
+                    "give the names of all classes with --class-names, or remove unlabelled rows",
+                )
+        return labels
+
+    def samples(self, split: str, indices: Sequence[int]) -> Samples:
+        labels = self.labels(split)
+        return Samples(
+            self.splits[split], self.columns.image, tuple(indices), tuple(labels[index] for index in indices)
+        )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Chosen rows of one split: images are decoded when a batch is taken."""
+
+    rows: Rows
+    image_column: str
+    indices: tuple[int, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
+        """(images, labels), `size` at a time."""
+        for start in range(0, len(self.indices), size):
+            chosen = self.indices[start : start + size]
+            images = [self.rows[index][self.image_column] for index in chosen]
+            yield images, list(self.labels[start : start + size])
+
+
+def open_data(
+    data: Any,
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    class_names: Sequence[str] | None = None,
+) -> DataSet:
+    """Open a data set: a folder of images or parquet files, a parquet file, a `datasets` object, or a list of rows."""
+    name, splits = _splits(data)
+    rows = next(iter(splits.values()))
+    columns = _find_columns(rows, image_column, label_column)
+    names = tuple(class_names) if class_names else _class_names(splits.values(), columns.label)
+    return DataSet(name, splits, columns, names)
+
+
+def calibration_split(data: DataSet, split: str | None) -> str:
+    """The split to calibrate on: the one asked for, else `train`, else the only one."""
+    return _choose_split(data, split, ("train",))
+
+
+def evaluation_split(data: DataSet, split: str | None) -> str:
+    """The split to measure on: the one asked for, else test, else validation, else train, else the only one."""
+    return _choose_split(data, split, (*EVALUATION_SPLITS, "train"))
+
+
+def _choose_split(data: DataSet, split: str | None, preferred: Sequence[str]) -> str:
+    if split is not None:
+        if split not in data.splits:
+            raise DataNotFoundError(f"'{data.name}' has no split '{split}'", f"use one of: {', '.join(data.splits)}")
+        return split
+    only = list(data.splits) if len(data.splits) == 1 else []
+    for name in (*preferred, *only):
+        if name in data.splits:
+            return name
+    raise DataNotFoundError(
+        f"'{data.name}' has no split '{preferred[0]}'", f"choose one with --split: {', '.join(data.splits)}"
+    )
+
+
+def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int | None, seed: int) -> Samples:
+    """`n` samples drawn uniformly, or `per_class` of each class; the same ones on every machine."""
+    labels = data.labels(split)
+    order = draw_order(len(labels), seed)
+    if per_class is None:
+        wanted = DEFAULT_SAMPLES if n is None else n
+        if wanted > len(labels):
+            raise SampleCountError(
+                f"{wanted} samples were asked for and split '{split}' of '{data.name}' has {len(labels)}",
+                f"use -n {len(labels)} or less",
+            )
+        return data.samples(split, order[:wanted])
+    chosen: dict[int, list[int]] = defaultdict(list)
+    for index in order:
+        if len(chosen[labels[index]]) < per_class:
+            chosen[labels[index]].append(index)
+    for label, name in enumerate(data.class_names):
+        if len(chosen[label]) < per_class:
+            raise SampleCountError(
+                f"{per_class} samples a class were asked for and '{name}' has {len(chosen[label])} in '{split}'",
+                f"use -k {len(chosen[label])} or less, or -n",
+            )
+    picked = {index for indices in chosen.values() for index in indices}
+    return data.samples(split, [index for index in order if index in picked])
+
+
+def evaluation_samples(data: DataSet, calibration: Samples | None, split: str, seed: int) -> tuple[str, Samples]:
+    """Up to 1,000 held-out samples: of test, else validation, else what calibration did not use."""
+    held_out = next((name for name in EVALUATION_SPLITS if name in data.splits and name != split), split)
+    rows = data.splits[held_out]
+    used = set(calibration.indices) if calibration is not None and held_out == split else set()
+    free = [index for index in draw_order(len(rows), seed) if index not in used]
+    return held_out, data.samples(held_out, free[:EVALUATION_LIMIT])
+
+
+def draw_order(size: int, seed: int) -> list[int]:
+    """A random order of `size` rows that depends on the seed alone: rows sorted by a hash of seed and index.
+
+    The first n of it are the sample, so smaller samples are part of larger ones.
+
+    >>> draw_order(5, seed=0)
+    [3, 1, 2, 0, 4]
+    """
+    return sorted(range(size), key=lambda index: hashlib.blake2b(f"{seed}:{index}".encode()).digest())
+
+
+def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
+    if isinstance(data, str | Path):
+        return _open_local(Path(data).expanduser())
+    if isinstance(data, Mapping):  # datasets.DatasetDict is a dict
+        return "data", dict(data)
+    if not hasattr(data, "__getitem__") or len(data) == 0:
+        raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
+    return "data", {str(getattr(data, "split", None) or "train"): data}
+
+
+def _open_local(path: Path) -> tuple[str, Mapping[str, Rows]]:
+    if not path.exists():
+        raise DataNotFoundError(f"there is no data set at '{path}'", "name a local folder or parquet file with --data")
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            loaded = datasets.load_dataset("parquet", data_files=str(path))
+        elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path))
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataNotFoundError(
+            f"'{path.name}' cannot be read as a data set: {reason}",
+            "give a folder with one sub-folder of images a class, or parquet files",
+        ) from error
+    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    return path.name, splits
+
+
+def _column(rows: Rows, name: str) -> list[Any]:
+    return list(rows[name]) if hasattr(rows, "features") else [row[name] for row in rows]
+
+
+def _find_columns(rows: Rows, image: str | None, label: str | None) -> Columns:
+    kinds = _column_kinds(rows)
+    for given, option in ((image, "--image-column"), (label, "--label-column")):
+        if given is not None and given not in kinds:
+            raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
+    image = image or _only(kinds, ("image",), "image", "--image-column")
+    if label is None and "class" in kinds.values():
+        label = _only(kinds, ("class",), "label", "--label-column")
+    return Columns(image, label or _only(kinds, ("integer", "string"), "label", "--label-column"))
+
+
+def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, option: str) -> str:
+    found = [name for name, kind in kinds.items() if kind in wanted]
+    if len(found) == 1:
+        return found[0]
+    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    problem = "several columns could be" if found else "no column looks like"
+    raise ColumnError(f"{problem} the {what} column; the columns are: {seen}", f"name it with {option}")
+
+
+def _column_kinds(rows: Rows) -> dict[str, str]:
+    """What each column holds, by its declared type or by the first row's value."""
+    if not hasattr(rows, "features"):
+        return {name: _kind_of_value(value) for name, value in rows[0].items()}
+    import datasets
+
+    kinds = {}
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            kinds[name] = "image"
+        elif isinstance(feature, datasets.ClassLabel):
+            kinds[name] = "class"
+        else:
+            dtype = str(getattr(feature, "dtype", type(feature).__name__))
+            kinds[name] = "integer" if "int" in dtype else dtype
+    return kinds
+
+
+def _kind_of_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, str):
+        return "string"
+    is_image = hasattr(value, "convert") or getattr(value, "ndim", 0) == 3  # PIL, or a prepared tensor
+    return "image" if is_image else type(value).__name__
+
+
+def _class_names(splits: Any, label: str) -> tuple[str, ...]:
+    """Names from the features, or the sorted distinct strings of all splits."""
+    splits = list(splits)
+    names = getattr(getattr(splits[0], "features", {}).get(label), "names", None)
+    if names:
+        return tuple(names)
+    values = {value for rows in splits for value in _column(rows, label)}
+    if values and all(isinstance(value, str) for value in values):
+        return tuple(sorted(values))
+    raise ClassNamesError(
+        f"the column '{label}' holds numbers without names",
+        "give a file with one class name a line: --class-names FILE",
+    )

@@ -1,0 +1,223 @@
+"""Checkpoints: the named tensors of a model, read lazily from safetensors or held in memory.
+
+Names and shapes are known without torch and without reading a weight. Knows files and tensors, not models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_model.safetensors"}
+"""The name that each library saves a whole model under; a folder may hold both."""
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class Checkpoint(Protocol):
+    """Named tensors with shapes; `tensor` reads one."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass
+class MemoryCheckpoint:
+    """Tensors that are in memory already: a state dict."""
+
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> MemoryCheckpoint:
+        return cls(module.state_dict())
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+class FileCheckpoint:
+    """The safetensors of one folder, opened lazily: a single file or shards with their index."""
+
+    def __init__(self, files: Iterable[Path], index: Path | None = None) -> None:
+        self.files = tuple(files)
+        self.index = index
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        for file in self.files:
+            # framework "numpy" reads headers without importing torch
+            with open_safetensors(file, "numpy") as reader:
+                for name in reader.keys():  # noqa: SIM118 - not a mapping
+                    part = reader.get_slice(name)
+                    self._file_of[name] = file
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = part.get_dtype()
+
+    @classmethod
+    def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
+        """The weights of a model folder, in the layout of `library` where there are two; pickles are refused."""
+        for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
+            index = folder / f"{name}.index.json"
+            if index.is_file():
+                return cls(_shards(index), index)
+            if (folder / name).is_file():
+                return cls([folder / name])
+        found = sorted(folder.glob("*.safetensors"))
+        if len(found) == 1 and found[0].name != "adapter_model.safetensors":
+            return cls(found)
+        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+        if pickles:
+            raise PickledWeightsError(
+                f"'{folder.name}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
+                "save the model again as safetensors: load it in the library that made it and call "
+                "save_pretrained or safetensors.torch.save_file",
+            )
+        raise WeightsNotFoundError(
+            f"there are no weights in '{folder.name}' (looked for {' and '.join(WEIGHT_FILES.values())})",
+            "name the folder that holds the model's safetensors",
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(open_safetensors(file, "pt"))
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    def names_in(self, file: Path) -> list[str]:
+        return [name for name, held_in in self._file_of.items() if held_in == file]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def close(self) -> None:
+        """Let go of the mapped files; reading a tensor opens them again."""
+        self._open.clear()
+        self._stack.close()
+
+
+def open_safetensors(file: Path, framework: str) -> Any:
+    """`safe_open`, with an error that names the file."""
+    try:
+        return safe_open(str(file), framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise BrokenWeightsError(
+            f"'{file.name}' in '{file.parent.name}' cannot be read as safetensors: {error}",
+            "copy or download the file again",
+        ) from error
+
+
+def sha256_of(files: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of each file, by its name."""
+    digests = {}
+    for file in files:
+        with file.open("rb") as stream:
+            digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How the tensors of a fine-tuned model and of its base cover each other."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """The name in the fine-tuned model of each tensor that both have, by its name in the base."""
+    missing: tuple[str, ...] = ()
+    """Tensors of the base that the fine-tuned model lacks: taken as unchanged."""
+    extra: tuple[str, ...] = ()
+    """Tensors of the fine-tuned model that the base lacks: nothing to compare them with."""
+
+
+def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> Overlap:
+    """Line up a fine-tuned model's tensors with its base's, by name and shape."""
+    base_name_of = align_names(fine_tuned, base)
+    if not base_name_of:
+        raise BaseMismatchError(
+            "the fine-tuned model and its base have no tensor name in common",
+            "name the model that was fine-tuned with --base",
+        )
+    for own, name in base_name_of.items():
+        if fine_tuned[own] != base[name]:
+            raise BaseMismatchError(
+                f"'{name}' is {fine_tuned[own]} in the fine-tuned model and {base[name]} in the base",
+                "name the model that was fine-tuned with --base",
+            )
+    names = {name: own for own, name in base_name_of.items()}
+    return Overlap(
+        names,
+        missing=tuple(name for name in base if name not in names),
+        extra=tuple(name for name in fine_tuned if name not in base_name_of),
+    )
+
+
+def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str]:
+    """Which name of `reference` each of `names` is, when one side has a dotted prefix more than the other.
+
+    The prefix that makes most names agree decides, so a bare vision tower finds its place in a whole model.
+
+    >>> align_names(["encoder.0.w", "stem"], ["vision.encoder.0.w", "text.encoder.0.w", "vision.stem"])
+    {'encoder.0.w': 'vision.encoder.0.w', 'stem': 'vision.stem'}
+    """
+    own, known = list(names), set(reference)
+    candidates = [_with_prefix(own, known, *change) for change in sorted(_prefix_changes(own, known))]
+    return max(candidates, key=len)
+
+
+def _prefix_changes(own: list[str], known: set[str]) -> Iterator[tuple[str, str]]:
+    """(dropped, added) prefixes under which at least one name agrees."""
+    changes = {("", "")}
+    by_ending: dict[str, set[str]] = {}
+    for name in known:
+        for start in _suffix_starts(name):
+            by_ending.setdefault(name[start:], set()).add(name[:start])
+    for name in own:
+        changes.update(("", added) for added in by_ending.get(name, ()))
+        changes.update((name[:start], "") for start in _suffix_starts(name) if name[start:] in known)
+    return iter(changes)
+
+
+def _suffix_starts(name: str) -> list[int]:
+    return [index + 1 for index, letter in enumerate(name) if letter == "."]
+
+
+def _with_prefix(own: list[str], known: set[str], dropped: str, added: str) -> dict[str, str]:
+    pairs = ((name, added + name[len(dropped) :]) for name in own if name.startswith(dropped))
+    return {name: other for name, other in pairs if other in known}
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenWeightsError(
+            f"the index '{index.name}' in '{index.parent.name}' cannot be read: {error!r}", "copy it again"
+        ) from error
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise BrokenWeightsError(
+                f"the index '{index.name}' names the shard '{name}', which is not in '{index.parent.name}'",
+                "copy or download the missing shard",
+            )
+    return [index.parent / name for name in names]

@@ -1,0 +1,135 @@
+"""The images of the small world: scikit-learn's digits, their shifted domains, and the tasks made of them.
+
+Knows nothing about models or captions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    Image,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+from PIL.Image import fromarray
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+IMAGE_SIZE = 8
+PIXEL_MEAN = 0.5
+PIXEL_STD = 0.5
+TRAIN_SIZE = 1200
+PERMUTATION_SEED = 1797
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One way of showing a digit: turned counter-clockwise by quarter turns, and perhaps inverted."""
+
+    quarter_turns: int
+    inverted: bool
+
+    def transform(self, images: Tensor) -> Tensor:
+        """Shows plain images, of shape (..., height, width) and between 0 and 1, in this domain.
+
+        >>> Domain(quarter_turns=1, inverted=True).transform(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+        tensor([[0., 1.],
+                [1., 1.]])
+        """
+        turned = torch.rot90(images, self.quarter_turns, dims=(-2, -1))
+        return 1 - turned if self.inverted else turned
+
+
+@dataclass(frozen=True)
+class Task:
+    """Recognising the ten digits in one domain; the name serves as a folder name."""
+
+    name: str
+    domain: Domain
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Plain images, of shape (N, 8, 8) and between 0 and 1, with their labels."""
+
+    images: Tensor
+    labels: Tensor
+
+
+PLAIN = Domain(quarter_turns=0, inverted=False)
+DOMAINS = tuple(Domain(turns, inverted) for inverted, turns in product((False, True), range(4)))
+TASKS = (
+    Task("inverted", Domain(quarter_turns=0, inverted=True)),
+    Task("rotated-90", Domain(quarter_turns=1, inverted=False)),
+    Task("inverted-rotated-180", Domain(quarter_turns=2, inverted=True)),
+    Task("rotated-270", Domain(quarter_turns=3, inverted=False)),
+)
+
+
+def find_task(name: str) -> Task:
+    """The task of that name."""
+    for task in TASKS:
+        if task.name == name:
+            return task
+    raise ValueError(f"no task {name!r}; there are {', '.join(task.name for task in TASKS)}")
+
+
+@cache
+def load_splits() -> dict[str, Digits]:
+    """The 1,797 plain digits as `train` (1,200) and `test` (597), always the same ones.
+
+    Grey levels are rounded to what a PNG file holds, so that training and evaluation see equal pixels.
+    """
+    bunch = load_digits()
+    order = np.random.RandomState(PERMUTATION_SEED).permutation(len(bunch.target))
+    grey = np.round(bunch.images[order] * (255 / 16)) / 255
+    images = torch.from_numpy(grey.astype(np.float32))
+    labels = torch.from_numpy(bunch.target[order].astype(np.int64))
+    return {
+        "train": Digits(images[:TRAIN_SIZE], labels[:TRAIN_SIZE]),
+        "test": Digits(images[TRAIN_SIZE:], labels[TRAIN_SIZE:]),
+    }
+
+
+def normalise(images: Tensor) -> Tensor:
+    """Grey images between 0 and 1 as the three channels, between -1 and 1, that the models take."""
+    normalised = images.sub(PIXEL_MEAN).div(PIXEL_STD)
+    return torch.stack([normalised] * 3, dim=-3)
+
+
+def write_parquet(folder: Path, domain: Domain, *, seed: int) -> None:
+    """Writes a parquet file for each split: image (8x8 RGB PNG) and label, the rows in an order by seed."""
+    features = Features({"image": Image(), "label": ClassLabel(names=list(CLASS_NAMES))})
+    folder.mkdir()
+    for split, digits in load_splits().items():
+        order = np.random.RandomState(seed).permutation(len(digits.labels))
+        levels = domain.transform(digits.images[order]).mul(255).round().to(torch.uint8)
+        pictures = [fromarray(picture).convert("RGB") for picture in levels.numpy()]
+        columns = {"image": pictures, "label": digits.labels[order].tolist()}
+        rows = Dataset.from_dict(columns, features=features)
+        with _no_progress_bars():
+            rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            enable_progress_bars()

@@ -1,0 +1,177 @@
+"""The small world: real open_clip models, trained in seconds and kept as repo folders, with their data.
+
+Knows how models, data sets and folders are made from the digits, and nothing about task vectors.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip.transform import PreprocessCfg
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from hf_bico.demo import digits, training
+from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
+from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
+from hf_bico.output import whole_folder
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+PATCH_SIZE = 4
+EMBEDDING = 32
+HEAD_WIDTH = 16
+MLP_RATIO = 2.0
+TEXT_WIDTH = 32
+TEXT_LAYERS = 1
+TOKENIZER_NAME = "small-world"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a visual tower."""
+
+    width: int
+    layers: int
+
+
+SHAPES = {
+    "narrow": Shape(width=32, layers=2),
+    "wide": Shape(width=48, layers=2),
+    "deep": Shape(width=48, layers=4),
+    "twin": Shape(width=32, layers=2),
+}
+TASK_NAMES = tuple(task.name for task in TASKS)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the models and data sets of one seed lie."""
+
+    folder: Path
+
+    def base(self, shape: str) -> Path:
+        """The pretrained model of that shape."""
+        return self.folder / "models" / shape
+
+    def fine_tuned(self, shape: str, task: str) -> Path:
+        """The model of that shape, fine-tuned on that task."""
+        return self.folder / "models" / f"{shape}-{task}"
+
+    def data(self, task: str) -> Path:
+        """The data set of that task."""
+        return self.folder / "data" / task
+
+
+def pretrain(folder: Path, shape: str, *, seed: int) -> Path:
+    """Trains a model of that shape from scratch, writes it as an open_clip repo and returns the folder.
+
+    Seed and shape name together choose the first weights, the images seen and the wording of the captions.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+    tokenizer = build_tokenizer()
+    config = _model_config(SHAPES[shape], len(tokenizer))
+    number = _number("pretrain", shape, seed)
+    with whole_folder(folder) as draft, training.quiet_torch(number):
+        model = open_clip.CLIP(**config)
+        wording = Wording.draw(random.Random(number), training.WORDING_SIZE)
+        training.pretrain_on_captions(model, tokenizer, load_splits()["train"], wording)
+        _save(draft, model, tokenizer, config)
+    return folder
+
+
+def fine_tune(folder: Path, base: Path, task: str, *, seed: int) -> Path:
+    """Fine-tunes a model's visual tower on a task, writes the whole model and returns the folder."""
+    domain = find_task(task).domain
+    config = json.loads((base / CONFIG_FILE).read_text())["model_cfg"]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    with whole_folder(folder) as draft, training.quiet_torch(_number("fine-tune", task, seed)):
+        model = open_clip.CLIP(**config)
+        model.load_state_dict(load_file(base / WEIGHTS_FILE))
+        training.fine_tune_on_domain(model, tokenizer, load_splits()["train"], domain)
+        _save(draft, model, tokenizer, config)
+    return folder
+
+
+def write_data(folder: Path, task: str, *, seed: int) -> Path:
+    """Writes a task as a data set folder that `datasets.load_dataset` reads, and returns the folder.
+
+    The splits `train` and `test` have the columns image (8x8 RGB PNG) and label; the seed orders the rows.
+    """
+    domain = find_task(task).domain
+    with whole_folder(folder) as draft:
+        digits.write_parquet(draft / "data", domain, seed=_number("data", task, seed))
+    return folder
+
+
+def build(
+    folder: Path,
+    *,
+    seed: int = 0,
+    shapes: Sequence[str] = ("narrow", "wide"),
+    tasks: Sequence[str] = TASK_NAMES,
+    report: Callable[[str], None] | None = None,
+) -> World:
+    """Makes every model and data set asked for, below `folder`; what is there already from this seed is kept.
+
+    `report` is told each piece of work as it begins.
+    """
+    world = World(folder / f"seed-{seed}")
+    tell = report or (lambda message: None)
+    for task in tasks:
+        if not world.data(task).exists():
+            tell(f"writing the data set {task}")
+            write_data(world.data(task), task, seed=seed)
+    for shape in shapes:
+        if not world.base(shape).exists():
+            tell(f"pretraining {shape}")
+            pretrain(world.base(shape), shape, seed=seed)
+        for task in tasks:
+            if not world.fine_tuned(shape, task).exists():
+                tell(f"fine-tuning {shape} on {task}")
+                fine_tune(world.fine_tuned(shape, task), world.base(shape), task, seed=seed)
+    return world
+
+
+def _number(purpose: str, name: str, seed: int) -> int:
+    """A generator seed of its own for each piece of work."""
+    return zlib.crc32(f"{purpose} {name} {seed}".encode())
+
+
+def _model_config(shape: Shape, vocabulary: int) -> dict[str, Any]:
+    return {
+        "embed_dim": EMBEDDING,
+        "vision_cfg": {
+            "image_size": IMAGE_SIZE,
+            "patch_size": PATCH_SIZE,
+            "width": shape.width,
+            "layers": shape.layers,
+            "head_width": HEAD_WIDTH,
+            "mlp_ratio": MLP_RATIO,
+        },
+        "text_cfg": {
+            "context_length": CONTEXT_LENGTH,
+            "vocab_size": vocabulary,
+            "hf_tokenizer_name": TOKENIZER_NAME,
+            "width": TEXT_WIDTH,
+            "heads": TEXT_WIDTH // HEAD_WIDTH,
+            "layers": TEXT_LAYERS,
+            "mlp_ratio": MLP_RATIO,
+        },
+    }
+
+
+def _save(folder: Path, model: open_clip.CLIP, tokenizer: PreTrainedTokenizerFast, config: dict[str, Any]) -> None:
+    preprocess = PreprocessCfg(size=IMAGE_SIZE, mean=(PIXEL_MEAN,) * 3, std=(PIXEL_STD,) * 3)
+    text = json.dumps({"model_cfg": config, "preprocess_cfg": asdict(preprocess)}, indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    save_file(model.state_dict(), folder / WEIGHTS_FILE)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,81 @@
+"""Where and when a run happens: device, precision, stage times, peak memory, versions."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from hf_bico.errors import UsageError
+
+PACKAGES = ("torch", "transformers", "open_clip_torch", "safetensors", "datasets")
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, steps done, steps in all)."""
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """No progress shown."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by stage, in the order in which the stages ran; each start is told to `progress`."""
+
+    progress: Progress = silent
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.progress(stage, 0, 1)
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[stage] = round(time.perf_counter() - started, 3)
+        self.progress(stage, 1, 1)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"there is no device '{name}'", "use auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device that torch can use", "use --device cpu")
+    return device
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """`auto` is float32: the models run in it whatever they are stored in."""
+    chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
+    return chosen
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU where it did the work, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def installed_versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,130 @@
+"""Everything that can go wrong, as one hierarchy: each error names the thing and the way out.
+
+An error carries a cause (what was found, quoting what the user gave) and a remedy (what to do next). It is
+raised where it is found and turned into text once, at the edge. This module knows nothing of the others.
+"""
+
+from __future__ import annotations
+
+
+class BicoError(Exception):
+    """A failure with a cause and a remedy, each one line.
+
+    >>> raise BicoError("there is no folder 'x'", "check the path")
+    Traceback (most recent call last):
+    hf_bico.errors.BicoError: there is no folder 'x'
+    Remedy: check the path
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(f"{cause}\nRemedy: {remedy}")
+        self.cause = cause
+        self.remedy = remedy
+
+
+class UsageError(BicoError):
+    """Options that contradict each other or cannot be read, whatever the models are."""
+
+
+class RepoError(BicoError):
+    """A model or data repo that cannot be found or opened."""
+
+
+class RepoNotFoundError(RepoError):
+    """There is no such folder or repo."""
+
+
+class BaseUnknownError(RepoError):
+    """The base of the fine-tuned model is not known."""
+
+
+class WeightsError(BicoError):
+    """Weight files that cannot be used."""
+
+
+class WeightsNotFoundError(WeightsError):
+    """The folder holds no weights."""
+
+
+class PickledWeightsError(WeightsError):
+    """The weights are pickled: loading them could run code."""
+
+
+class BrokenWeightsError(WeightsError):
+    """A weight file is truncated or is not what its index says."""
+
+
+class NonFiniteWeightsError(WeightsError):
+    """Weights or what follows from them hold NaN or infinite values."""
+
+
+class ModelError(BicoError):
+    """Models that this tool cannot carry between."""
+
+
+class UnknownFamilyError(ModelError):
+    """No family recognises the model."""
+
+
+class UnsupportedModelError(ModelError):
+    """The family is known, but this variant of it cannot be handled exactly."""
+
+
+class MissingTextTowerError(ModelError):
+    """The objective needs a text tower and the model has none."""
+
+
+class MissingProcessorError(ModelError):
+    """The model folder has no tokenizer or image processor."""
+
+
+class TaskVectorError(BicoError):
+    """The difference between fine-tuned and base model cannot be used."""
+
+
+class BaseMismatchError(TaskVectorError):
+    """The fine-tuned model does not fit the base that was named."""
+
+
+class EmptyTaskVectorError(TaskVectorError):
+    """Fine-tuned and base model are equal, or differ only where nothing can be carried."""
+
+
+class ImplausibleTaskVectorError(TaskVectorError):
+    """The change is as large as the weights: probably the wrong base."""
+
+
+class DataError(BicoError):
+    """Calibration or evaluation data that cannot be used."""
+
+
+class DataNotFoundError(DataError):
+    """There is no such data set or split."""
+
+
+class ColumnError(DataError):
+    """A column is missing or cannot be guessed."""
+
+
+class ClassNamesError(DataError):
+    """The names of the classes are unknown or do not fit the labels."""
+
+
+class SampleCountError(DataError):
+    """More samples were asked for than there are."""
+
+
+class OutputError(BicoError):
+    """The result cannot be written."""
+
+
+class OutputExistsError(OutputError):
+    """The output folder is there already."""
+
+
+class MemoryExhaustedError(BicoError):
+    """The device has too little memory, even for one sample at a time."""
+
+
+class RecordError(BicoError):
+    """A `bico.json` or task vector file that cannot be read."""

@@ -1,0 +1,55 @@
+"""Zero-shot accuracy of a model on labelled samples. Knows models and samples; not how either came about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
+from hf_bico.environment import choose_device, choose_dtype
+from hf_bico.families import LiveModel
+from hf_bico.models import Model, ModelReference
+from hf_bico.objectives import ZeroShotHead, zero_shot_head
+from hf_bico.record import EvaluationRecord
+from hf_bico.settings import Settings
+from hf_bico.statistics import exact_float32
+from hf_bico.task_vector import TaskVector
+
+
+@torch.inference_mode()
+def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, batch_size: int) -> float:
+    """The share of samples whose most likely class is their label."""
+    right = 0
+    with exact_float32(), model.quiet():
+        for images, labels in samples.batches(batch_size):
+            logits = head.logits(model.image_features(model.pixels(images)))
+            right += int((logits.argmax(-1).cpu() == torch.tensor(labels)).sum())
+    return right / len(samples)
+
+
+def evaluate_model(
+    model: ModelReference, data: Any, *, base: ModelReference | None = None, n: int | None = None, **options: Any
+) -> EvaluationRecord:
+    """The accuracy of a model on a split of a data set; `base` completes a fine-tune that holds a part of it.
+
+    The split is the one asked for, else test, else validation, else train; all of it unless `n` is given.
+    """
+    settings = Settings(n=n, **options)
+    opened = Model.open(model, "the model")
+    whole = opened if base is None else Model.open(base, "the base", opened.family.library)
+    samples_from = open_data(
+        data,
+        image_column=settings.image_column,
+        label_column=settings.label_column,
+        class_names=settings.class_names,
+    )
+    split = evaluation_split(samples_from, settings.split)
+    order = draw_order(len(samples_from.splits[split]), settings.seed)
+    samples = samples_from.samples(split, order[: settings.n])
+    live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
+    if base is not None:
+        TaskVector.from_models(opened.checkpoint, whole.checkpoint).apply_to(live.module)
+    head = zero_shot_head(live, samples_from.class_names, settings.templates)
+    value = zero_shot_accuracy(live, head, samples, settings.batch_size)
+    return EvaluationRecord(opened.name, samples_from.name, split, len(samples), "accuracy", value)

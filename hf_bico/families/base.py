@@ -1,0 +1,175 @@
+"""What a family is: how one kind of model lays out its blocks, sites, text side and head.
+
+A family reads layouts from names and shapes alone, without torch, so that a plan needs no weights. Its live
+models show their sites during a forward pass and turn images and prompts into features.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_bico.errors import UnsupportedModelError
+from hf_bico.sites import Layout, Site, Tokens
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.statistics import Trace
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Family(ABC):
+    """One kind of model."""
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+
+    @abstractmethod
+    def recognises(self, shapes: Shapes) -> bool:
+        """Whether a model with these tensors is of this family."""
+
+    @abstractmethod
+    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
+        """Sites, tokens and what stays behind, from names, shapes and the model's configuration."""
+
+    @abstractmethod
+    def read_config(self, folder: Path) -> Mapping[str, Any]:
+        """The model's configuration file; empty when there is none."""
+
+    @abstractmethod
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        """The model of a folder, ready to run."""
+
+    @abstractmethod
+    def wrap(self, module: nn.Module) -> LiveModel:
+        """A model that the caller has loaded."""
+
+    @abstractmethod
+    def side_files(self, folder: Path) -> list[Path]:
+        """The files beside the weights that a written model needs: configuration, tokenizer, processor."""
+
+
+class LiveModel(ABC):
+    """A loaded CLIP-like model: image features, text features, and a look at its sites."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module = module
+        self.layout = layout
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    def pixels(self, images: Sequence[Any]) -> Tensor:
+        """One batch on the model's device: PIL images by its own preprocessing, tensors only resized to fit."""
+        import torch
+
+        if isinstance(images[0], torch.Tensor):
+            batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
+        else:
+            # RGB first: libraries differ in what they do to grey and transparent images
+            batch = self._preprocess([image.convert("RGB") for image in images])
+        return batch.to(self.device, self.dtype)
+
+    @abstractmethod
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        """The model's own preprocessing of RGB images, as one batch."""
+
+    @abstractmethod
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+    @abstractmethod
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+    @abstractmethod
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """exp(logit_scale), and SigLIP's bias where there is one."""
+
+    @contextmanager
+    def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:
+        """Watch the given sites, by name, during the forward passes inside the `with`.
+
+        The outputs stay the same up to rounding, and the model is left as it was found.
+        """
+        from hf_bico.statistics import Trace
+
+        trace = Trace()
+        own = {site.name: site for site in self.layout.sites}
+        with self.quiet(), ExitStack() as stack:
+            for site in sites:
+                self._watch(own[site.name], trace, stack)
+            yield trace
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Evaluation mode and no parameter gradients, inside the `with` only."""
+        flags = [(parameter, parameter.requires_grad) for parameter in self.module.parameters()]
+        training = [module for module in self.module.modules() if module.training]
+        try:
+            self.module.eval().requires_grad_(False)
+            yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+            for module in training:
+                module.training = True
+
+    @abstractmethod
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        """Tap one site; `stack` undoes it."""
+
+    def _watch_linear(self, module: nn.Module, site: Site, trace: Trace, stack: ExitStack) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return trace.tap(site, inputs[0], output)
+
+        stack.callback(module.register_forward_hook(hook).remove)
+
+
+def prefix_before(shapes: Shapes, ending: str) -> str | None:
+    """What stands before `ending` in the one name that ends so; None when no or several names do."""
+    found = [name[: -len(ending)] for name in shapes if name == ending or name.endswith("." + ending)]
+    return found[0] if len(found) == 1 else None
+
+
+def count_blocks(shapes: Shapes, stem: str) -> int:
+    """How many numbered blocks stand under `stem`."""
+    pattern = re.compile(re.escape(stem) + r"(\d+)\.")
+    return len({match.group(1) for name in shapes if (match := pattern.match(name))})
+
+
+def patch_tokens(positions: int, patch: int, image_size: Any, prefix: int, what: str) -> Tokens:
+    """The token grid: from the configured image size where known, else the square that fits the positions."""
+    patches = positions - prefix
+    side = isqrt(patches)
+    grid = (side, side)
+    if image_size is not None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)[:2]
+        grid = (height // patch, width // patch)
+    if grid[0] * grid[1] != patches:
+        raise UnsupportedModelError(
+            f"{what} has {patches} patch positions, which is not the grid {grid[0]} x {grid[1]} of its configuration",
+            "check the image size in the model's configuration",
+        )
+    return Tokens(prefix, grid)
+
+
+def _fit_to(batch: Tensor, size: tuple[int, int]) -> Tensor:
+    from torch.nn import functional
+
+    if tuple(batch.shape[-2:]) == size:
+        return batch
+    return functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)

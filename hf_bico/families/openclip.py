@@ -1,0 +1,263 @@
+"""open_clip's CLIP with a vision transformer: packed q, k, v in `in_proj_weight`, the projection used as x @ proj."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.checkpoints import FileCheckpoint
+from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
+from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.sites import Layout, Site, Slot
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.statistics import Trace
+
+CONFIG = "open_clip_config.json"
+_ATTENTION_BIAS = "attn.in_proj_bias"
+
+
+class OpenClip(Family):
+    name = "open_clip ViT"
+    library = "open_clip"
+
+    def recognises(self, shapes: Shapes) -> bool:
+        return _visual_prefix(shapes) is not None
+
+    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
+        root = _visual_prefix(shapes)
+        if root is None:
+            raise ValueError("not an open_clip vision transformer")
+        stem = f"{root}transformer.resblocks."
+        blocks = count_blocks(shapes, stem)
+        sites = [site for block in range(blocks) for site in _block_sites(shapes, f"{stem}{block}.", block)]
+        if f"{root}proj" in shapes:
+            width, embedding = shapes[f"{root}proj"]
+            weight = Slot(f"{root}proj", transposed=True)
+            sites.append(Site("proj", "proj", None, "proj", (embedding, width), weight))
+        patch = shapes[f"{root}conv1.weight"][-1]
+        positions = shapes[f"{root}positional_embedding"][0]
+        image_size = config.get("model_cfg", {}).get("vision_cfg", {}).get("image_size")
+        tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision transformer")
+        taken = {slot.tensor for site in sites for slot in site.slots}
+        others = {name: _reason(name, root) for name in shapes if name not in taken}
+        return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
+
+    def read_config(self, folder: Path) -> Mapping[str, Any]:
+        file = folder / CONFIG
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as error:
+            raise RepoError(f"'{CONFIG}' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        if not (folder / CONFIG).is_file():
+            raise RepoError(f"'{folder.name}' has no {CONFIG}", "name a folder in open_clip's Hub layout")
+        import open_clip
+        import torch
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        model = open_clip.create_model(f"local-dir:{folder}").to(device=device, dtype=dtype).eval()
+        if dtype == torch.float64:  # open_clip has rounded the weights to float32 on the way
+            [weights] = FileCheckpoint.in_folder(folder, self.library).files
+            open_clip.load_checkpoint(model, str(weights))
+        live = self._live(model, self.read_config(folder))
+        live.transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+        live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+        return live
+
+    def wrap(self, module: nn.Module) -> LiveModel:
+        return self._live(module, {})
+
+    def side_files(self, folder: Path) -> list[Path]:
+        names = [CONFIG, "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "vocab.json", "merges.txt", "vocab.txt"]
+        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+        names += ["spiece.model", "sentencepiece.bpe.model"]
+        return [folder / name for name in names if (folder / name).is_file()]
+
+    def _live(self, module: nn.Module, config: Mapping[str, Any]) -> OpenClipModel:
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        visual = getattr(module, "visual", module)
+        size = {"image_size": getattr(visual, "image_size", None)}
+        return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": size}}))
+
+
+class OpenClipModel(LiveModel):
+    """A loaded open_clip model, or its visual tower alone."""
+
+    transform: Any = None
+    tokenizer: Any = None
+
+    @property
+    def visual(self) -> Any:
+        return getattr(self.module, "visual", self.module)
+
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        import torch
+
+        if self.transform is None:
+            raise MissingProcessorError(
+                "a loaded open_clip model does not know its preprocessing",
+                "pass the model's folder, or prepared tensors",
+            )
+        return torch.stack([self.transform(image) for image in images])
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self.visual(pixels)
+        return features
+
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        model: Any = self.module
+        if not hasattr(model, "encode_text"):
+            raise MissingTextTowerError("the model is a visual tower without a text side", "name the whole CLIP model")
+        if self.tokenizer is None:
+            raise MissingProcessorError("a loaded open_clip model does not know its tokenizer", "pass its folder")
+        features: Tensor = model.encode_text(self.tokenizer(list(prompts)).to(self.device))
+        return features
+
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        model: Any = self.module
+        return model.logit_scale.exp(), getattr(model, "logit_bias", None)
+
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        if site.block is None:
+            self._watch_projection(site, trace, stack)
+            return
+        block = self.visual.transformer.resblocks[site.block]
+        if site.role in ("attn.q", "attn.k", "attn.v"):
+            attention = _explicit(block.attn, stack)
+            attention.watched[site.role] = (site, trace)
+        elif site.role == "attn.out":
+            _explicit(block.attn, stack)  # nn.MultiheadAttention never calls its out_proj as a module
+            self._watch_linear(block.attn.out_proj, site, trace, stack)
+        else:
+            self._watch_linear(block.mlp.c_fc if site.role == "mlp.up" else block.mlp.c_proj, site, trace, stack)
+
+    def _watch_projection(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        """`visual` skips a projection that is None and gives the pooled features; the hook projects them."""
+        visual, projection = self.visual, self.visual.proj
+
+        def project(_: nn.Module, __: Any, output: Any) -> Any:
+            pooled, *tokens = output if isinstance(output, tuple) else (output,)
+            features = trace.tap(site, pooled, pooled @ projection)
+            return (features, *tokens) if tokens else features
+
+        visual.proj = None
+        stack.callback(setattr, visual, "proj", projection)
+        stack.callback(visual.register_forward_hook(project).remove)
+
+
+class ExplicitAttention:
+    """Packed self-attention computed with q, k and v apart, so that each can be watched.
+
+    Stands in for the forward of any module that holds `in_proj_weight`: torch's nn.MultiheadAttention and
+    open_clip's own attention class alike.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        if getattr(attention, "logit_scale", None) is not None:
+            raise UnsupportedModelError(
+                "this vision transformer uses scaled cosine attention, whose q and k cannot be shown apart",
+                "use a model with plain attention",
+            )
+        if getattr(attention, "in_proj_weight", None) is None:
+            raise UnsupportedModelError(
+                "this vision transformer keeps q, k and v in separate tensors of one attention module",
+                "use a model with a packed in_proj_weight",
+            )
+        self.attention = attention
+        self.watched: dict[str, tuple[Site, Trace]] = {}
+        # torch's module takes (query, key, value) and returns a pair; open_clip's takes x and returns a tensor
+        self.returns_pair = "key" in inspect.signature(type(attention).forward).parameters
+        self.batch_first = getattr(attention, "batch_first", True)
+
+    def __call__(self, x: Tensor, key: Any = None, value: Any = None, attn_mask: Any = None, **_: Any) -> Any:
+        from torch.nn import functional
+
+        attention = self.attention
+        if (key is not None and key is not x) or (value is not None and value is not x):
+            raise UnsupportedModelError("this vision transformer uses cross-attention", "use a plain ViT")
+        rows = x if self.batch_first else x.transpose(0, 1)
+        parts = [
+            self._show(role, rows, weight, bias)
+            for role, weight, bias in zip(
+                ("attn.q", "attn.k", "attn.v"),
+                attention.in_proj_weight.chunk(3),
+                (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3),
+                strict=True,
+            )
+        ]
+        q, k, v = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in parts)
+        q, k = _optional(attention, "ln_q")(q), _optional(attention, "ln_k")(k)
+        heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        if getattr(attention, "head_scale", None) is not None:
+            heads = heads * attention.head_scale
+        mixed = attention.out_proj(_optional(attention, "ln_inner")(heads.transpose(1, 2).flatten(2)))
+        mixed = mixed if self.batch_first else mixed.transpose(0, 1)
+        return (mixed, None) if self.returns_pair else mixed
+
+    def _show(self, role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        from torch.nn import functional
+
+        y = functional.linear(x, weight, bias)
+        if role not in self.watched:
+            return y
+        site, trace = self.watched[role]
+        return trace.tap(site, x, y)
+
+
+def _explicit(attention: Any, stack: ExitStack) -> ExplicitAttention:
+    """The explicit form of this module's forward, put in place once and taken away by `stack`."""
+    current = attention.__dict__.get("forward")
+    if isinstance(current, ExplicitAttention):
+        return current
+    explicit = ExplicitAttention(attention)
+    attention.forward = explicit
+    stack.callback(attention.__dict__.pop, "forward")
+    return explicit
+
+
+def _optional(module: Any, name: str) -> Any:
+    return getattr(module, name, None) or (lambda x: x)
+
+
+def _visual_prefix(shapes: Shapes) -> str | None:
+    prefix = prefix_before(shapes, "class_embedding")
+    stem = "transformer.resblocks.0.attn.in_proj_weight"
+    return prefix if prefix is not None and f"{prefix}{stem}" in shapes else None
+
+
+def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
+    name = f"blocks.{block}."
+    width = shapes[f"{stem}attn.in_proj_weight"][1]
+    sites = []
+    for index, role in enumerate(("attn.q", "attn.k", "attn.v")):
+        rows = (index * width, (index + 1) * width)
+        bias = Slot(stem + _ATTENTION_BIAS, rows) if stem + _ATTENTION_BIAS in shapes else None
+        weight = Slot(f"{stem}attn.in_proj_weight", rows)
+        sites.append(Site(name + role, role, block, f"{name}attn.in", (width, width), weight, bias))
+    for role, module in (("attn.out", "attn.out_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+        rows_out, columns = shapes[f"{stem}{module}.weight"]
+        bias = Slot(f"{stem}{module}.bias") if f"{stem}{module}.bias" in shapes else None
+        weight = Slot(f"{stem}{module}.weight")
+        sites.append(Site(name + role, role, block, name + role, (rows_out, columns), weight, bias))
+    return sites
+
+
+def _reason(name: str, root: str) -> str:
+    if not name.startswith(root) or name in ("logit_scale", "logit_bias"):
+        return "text tower"
+    if name == f"{root}class_embedding":
+        return "class token"
+    if name == f"{root}positional_embedding":
+        return "positions"
+    if name.startswith(f"{root}conv1."):
+        return "patch stem"
+    return "LayerNorm" if ".ln_" in name or ".ln." in name else "no linear site"

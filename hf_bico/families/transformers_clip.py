@@ -1,0 +1,178 @@
+"""transformers' CLIP: `CLIPModel`, `CLIPVisionModel` and `CLIPVisionModelWithProjection`, by any spelling of names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError
+from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.sites import Layout, Site, Slot
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.statistics import Trace
+
+_MODULES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.out": "self_attn.out_proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+_ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel")
+
+
+class TransformersClip(Family):
+    name = "transformers CLIP"
+    library = "transformers"
+
+    def recognises(self, shapes: Shapes) -> bool:
+        return _vision_prefix(shapes) is not None
+
+    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
+        root = _vision_prefix(shapes)
+        if root is None:
+            raise ValueError("not a transformers CLIP with a vision tower")
+        stem = f"{root}encoder.layers."
+        blocks = count_blocks(shapes, stem)
+        sites = [site for block in range(blocks) for site in _block_sites(shapes, f"{stem}{block}.", block)]
+        projection = _projection_name(shapes)
+        if projection is not None:
+            embedding, width = shapes[projection]
+            sites.append(Site("proj", "proj", None, "proj", (embedding, width), Slot(projection)))
+        patch = shapes[f"{root}embeddings.patch_embedding.weight"][-1]
+        positions = shapes[f"{root}embeddings.position_embedding.weight"][0]
+        image_size = config.get("vision_config", config).get("image_size")
+        tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision tower")
+        taken = {slot.tensor for site in sites for slot in site.slots}
+        others = {name: _reason(name, root) for name in shapes if name not in taken}
+        return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
+
+    def read_config(self, folder: Path) -> Mapping[str, Any]:
+        file = folder / "config.json"
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as error:
+            raise RepoError(f"'config.json' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        import transformers
+
+        config = self.read_config(folder)
+        named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
+        # old repos do not name their class: `text_config` is what only the whole model has
+        name = named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
+        module = getattr(transformers, name).from_pretrained(folder, dtype=dtype, local_files_only=True)
+        live = self._live(module.to(device).eval())
+        live.folder = folder
+        return live
+
+    def wrap(self, module: nn.Module) -> LiveModel:
+        return self._live(module)
+
+    def side_files(self, folder: Path) -> list[Path]:
+        names = ["config.json", "preprocessor_config.json", "processor_config.json", "vocab.json", "merges.txt"]
+        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+        names += ["LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"]
+        return [folder / name for name in names if (folder / name).is_file()]
+
+    def _live(self, module: nn.Module) -> TransformersClipModel:
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        config: Any = module.config
+        return TransformersClipModel(module, self.layout(shapes, config.to_dict()))
+
+
+class TransformersClipModel(LiveModel):
+    """A loaded transformers CLIP, whole or its vision tower alone."""
+
+    folder: Path | None = None
+    _processor: Any = None
+    _tokenizer: Any = None
+
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        if self._processor is None:
+            self._processor = self._from_folder("AutoImageProcessor", "image processor (preprocessor_config.json)")
+        batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return batch
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        model: Any = self.module
+        pooled: Tensor = getattr(model, "vision_model", model)(pixel_values=pixels).pooler_output
+        return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
+
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        model: Any = self.module
+        if not hasattr(model, "text_model"):
+            raise MissingTextTowerError("the model is a vision tower without a text side", "name the whole CLIP model")
+        if self._tokenizer is None:
+            self._tokenizer = self._from_folder("AutoTokenizer", "tokenizer")
+        longest = model.config.text_config.max_position_embeddings
+        tokens = self._tokenizer(
+            list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
+        ).to(self.device)
+        pooled = model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).pooler_output
+        features: Tensor = model.text_projection(pooled)
+        return features
+
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        model: Any = self.module
+        return model.logit_scale.exp(), None
+
+    def _from_folder(self, loader: str, what: str) -> Any:
+        import transformers
+
+        if self.folder is None:
+            raise MissingProcessorError(f"a loaded model does not know its {what}", "pass the model's folder")
+        try:
+            return getattr(transformers, loader).from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise MissingProcessorError(
+                f"'{self.folder.name}' has no {what} that can be loaded",
+                "copy it from the repo that the model came from",
+            ) from error
+
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        name = site.weight.tensor.removesuffix(".weight")
+        self._watch_linear(self.module.get_submodule(name), site, trace, stack)
+
+
+def _vision_prefix(shapes: Shapes) -> str | None:
+    prefix = prefix_before(shapes, "embeddings.class_embedding")
+    stem = "encoder.layers.0.self_attn.q_proj.weight"
+    return prefix if prefix is not None and f"{prefix}{stem}" in shapes else None
+
+
+def _projection_name(shapes: Shapes) -> str | None:
+    prefix = prefix_before(shapes, "visual_projection.weight")
+    return None if prefix is None else f"{prefix}visual_projection.weight"
+
+
+def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
+    name = f"blocks.{block}."
+    sites = []
+    for role, module in _MODULES.items():
+        rows, columns = shapes[f"{stem}{module}.weight"]
+        bias = Slot(f"{stem}{module}.bias") if f"{stem}{module}.bias" in shapes else None
+        reads = f"{name}attn.in" if role in ("attn.q", "attn.k", "attn.v") else name + role
+        sites.append(Site(name + role, role, block, reads, (rows, columns), Slot(f"{stem}{module}.weight"), bias))
+    return sites
+
+
+def _reason(name: str, root: str) -> str:
+    own = name[len(root) :] if name.startswith(root) else None
+    if own is None or own.startswith(("text_model.", "text_projection.", "logit_scale")):
+        return "text tower"
+    if own.startswith("embeddings.class_embedding"):
+        return "class token"
+    if own.startswith("embeddings.position"):
+        return "positions"
+    if own.startswith("embeddings.patch_embedding"):
+        return "patch stem"
+    return "LayerNorm" if "norm" in own or "layrnorm" in own else "no linear site"

@@ -1,0 +1,78 @@
+"""Models as the pipeline sees them: a folder or a loaded module, its family, layout and checkpoint.
+
+Opening one reads names, shapes and configuration only; weights are read, and torch imported, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hf_bico.checkpoints import Checkpoint, FileCheckpoint, MemoryCheckpoint, sha256_of
+from hf_bico.errors import RepoNotFoundError
+from hf_bico.families import Family, LiveModel, family_of
+from hf_bico.sites import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ModelReference: TypeAlias = "str | Path | nn.Module"
+"""What names a model: a folder, or the loaded model itself."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is known but not loaded."""
+
+    name: str
+    checkpoint: Checkpoint
+    family: Family
+    layout: Layout
+    folder: Path | None = None
+    module: Any = None
+
+    @classmethod
+    def open(cls, reference: ModelReference, what: str, library: str = "transformers") -> Model:
+        """Open a model by reference; `what` says its part ("the target") in errors.
+
+        `library` decides between the layouts of a folder that holds two.
+        """
+        if not isinstance(reference, str | Path):
+            checkpoint: Checkpoint = MemoryCheckpoint.of(reference)
+            name = type(reference).__name__
+            family = family_of(checkpoint.shapes, what)
+            return cls(name, checkpoint, family, family.wrap(reference).layout, module=reference)
+        folder = find_folder(reference, what)
+        checkpoint = FileCheckpoint.in_folder(folder, library)
+        family = family_of(checkpoint.shapes, f"{what} '{folder.name}'")
+        layout = family.layout(checkpoint.shapes, family.read_config(folder))
+        return cls(folder.name, checkpoint, family, layout, folder)
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        """The live model; a module that the caller loaded is used where and as it is."""
+        if self.folder is None:
+            return self.family.wrap(self.module)
+        return self.family.load(self.folder, device, dtype)
+
+    def sha256(self) -> dict[str, str]:
+        """The digests of the weight files, by name; empty for a loaded module."""
+        return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}
+
+
+def find_folder(reference: str | Path, what: str) -> Path:
+    """The folder of a repo reference."""
+    folder = Path(reference).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    text = str(reference)
+    if _HUB_ID.fullmatch(text):
+        raise RepoNotFoundError(
+            f"{what}: there is no folder '{text}', and Hub ids are not resolved by this version",
+            f"run 'hf download {text.partition('@')[0]} --local-dir FOLDER' and name that folder",
+        )
+    raise RepoNotFoundError(f"{what}: there is no folder '{text}'", "check the path")

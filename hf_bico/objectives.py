@@ -1,0 +1,48 @@
+"""The task losses that calibration differentiates. Knows features and labels; not files, sites or statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_bico.families import LiveModel
+
+PROMPT_BATCH = 256
+
+
+@dataclass(frozen=True)
+class ZeroShotHead:
+    """Class embeddings of a model's own text tower, with its logit scale and bias."""
+
+    classes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits = self.scale * functional.normalize(features, dim=-1) @ self.classes.T
+        return logits if self.bias is None else logits + self.bias
+
+
+@torch.no_grad()
+def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequence[str]) -> ZeroShotHead:
+    """Each class as the normalised mean, over the templates, of its normalised prompt embeddings."""
+    prompts = [template.replace("{}", name) for name in class_names for template in templates]
+    with model.quiet():
+        features = torch.cat([model.text_features(batch) for batch in _chunks(prompts, PROMPT_BATCH)])
+    by_class = functional.normalize(features, dim=-1).unflatten(0, (len(class_names), len(templates)))
+    classes = functional.normalize(by_class.mean(1), dim=-1)
+    scale, bias = model.logit_scale_and_bias()
+    return ZeroShotHead(classes, scale.detach(), None if bias is None else bias.detach())
+
+
+def zero_shot_loss(model: LiveModel, head: ZeroShotHead, pixels: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the samples, so that batches add up."""
+    return functional.cross_entropy(head.logits(model.image_features(pixels)), labels, reduction="sum")
+
+
+def _chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,0 +1,78 @@
+"""Writing a result: a folder that appears whole or not at all. Knows files and tensors; not how they were made."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from hf_bico.checkpoints import FileCheckpoint, open_safetensors
+from hf_bico.errors import OutputError, OutputExistsError
+from hf_bico.record import RECORD_FILE
+from hf_bico.task_vector import TaskVector, add_delta
+
+
+def require_free(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that is there, unless it is ours and may be replaced."""
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise OutputExistsError(
+            f"the output folder '{folder.name}' exists", "choose another folder, or replace it with --overwrite"
+        )
+    if not (folder / RECORD_FILE).is_file():
+        raise OutputExistsError(
+            f"'{folder.name}' holds no {RECORD_FILE}: it was not written by hf-bico and is not replaced",
+            "choose another folder",
+        )
+
+
+@contextmanager
+def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling to write into; it becomes `folder` at the end, and vanishes if anything fails."""
+    require_free(folder, overwrite)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
+    try:
+        yield scratch
+        scratch.chmod(0o755)  # mkdtemp makes private folders
+        require_free(folder, overwrite)
+        if folder.exists():
+            replaced = folder.rename(Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "old")
+            scratch.rename(folder)
+            shutil.rmtree(replaced.parent)
+        else:
+            scratch.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"'{folder.name}' cannot be written: {error}", "free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_full(target: FileCheckpoint, vector: TaskVector, folder: Path) -> list[Path]:
+    """The target's weights with the vector added, file by file under the same names; the rest bit for bit."""
+    written = []
+    for file in target.files:
+        with open_safetensors(file, "pt") as reader:
+            metadata = reader.metadata()
+        tensors = {name: target.tensor(name) for name in target.names_in(file)}
+        for name in tensors:
+            if name in vector:
+                tensors[name] = add_delta(tensors[name], vector[name], name)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file.name, metadata=metadata
+        )
+        written.append(folder / file.name)
+    if target.index is not None:
+        shutil.copyfile(target.index, folder / target.index.name)
+    return written

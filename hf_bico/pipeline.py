@@ -1,0 +1,354 @@
+"""The pipeline: plan, read, sample, load, calibrate, align, transport, evaluate, save.
+
+Computes and returns data classes; prints nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bico import __version__
+from hf_bico.calibration import (
+    DataSet,
+    Samples,
+    calibration_samples,
+    calibration_split,
+    evaluation_samples,
+    open_data,
+)
+from hf_bico.card import write_card
+from hf_bico.checkpoints import FileCheckpoint, sha256_of
+from hf_bico.environment import (
+    Progress,
+    Stopwatch,
+    choose_device,
+    choose_dtype,
+    device_name,
+    installed_versions,
+    peak_memory,
+    silent,
+)
+from hf_bico.errors import DataNotFoundError, MemoryExhaustedError, OutputError, UsageError
+from hf_bico.evaluation import zero_shot_accuracy
+from hf_bico.families import LiveModel
+from hf_bico.methods import METHODS
+from hf_bico.models import Model, ModelReference
+from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
+from hf_bico.output import whole_folder, write_full
+from hf_bico.planning import Plan, plan
+from hf_bico.record import (
+    DataRecord,
+    EvaluationRecord,
+    MethodRecord,
+    ModelRecord,
+    ObjectiveRecord,
+    OutputRecord,
+    Record,
+    RunRecord,
+)
+from hf_bico.report import Report
+from hf_bico.settings import FORMATS, Settings
+from hf_bico.sites import SitePair
+from hf_bico.statistics import Loss, Side, Statistics, collect
+from hf_bico.task_vector import TaskVector
+from hf_bico.transport import account, gather, require_plausible, site_delta
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a custom objective gets: prepared images on the model's device, and their labels."""
+
+    pixels: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Ported:
+    """A task vector in the target's coordinates, with everything known about how it got there."""
+
+    task_vector: TaskVector
+    report: Report
+    record: Record
+    target: Model
+
+    def model(self, device: str = "cpu") -> nn.Module:
+        """The target with the task vector applied; a target that was passed loaded is changed in place."""
+        live = self.target.load(torch.device(device), torch.float32)
+        return self.task_vector.apply_to(live.module)
+
+    def save(self, folder: str | Path, format: str = "full", overwrite: bool = False) -> Path:
+        """Write weights, `bico.json` and the model card; the folder appears whole or not at all."""
+        folder = Path(folder)
+        with whole_folder(folder, overwrite) as scratch:
+            weights = self._write_weights(scratch, format)
+            record = replace(self.record, output=OutputRecord(format, sha256_of(weights)))
+            record.write(scratch)
+            write_card(record, scratch)
+        return folder
+
+    def _write_weights(self, folder: Path, format: str) -> list[Path]:
+        if format not in FORMATS:
+            raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
+        if format == "delta":
+            return [self.task_vector.save(folder, base=self.record.target.id)]
+        checkpoint, origin = self.target.checkpoint, self.target.folder
+        if origin is None or not isinstance(checkpoint, FileCheckpoint):
+            raise OutputError(
+                "a target that was passed as a loaded model has no files to write a full model from",
+                "save with format='delta', or save ported.model() with its own library",
+            )
+        for file in self.target.family.side_files(origin):
+            (folder / file.name).write_bytes(file.read_bytes())
+        return write_full(checkpoint, self.task_vector, folder)
+
+
+def port(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> Ported:
+    """Carry what `source` learnt over `base` to the model `to`, without training.
+
+    Models are folders or loaded modules; `data` is a folder of images or parquet files, a `datasets` object or a
+    list of rows. The options are those of `Settings`.
+
+    >>> ported = hf_bico.port("my-finetune", to="model-B", base="model-A", data="eurosat", n=100)  # doctest: +SKIP
+    >>> ported.save("my-finetune-on-B")  # doctest: +SKIP
+    """
+    settings = Settings(**options)
+    started, watch = datetime.now(UTC), Stopwatch(progress)
+    device = choose_device(settings.device)
+    method = METHODS[settings.method](settings)
+
+    with watch("plan"):
+        planned = plan(source, to, base=base)
+    lineage, pairs = planned.lineage, planned.pairs
+    with watch("read"):
+        vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
+        require_plausible(vector, lineage.base.layout.sites, lineage.base.checkpoint, settings.force)
+    with watch("sample"):
+        drawn = _draw(data, settings) if data is not None else None
+        if drawn is None and method.needs_statistics:
+            raise DataNotFoundError("no calibration data was given", "name a data set with --data")
+    with watch("load"):
+        two = _load_pair(planned, device, settings, drawn)
+
+    statistics = None
+    with watch("calibrate"):
+        if method.needs_statistics and drawn is not None:
+            statistics = _calibrate(pairs, two, drawn.samples, settings, progress)
+    with watch("align"):
+        method.prepare(pairs, statistics)
+    with watch("transport"):
+        carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
+        ported = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
+        report = account(vector, carried, pairs, planned.left)
+    evaluation: list[EvaluationRecord] = []
+    with watch("evaluate"):
+        if settings.evaluate and drawn is not None and two.heads is not None:
+            evaluation = _evaluate(two, drawn, vector, ported, settings, progress)
+
+    run = RunRecord(
+        started=started.isoformat(timespec="seconds"),
+        seconds=watch.seconds,
+        peak_memory=peak_memory(device),
+        device=device_name(device),
+        dtype=str(two.source.dtype).removeprefix("torch."),
+        processes=1,
+        versions=installed_versions(),
+    )
+    record = _record(planned, settings, drawn, report, evaluation, run)
+    return Ported(ported, report, record, lineage.target)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The calibration samples, and where they come from."""
+
+    data: DataSet
+    split: str
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two pretrained models, loaded, with their zero-shot heads when those give the loss."""
+
+    source: LiveModel
+    target: LiveModel
+    heads: tuple[ZeroShotHead, ZeroShotHead] | None
+
+
+def _draw(data: Any, settings: Settings) -> _Drawn:
+    opened = open_data(
+        data,
+        image_column=settings.image_column,
+        label_column=settings.label_column,
+        class_names=settings.class_names,
+    )
+    split = calibration_split(opened, settings.split)
+    return _Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
+
+
+def _load_pair(planned: Plan, device: torch.device, settings: Settings, drawn: _Drawn | None) -> _Pair:
+    dtype = choose_dtype(settings.dtype)
+    source = planned.lineage.base.load(device, dtype)
+    target = planned.lineage.target.load(device, dtype)
+    if not settings.zero_shot or drawn is None:
+        return _Pair(source, target, None)
+    names = drawn.data.class_names
+    heads = tuple(zero_shot_head(model, names, settings.templates) for model in (source, target))
+    return _Pair(source, target, (heads[0], heads[1]))
+
+
+def _calibrate(
+    pairs: Sequence[SitePair], two: _Pair, samples: Samples, settings: Settings, progress: Progress
+) -> Statistics:
+    """One pass of both models over the samples; where memory runs out, again with half the batch."""
+    source, target = Side(two.source, two.source.layout.tokens), Side(two.target, two.target.layout.tokens)
+    size = settings.batch_size
+    while True:
+        try:
+            return collect(pairs, source, target, _losses(two, samples, size, settings, progress))
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                raise MemoryExhaustedError(
+                    "the device has too little memory for both models and one sample", "use --device cpu"
+                ) from error
+        torch.cuda.empty_cache()
+        size //= 2
+
+
+def _losses(
+    two: _Pair, samples: Samples, size: int, settings: Settings, progress: Progress
+) -> Iterator[tuple[Loss, Loss]]:
+    """For each batch, the loss of the source's and of the target's pretrained model."""
+    done = 0
+    for images, labels in samples.batches(size):
+        progress("calibrate", done, len(samples))
+        heads = two.heads or (None, None)
+        yield (
+            _loss(two.source, heads[0], images, labels, settings),
+            _loss(two.target, heads[1], images, labels, settings),
+        )
+        done += len(labels)
+
+
+def _loss(
+    model: LiveModel, head: ZeroShotHead | None, images: list[Any], labels: list[int], settings: Settings
+) -> Loss:
+    def loss() -> Tensor:
+        batch = Batch(model.pixels(images), torch.tensor(labels, device=model.device))
+        if head is not None:
+            return zero_shot_loss(model, head, batch.pixels, batch.labels)
+        value: Tensor = settings.objective(model.module, batch)  # type: ignore[operator]
+        return value
+
+    return loss
+
+
+def _evaluate(
+    two: _Pair, drawn: _Drawn, vector: TaskVector, ported: TaskVector, settings: Settings, progress: Progress
+) -> list[EvaluationRecord]:
+    """Target zero-shot, ported, and source fine-tuned, on the same held-out samples."""
+    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, settings.seed)
+    if two.heads is None or len(samples) == 0:
+        return []
+
+    def measure(name: str, model: LiveModel, head: ZeroShotHead) -> EvaluationRecord:
+        value = zero_shot_accuracy(model, head, samples, settings.batch_size)
+        return EvaluationRecord(name, drawn.data.name, split, len(samples), "accuracy", value)
+
+    results = [measure("target", two.target, two.heads[1])]
+    progress("evaluate", 1, 3)
+    with ported.applied_to(two.target.module):
+        results.append(measure("ported", two.target, two.heads[1]))
+    progress("evaluate", 2, 3)
+    with vector.applied_to(two.source.module):
+        # a fine-tune may have changed its text side too
+        head = zero_shot_head(two.source, drawn.data.class_names, settings.templates)
+        results.append(measure("source", two.source, head))
+    return results
+
+
+def _record(
+    planned: Plan,
+    settings: Settings,
+    drawn: _Drawn | None,
+    report: Report,
+    evaluation: list[EvaluationRecord],
+    run: RunRecord,
+) -> Record:
+    lineage = planned.lineage
+    own_name = getattr(settings.objective, "__name__", "custom")
+    base = ModelRecord(lineage.base.name, lineage.base.sha256())
+    notices = []
+    if drawn is not None and len(set(drawn.samples.labels)) == 1:
+        notices.append("All calibration samples are of one class.")
+    return Record(
+        hf_bico=__version__,
+        command=_command(planned, settings, drawn),
+        source=ModelRecord(
+            lineage.source.name, lineage.source.sha256(), lineage.source.family.name, kind="full", base=base
+        ),
+        target=ModelRecord(lineage.target.name, lineage.target.sha256(), lineage.target.family.name),
+        data=None if drawn is None else _data_record(drawn, settings),
+        objective=ObjectiveRecord("zero-shot", list(settings.templates))
+        if settings.zero_shot
+        else ObjectiveRecord(own_name),
+        method=MethodRecord(
+            settings.method,
+            settings.alpha,
+            list(planned.blocks),
+            settings.completion if settings.method == "bico" else None,
+        ),
+        sites=list(report.sites),
+        left=list(report.left),
+        evaluation=evaluation,
+        notices=notices,
+        run=run,
+    )
+
+
+def _data_record(drawn: _Drawn, settings: Settings) -> DataRecord:
+    return DataRecord(
+        id=drawn.data.name,
+        split=drawn.split,
+        n=len(drawn.samples),
+        per_class=settings.per_class,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        indices=list(drawn.samples.indices),
+        columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},
+        labels="dataset",
+        class_names=list(drawn.data.class_names),
+    )
+
+
+def _command(planned: Plan, settings: Settings, drawn: _Drawn | None) -> str:
+    """The command line that would repeat this run, by the folders' names: no path of this machine."""
+    lineage = planned.lineage
+    words = ["hf-bico", "port", lineage.source.name, "--base", lineage.base.name, "--to", lineage.target.name]
+    if drawn is not None:
+        words += ["--data", drawn.data.name, "--split", drawn.split]
+        words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
+        words += ["--seed", str(settings.seed)]
+    if settings.method != "bico":
+        words += ["--method", settings.method]
+    if settings.completion != "drop":
+        words += ["--completion", settings.completion]
+    if settings.alpha != 1.0:
+        words += ["--alpha", f"{settings.alpha:g}"]
+    return shlex.join(words)

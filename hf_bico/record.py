@@ -1,0 +1,194 @@
+"""The record, `bico.json`: all that is needed to repeat a run and to write its card.
+
+A data class with a schema number, written as JSON without its empty fields. Holds no path of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hf_bico.errors import RecordError
+
+RECORD_FILE = "bico.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    id: str
+    sha256: dict[str, str] = field(default_factory=dict)
+    family: str | None = None
+    kind: str | None = None
+    base: ModelRecord | None = None
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    id: str
+    split: str
+    n: int
+    sampling: str
+    seed: int
+    indices: list[int]
+    columns: dict[str, str]
+    labels: str
+    class_names: list[str]
+    per_class: int | None = None
+
+
+@dataclass(frozen=True)
+class ObjectiveRecord:
+    name: str
+    templates: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class MethodRecord:
+    name: str
+    alpha: float
+    layers: list[int]
+    completion: str | None = None
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One carried site: `energy` is its share of the task vector, `unseen` the share of its own that was lost."""
+
+    name: str
+    role: str
+    source: str
+    shape_source: tuple[int, int]
+    shape_target: tuple[int, int]
+    energy: float
+    rank_in: int | None = None
+    rank_out: int | None = None
+    score_in: float | None = None
+    score_out: float | None = None
+    unseen: float | None = None
+
+
+@dataclass(frozen=True)
+class LeftRecord:
+    """A changed tensor of the source that was not carried, with its share of the task vector's energy."""
+
+    name: str
+    reason: str
+    energy: float
+
+
+@dataclass(frozen=True)
+class OutputRecord:
+    format: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    model: str
+    data: str
+    split: str
+    n: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What differs from run to run."""
+
+    started: str
+    seconds: dict[str, float]
+    peak_memory: int
+    device: str
+    dtype: str
+    processes: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    hf_bico: str
+    command: str
+    source: ModelRecord
+    target: ModelRecord
+    objective: ObjectiveRecord
+    method: MethodRecord
+    sites: list[SiteRecord]
+    left: list[LeftRecord]
+    run: RunRecord
+    data: DataRecord | None = None
+    output: OutputRecord | None = None
+    evaluation: list[EvaluationRecord] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(_without_empty(asdict(self)), indent=2, ensure_ascii=False) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        file = folder / RECORD_FILE
+        file.write_text(self.to_json(), encoding="utf-8")
+        return file
+
+    def value(self, model: str) -> float | None:
+        """The measured value of "target", "ported" or "source"; None when it was not evaluated."""
+        return next((entry.value for entry in self.evaluation if entry.model == model), None)
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a folder that this tool wrote."""
+    file = folder / RECORD_FILE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecordError(f"'{folder.name}' holds no {RECORD_FILE}", "name a folder that this tool wrote") from error
+    except ValueError as error:
+        raise RecordError(f"{RECORD_FILE} of '{folder.name}' is not JSON: {error}", "port again") from error
+    if raw.get("schema") != SCHEMA:
+        raise RecordError(
+            f"{RECORD_FILE} of '{folder.name}' has schema {raw.get('schema')!r}; this version reads {SCHEMA}",
+            "use the version of hf-bico that wrote it",
+        )
+    try:
+        record: Record = _build(Record, raw)
+        return record
+    except (TypeError, KeyError, AttributeError) as error:
+        raise RecordError(f"{RECORD_FILE} of '{folder.name}' is not a record: {error}", "port again") from error
+
+
+_NESTED: dict[tuple[type, str], type] = {
+    (Record, "source"): ModelRecord,
+    (Record, "target"): ModelRecord,
+    (Record, "objective"): ObjectiveRecord,
+    (Record, "method"): MethodRecord,
+    (Record, "sites"): SiteRecord,
+    (Record, "left"): LeftRecord,
+    (Record, "run"): RunRecord,
+    (Record, "data"): DataRecord,
+    (Record, "output"): OutputRecord,
+    (Record, "evaluation"): EvaluationRecord,
+    (ModelRecord, "base"): ModelRecord,
+}
+
+
+def _build(kind: type, raw: dict[str, Any]) -> Any:
+    values = {}
+    for name in (entry.name for entry in fields(kind) if entry.name in raw):
+        inner, value = _NESTED.get((kind, name)), raw[name]
+        if inner is not None:
+            value = [_build(inner, item) for item in value] if isinstance(value, list) else _build(inner, value)
+        values[name] = tuple(value) if name.startswith("shape_") else value
+    for name in ("sites", "left"):  # absent when empty
+        if kind is Record:
+            values.setdefault(name, [])
+    return kind(**values)
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _without_empty(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None and item != [] and item != {}}
+    return [_without_empty(item) for item in value] if isinstance(value, list | tuple) else value

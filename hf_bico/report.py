@@ -1,0 +1,105 @@
+"""What a port carried and how well, as plain tables. Reads records; measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_bico.record import LeftRecord, Record, SiteRecord
+from hf_bico.sites import ROLES
+
+VALUE_NAMES = {"target": "target, zero-shot", "ported": "target, ported", "source": "source, fine-tuned"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Per-site ranks, scores and energies, and what was left behind."""
+
+    sites: tuple[SiteRecord, ...]
+    left: tuple[LeftRecord, ...]
+
+    @property
+    def carried_energy(self) -> float:
+        """The share of the task vector that lies in carried sites."""
+        return 1.0 - sum(entry.energy for entry in self.left)
+
+    @property
+    def unseen_energy(self) -> float | None:
+        """The share of the carried sites' energy that lay where calibration saw nothing."""
+        weighted = [(site.energy, site.unseen) for site in self.sites if site.unseen is not None]
+        total = sum(energy for energy, _ in weighted)
+        return sum(energy * unseen for energy, unseen in weighted) / total if total else None
+
+    def left_by_reason(self) -> list[tuple[str, int, float]]:
+        """(reason, tensors, share of the energy), the largest first."""
+        reasons = dict.fromkeys(entry.reason for entry in self.left)
+        rows = [(reason, [entry for entry in self.left if entry.reason == reason]) for reason in reasons]
+        summed = [(reason, len(entries), sum(entry.energy for entry in entries)) for reason, entries in rows]
+        return sorted(summed, key=lambda row: -row[2])
+
+    def table(self) -> str:
+        """One line a role: how many sites, their energy, scores, ranks and unseen energy."""
+        rows: list[tuple[str, ...]] = [
+            ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen")
+        ]
+        for role in ROLES:
+            sites = [site for site in self.sites if site.role == role]
+            if sites:
+                rows.append(_role_row(role, sites))
+        return format_table(rows)
+
+
+def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
+    energy = sum(site.energy for site in sites)
+    return (
+        role,
+        str(len(sites)),
+        f"{energy:.1%}",
+        _mean(site.score_in for site in sites),
+        _mean(site.score_out for site in sites),
+        _span(site.rank_in for site in sites),
+        _span(site.rank_out for site in sites),
+        _mean((site.unseen for site in sites), percent=True),
+    )
+
+
+def _mean(values: Iterable[float | None], percent: bool = False) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean = sum(known) / len(known)
+    return f"{mean:.1%}" if percent else f"{mean:.3f}"
+
+
+def _span(values: Iterable[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, high = min(known), max(known)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned first column, right-aligned others, two spaces between."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def headline(record: Record) -> str | None:
+    """The result in one sentence: what the port did to the target's accuracy; None when nothing was measured."""
+    target, ported, source = (record.value(name) for name in ("target", "ported", "source"))
+    if target is None or ported is None:
+        return None
+    if ported < target:
+        return f"The port measured WORSE than the target: accuracy {ported:.1%}, down from {target:.1%}."
+    sentence = f"Accuracy {ported:.1%}, up from the target's {target:.1%}"
+    if source is not None and source > target:
+        sentence += f": {(ported - target) / (source - target):.0%} of the way to the fine-tuned source's {source:.1%}"
+    return sentence + ", with no training step."

@@ -1,0 +1,78 @@
+"""How to port: every choice that is not a model or a data set, checked on its own. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from hf_bico.errors import UsageError
+
+METHOD_NAMES = ("bico", "naive")
+COMPLETIONS = ("drop", "svd")
+FORMATS = ("full", "delta")
+DTYPES = ("auto", "float32", "float64", "bfloat16")
+DEFAULT_SAMPLES = 100
+DEFAULT_TEMPLATES = ("a photo of a {}.",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of a port.
+
+    `n` samples in all or `per_class` of each class are drawn from `split` by `seed`. `objective` is "auto", or a
+    callable (model, batch) -> loss that sums over the batch's samples. `completion` says what the maps do where
+    calibration saw nothing: "drop" it, or complete it arbitrarily by the "svd". `alpha` scales what is added.
+    """
+
+    split: str | None = None
+    n: int | None = None
+    per_class: int | None = None
+    sampling: str = "random"
+    seed: int = 0
+    objective: str | Callable[..., Any] = "auto"
+    method: str = "bico"
+    layers: str = "index"
+    completion: str = "drop"
+    alpha: float = 1.0
+    image_column: str | None = None
+    label_column: str | None = None
+    class_names: Sequence[str] | None = None
+    templates: Sequence[str] = DEFAULT_TEMPLATES
+    batch_size: int = 32
+    device: str = "auto"
+    dtype: str = "auto"
+    evaluate: bool = True
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _require_one_of("method", self.method, METHOD_NAMES)
+        _require_one_of("completion", self.completion, COMPLETIONS)
+        _require_one_of("dtype", self.dtype, DTYPES)
+        _require_one_of("sampling", self.sampling, ("random",))
+        _require_one_of("layers", self.layers, ("index",))
+        if isinstance(self.objective, str):
+            _require_one_of("objective", self.objective, ("auto", "zero-shot"))
+        if self.n is not None and self.per_class is not None:
+            raise UsageError("-n and -k were both given", "choose the number of samples in all, or per class")
+        for option, value in (("-n", self.n), ("-k", self.per_class), ("--batch-size", self.batch_size)):
+            if value is not None and value < 1:
+                raise UsageError(f"{option} is {value}", "use a whole number of at least 1")
+        if not isfinite(self.alpha):
+            raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
+        for template in self.templates:
+            if "{}" not in template:
+                raise UsageError(f"the template {template!r} has no place for the class name", "put {} into it")
+        if not self.templates:
+            raise UsageError("there is no prompt template", "give at least one line with {} in it")
+
+    @property
+    def zero_shot(self) -> bool:
+        """Whether the task loss is the zero-shot one, and not the caller's own."""
+        return isinstance(self.objective, str)
+
+
+def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"--{option} is '{value}'", f"use one of: {', '.join(choices)}")

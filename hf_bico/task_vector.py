@@ -1,0 +1,239 @@
+"""TaskVector: what fine-tuning changed, as named deltas over one base model.
+
+A vector is a weighted sum of sources that are read when asked for, so arithmetic costs nothing and a difference
+of two checkpoints never stands in memory as a whole. Knows tensors and safetensors, not models or the Hub.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_bico.checkpoints import (
+    Checkpoint,
+    FileCheckpoint,
+    MemoryCheckpoint,
+    Overlap,
+    align_names,
+    open_safetensors,
+    overlap,
+)
+from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
+
+DELTA_FILE = "task_vector.safetensors"
+_FORMAT = "hf-bico task vector"
+_SCHEMA = 1
+
+ModelLike = str | Path | nn.Module | Checkpoint
+"""A model folder, a loaded model, or an opened checkpoint."""
+
+
+class TaskVector(Mapping[str, Tensor]):
+    """Named changes of weights over one base model.
+
+    >>> base = {"w": torch.zeros(2), "same": torch.ones(2)}
+    >>> tuned = {"w": torch.ones(2), "same": torch.ones(2)}
+    >>> tau = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
+    >>> list(tau), (0.5 * tau + tau)["w"]
+    (['w'], tensor([1.5000, 1.5000]))
+    """
+
+    def __init__(self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None) -> None:
+        self._terms: tuple[tuple[float, Mapping[str, Tensor]], ...] = ((1.0, deltas),)
+        self.overlap = overlap or Overlap()
+
+    @classmethod
+    def from_models(cls, fine_tuned: ModelLike, base: ModelLike) -> TaskVector:
+        """Fine-tuned minus base, tensor by tensor; tensors that are equal in both do not appear.
+
+        The names are the base's. A fine-tuned model that holds only a part of its base (a vision tower) or
+        spells its names with another prefix is lined up with it; what one side lacks is in `overlap`.
+        """
+        difference = Difference.between(as_checkpoint(fine_tuned), as_checkpoint(base))
+        return cls(difference, difference.overlap)
+
+    @classmethod
+    def load(cls, path: str | Path) -> TaskVector:
+        """Read back what `save` wrote: a folder with `task_vector.safetensors`, or that file."""
+        file = Path(path)
+        file = file / DELTA_FILE if file.is_dir() else file
+        if not file.is_file():
+            raise RecordError(f"there is no task vector at '{path}'", f"name a folder that holds {DELTA_FILE}")
+        with open_safetensors(file, "pt") as reader:
+            header = json.loads((reader.metadata() or {}).get("hf_bico", "{}"))
+        if header.get("format") != _FORMAT or header.get("schema") != _SCHEMA:
+            raise RecordError(f"'{file.name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
+        return cls(_Lazy(FileCheckpoint([file])))
+
+    def save(self, folder: str | Path, **about: Any) -> Path:
+        """Write the lossless delta format into `folder`; `about` goes into its metadata."""
+        file = Path(folder) / DELTA_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about}, sort_keys=True)
+        # one metadata entry: safetensors does not promise an order of several
+        save_file({name: self[name].contiguous() for name in self}, file, metadata={"hf_bico": header})
+        return file
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = [
+            source[name] if weight == 1.0 else weight * source[name] for weight, source in self._terms if name in source
+        ]
+        if not parts:
+            raise KeyError(name)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for _, source in self._terms for name in source))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in source for _, source in self._terms)
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        return self._combined(self._terms + other._terms)
+
+    def __mul__(self, factor: float) -> TaskVector:
+        return self._combined(tuple((factor * weight, source) for weight, source in self._terms))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> TaskVector:
+        return -1.0 * self
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        return self + -other
+
+    def energy(self, name: str) -> float:
+        """The squared norm of one delta."""
+        return float(self[name].double().square().sum())
+
+    def apply_to(self, model: nn.Module) -> nn.Module:
+        """Add the deltas to the model's parameters, in place; returns the model."""
+        for parameter, changed in self._changes(model):
+            parameter.data = changed
+        return model
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
+        originals = [(parameter, parameter.data) for parameter, _ in self._changes(model, read=False)]
+        try:
+            yield self.apply_to(model)
+        finally:
+            for parameter, data in originals:
+                parameter.data = data
+
+    def _changes(self, model: nn.Module, read: bool = True) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parameters = dict(model.named_parameters())
+        places = align_names(self, parameters)
+        unplaced = [name for name in self if name not in places]
+        if unplaced:
+            raise BaseMismatchError(
+                f"the model has no parameter '{unplaced[0]}' ({len(unplaced)} of {len(self)} deltas have no place)",
+                "apply the task vector to the model that it was made for",
+            )
+        for name, place in places.items():
+            parameter = parameters[place]
+            yield parameter, add_delta(parameter.data, self[name], name) if read else parameter.data
+
+    @classmethod
+    def _combined(cls, terms: tuple[tuple[float, Mapping[str, Tensor]], ...]) -> TaskVector:
+        vector = cls({})
+        vector._terms = terms
+        return vector
+
+
+def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
+    """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
+    if weight.shape != delta.shape:
+        raise BaseMismatchError(
+            f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
+            "apply the task vector to the model that it was made for",
+        )
+    wide = torch.promote_types(torch.promote_types(weight.dtype, delta.dtype), torch.float32)
+    return (weight.to(wide) + delta.to(weight.device, wide)).to(weight.dtype)
+
+
+def as_checkpoint(model: ModelLike) -> Checkpoint:
+    if isinstance(model, str | Path):
+        return FileCheckpoint.in_folder(Path(model))
+    return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model
+
+
+@dataclass
+class Difference(Mapping[str, Tensor]):
+    """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
+
+    fine_tuned: Checkpoint
+    base: Checkpoint
+    overlap: Overlap
+    changed: dict[str, None]
+    """The base's names of the tensors that differ, in order."""
+
+    @classmethod
+    def between(cls, fine_tuned: Checkpoint, base: Checkpoint) -> Difference:
+        shared = overlap(fine_tuned.shapes, base.shapes)
+        changed = (
+            name for name, own in shared.names.items() if _changed(fine_tuned.tensor(own), base.tensor(name), name)
+        )
+        return cls(fine_tuned, base, shared, dict.fromkeys(changed))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
+        wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
+        return tuned.to(wide) - start.to(tuned.device, wide)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.changed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.changed)
+
+    def __len__(self) -> int:
+        return len(self.changed)
+
+
+def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
+    if not tuned.is_floating_point():
+        return False
+    for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteWeightsError(
+                f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
+            )
+    # a base kept in a wider dtype differs from its untouched copy by rounding alone
+    return not torch.equal(tuned, start.to(tuned.device, tuned.dtype))
+
+
+@dataclass
+class _Lazy(Mapping[str, Tensor]):
+    """A checkpoint as a mapping."""
+
+    checkpoint: Checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint.shapes)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint.shapes)

@@ -1,0 +1,171 @@
+"""Which samples: loading, columns, classes, and draws that are the same on every machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_bico.calibration import (
+    calibration_samples,
+    calibration_split,
+    draw_order,
+    evaluation_samples,
+    evaluation_split,
+    open_data,
+)
+from hf_bico.errors import ClassNamesError, ColumnError, DataNotFoundError, SampleCountError
+
+NAMES = ["cat", "dog", "owl"]
+
+
+def picture(value: int) -> Image.Image:
+    return Image.fromarray(np.full((4, 4, 3), value, dtype=np.uint8))
+
+
+def table(count: int = 30, **columns: object) -> datasets.Dataset:
+    rows = {"image": [picture(i) for i in range(count)], "label": [i % 3 for i in range(count)], **columns}
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    for name, values in columns.items():
+        features[name] = datasets.Value("int64" if isinstance(values[0], int) else "string")  # type: ignore[index]
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+def image_folder(folder: Path) -> Path:
+    for split, count in (("train", 5), ("test", 2)):
+        for number, name in enumerate(NAMES):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(count):
+                picture(10 * number + index).save(folder / split / name / f"{index}.png")
+    return folder
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    data = open_data(image_folder(tmp_path / "animals"))
+    assert data.name == "animals"
+    assert set(data.splits) == {"train", "test"}
+    assert data.class_names == tuple(NAMES)
+    images, labels = next(calibration_samples(data, "train", 15, None, 0).batches(15))
+    for image, label in zip(images, labels, strict=True):
+        assert image.getpixel((0, 0))[0] // 10 == label
+
+
+def test_parquet_file_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table().to_parquet(tmp_path / "data" / "train.parquet")
+    for path in (tmp_path, tmp_path / "data" / "train.parquet"):
+        data = open_data(path)
+        assert data.columns.image == "image"
+        assert data.class_names == tuple(NAMES)
+        assert len(data.labels("train")) == 30
+
+
+def test_saved_to_disk(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": table(), "test": table(6)}).save_to_disk(tmp_path / "saved")
+    assert {name: len(rows) for name, rows in open_data(tmp_path / "saved").splits.items()} == {"train": 30, "test": 6}
+
+
+def test_several_candidates_ask_for_the_option() -> None:
+    rows = table().rename_column("label", "kind").cast_column("kind", datasets.Value("int64"))
+    data = rows.add_column("id", list(range(30)))
+    with pytest.raises(ColumnError, match="several columns could be the label column") as caught:
+        open_data(data, class_names=NAMES)
+    assert "--label-column" in caught.value.remedy
+    assert open_data(data, label_column="kind", class_names=NAMES).columns.label == "kind"
+    with pytest.raises(ColumnError, match="no column 'nope'"):
+        open_data(data, label_column="nope", class_names=NAMES)
+
+
+def test_class_label_is_preferred_to_other_numbers() -> None:
+    assert open_data(table(id=list(range(30)))).columns.label == "label"
+
+
+def test_no_labels_column() -> None:
+    with pytest.raises(ColumnError, match="no column looks like the label column"):
+        open_data(table().remove_columns("label"))
+
+
+def test_no_image_column() -> None:
+    with pytest.raises(ColumnError, match="no column looks like the image column"):
+        open_data(table().remove_columns("image"))
+
+
+def test_string_labels_are_sorted_classes() -> None:
+    words = [["owl", "cat", "dog"][i % 3] for i in range(30)]
+    rows = [{"image": picture(i), "label": word} for i, word in enumerate(words)]
+    data = open_data(rows)
+    assert data.class_names == ("cat", "dog", "owl")
+    assert data.labels("train")[:3] == [2, 0, 1]
+
+
+def test_numbers_without_names_ask_for_them() -> None:
+    rows = [{"image": picture(i), "label": i % 3} for i in range(9)]
+    with pytest.raises(ClassNamesError, match="numbers without names"):
+        open_data(rows)
+    assert open_data(rows, class_names=NAMES).labels("train")[:3] == [0, 1, 2]
+    with pytest.raises(ClassNamesError, match="label 2, outside of the 2 classes"):
+        open_data(rows, class_names=NAMES[:2]).labels("train")
+
+
+def test_draw_is_fixed_for_ever() -> None:
+    """Literal values: a change of Python, numpy or torch must not change which samples a seed means."""
+    assert draw_order(10, 0) == [3, 8, 5, 7, 1, 9, 2, 6, 0, 4]
+    assert draw_order(10, 1) == [8, 2, 0, 5, 1, 9, 7, 6, 3, 4]
+
+
+def test_draw_is_uniform() -> None:
+    first = Counter(draw_order(10, seed)[0] for seed in range(5000))
+    assert all(400 < first[index] < 600 for index in range(10))
+
+
+def test_smaller_samples_are_part_of_larger_ones() -> None:
+    data = open_data(table())
+    ten, twenty = (calibration_samples(data, "train", n, None, 5).indices for n in (10, 20))
+    assert twenty[:10] == ten
+
+
+def test_per_class() -> None:
+    samples = calibration_samples(open_data(table()), "train", None, 4, 0)
+    assert Counter(samples.labels) == {0: 4, 1: 4, 2: 4}
+    with pytest.raises(SampleCountError, match="11 samples a class were asked for and 'cat' has 10"):
+        calibration_samples(open_data(table()), "train", None, 11, 0)
+
+
+def test_more_samples_than_there_are() -> None:
+    with pytest.raises(
+        SampleCountError, match="31 samples were asked for and split 'train' of 'data' has 30"
+    ) as caught:
+        calibration_samples(open_data(table()), "train", 31, None, 0)
+    assert caught.value.remedy == "use -n 30 or less"
+
+
+def test_splits_are_chosen_by_purpose() -> None:
+    data = open_data({"train": table(), "validation": table(6), "extra": table(3)})
+    assert calibration_split(data, None) == "train"
+    assert evaluation_split(data, None) == "validation"
+    assert calibration_split(data, "extra") == "extra"
+    with pytest.raises(DataNotFoundError, match="no split 'nope'"):
+        calibration_split(data, "nope")
+    with pytest.raises(DataNotFoundError, match="no split 'train'"):
+        calibration_split(open_data({"one": table(), "two": table()}), None)
+
+
+def test_evaluation_never_uses_a_calibration_sample() -> None:
+    data = open_data(table())
+    used = calibration_samples(data, "train", 20, None, 0)
+    split, held_out = evaluation_samples(data, used, "train", 0)
+    assert split == "train"
+    assert not set(held_out.indices) & set(used.indices)
+    assert len(held_out) == 10
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match="no data set at"):
+        open_data(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataNotFoundError, match="cannot be read as a data set"):
+        open_data(tmp_path / "empty")

@@ -1,0 +1,254 @@
+"""The command line: what it prints, how fast it starts, and two lines for every plain mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from scenes import Scene, make_scene
+
+from hf_bico.cli import main
+
+HEAVY = ("torch", "transformers", "huggingface_hub", "open_clip", "datasets", "numpy")
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def loaded_modules(code: str) -> set[str]:
+    """The heavy packages that a fresh process has loaded after running `code`."""
+    report = f"import sys\n{code}\nprint('LOADED', *[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", report], check=True, capture_output=True, text=True)
+    return set(done.stdout.rpartition("LOADED")[2].split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["port", "--help"], ["plan", "--help"]])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    code = f"from hf_bico.cli import main\ntry:\n    main({arguments!r})\nexcept SystemExit:\n    pass"
+    assert loaded_modules(code) == set()
+
+
+def test_core_loads_neither_transformers_nor_the_hub() -> None:
+    core = "hf_bico.procrustes, hf_bico.statistics, hf_bico.task_vector, hf_bico.matching, hf_bico.methods"
+    assert loaded_modules(f"import {core}") <= {"torch", "numpy"}
+
+
+def test_import_of_the_package_loads_nothing_heavy() -> None:
+    assert loaded_modules("import hf_bico\nhf_bico.BicoError, dir(hf_bico)") == set()
+
+
+def test_plan_loads_no_torch_and_reads_no_weight(scene: Scene) -> None:
+    arguments = ["plan", str(scene.tuned), "--base", str(scene.base), "--to", str(scene.target)]
+    code = f"from hf_bico.cli import main\nmain({arguments!r}, standalone_mode=False)"
+    assert "torch" not in loaded_modules(code)
+
+
+def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
+    paths = [str(scene.tuned), "--base", str(scene.base), "--to", str(scene.target)]
+    text = run("plan", *paths).stdout
+    assert "carried 13 sites" in text
+    assert "4 x 4 -> 5 x 5 patches" in text
+    assert "LayerNorm" in text
+    assert text.endswith(f"Next: hf-bico port {' '.join(paths)} --data DATA\n"), "the line works as it stands"
+    raw = json.loads(run("plan", *paths, "--json").stdout)
+    assert len(raw["sites"]) == 13
+    assert raw["layers"] == [0, 1]
+    assert raw["fits"] is True
+    assert run("port", *paths, "--dry-run").stdout == text
+
+
+def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
+    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "target, zero-shot" in result.stdout
+    assert "Written to" in result.stdout
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names >= {"open_clip_model.safetensors", "open_clip_config.json", "bico.json", "README.md", "tokenizer.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "no scratch folder stays"
+
+
+def test_port_as_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
+    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--json", "--format", "delta")
+    raw = json.loads(result.stdout)
+    assert raw["record"]["method"]["name"] == "bico"
+    assert (tmp_path / "out" / "task_vector.safetensors").is_file()
+
+
+def test_default_output_folder(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("port", *scene.arguments, "-q", "--no-eval")
+    assert result.exit_code == 0
+    assert result.output == ""
+    assert (tmp_path / "tuned-to-target" / "bico.json").is_file()
+
+
+def test_eval(scene: Scene) -> None:
+    assert "accuracy" in run("eval", str(scene.target), "--data", str(scene.data)).stdout
+    raw = json.loads(run("eval", str(scene.target), "--data", str(scene.data), "-n", "7", "--json").stdout)
+    assert raw["n"] == 7
+    assert raw["split"] == "test"
+    assert 0 <= raw["value"] <= 1
+
+
+def test_templates_and_class_names_from_files(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "templates").write_text("the digit {}\n\nthis says {}\n")
+    (tmp_path / "names").write_text("nine\neight\nseven\nsix\n")
+    files = ["--templates", str(tmp_path / "templates"), "--class-names", str(tmp_path / "names")]
+    raw = json.loads(run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--json", *files).stdout)
+    assert raw["record"]["objective"]["templates"] == ["the digit {}", "this says {}"]
+    assert raw["record"]["data"]["class_names"] == ["nine", "eight", "seven", "six"]
+
+
+def test_overwrite_replaces_only_what_is_ours(scene: Scene, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("port", *scene.arguments, "-o", str(out), "-q").exit_code == 0
+    (out / "stale").touch()
+    assert run("port", *scene.arguments, "-o", str(out), "-q", "--overwrite").exit_code == 0
+    assert not (out / "stale").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / "bico.json").unlink()
+    refused = run("port", *scene.arguments, "-o", str(out), "-q", "--overwrite")
+    assert refused.exit_code == 1
+    assert "not written by hf-bico" in refused.stderr
+    assert (out / "README.md").is_file()
+
+
+def replaced(arguments: list[str], option: str, value: str) -> list[str]:
+    at = 0 if option == "source" else arguments.index(option) + 1
+    return [*arguments[:at], value, *arguments[at + 1 :]]
+
+
+def missing_folder(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", str(folder / "nowhere"))
+
+
+def hub_id(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", "laion/ViT-B-16-plus")
+
+
+def wrong_family(scene: Scene, folder: Path) -> list[str]:
+    (folder / "bert").mkdir()
+    save_file({"bert.encoder.weight": torch.ones(2, 2)}, folder / "bert" / "model.safetensors")
+    return replaced(scene.arguments, "--to", str(folder / "bert"))
+
+
+def no_base(scene: Scene, folder: Path) -> list[str]:
+    at = scene.arguments.index("--base")
+    return scene.arguments[:at] + scene.arguments[at + 2 :]
+
+
+def other_base(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--base", str(scene.target))
+
+
+def no_data(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--data", str(folder / "nothing"))
+
+
+def no_label_column(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.data / "train" / "one", folder / "unlabelled")
+    return replaced(scene.arguments, "--data", str(folder / "unlabelled"))
+
+
+def too_many_samples(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "-n", "5000")
+
+
+def non_finite(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.tuned, folder / "diverged")
+    file = folder / "diverged" / "open_clip_model.safetensors"
+    state = load_file(file)
+    state["visual.proj"][0, 0] = float("inf")
+    save_file(state, file)
+    return replaced(scene.arguments, "source", str(folder / "diverged"))
+
+
+def non_finite_target(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "diverged")
+    file = folder / "diverged" / "open_clip_model.safetensors"
+    state = load_file(file)
+    state["visual.conv1.weight"][0, 0] = float("nan")
+    save_file(state, file)
+    return replaced(scene.arguments, "--to", str(folder / "diverged"))
+
+
+def pickled(scene: Scene, folder: Path) -> list[str]:
+    (folder / "pickled").mkdir()
+    torch.save({"weight": torch.ones(1)}, folder / "pickled" / "pytorch_model.bin")
+    return replaced(scene.arguments, "--to", str(folder / "pickled"))
+
+
+def truncated(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "cut")
+    file = folder / "cut" / "open_clip_model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    return replaced(scene.arguments, "--to", str(folder / "cut"))
+
+
+def missing_split(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--split", "nope"]
+
+
+def n_and_k(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "-k", "2"]
+
+
+MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
+    (missing_folder, 1, "the target: there is no folder", "check the path"),
+    (hub_id, 1, "there is no folder 'laion/ViT-B-16-plus'", "hf download laion/ViT-B-16-plus"),
+    (wrong_family, 1, "the target 'bert' is of no known family", "open_clip ViT, transformers CLIP"),
+    (no_base, 1, "the base of", "--base"),
+    (other_base, 1, "in the fine-tuned model and", "--base"),
+    (no_data, 1, "there is no data set at", "--data"),
+    (no_label_column, 1, "no column looks like the label column", "--label-column"),
+    (too_many_samples, 1, "5000 samples were asked for and split 'train' of 'pictures' has 48", "use -n 48 or less"),
+    (non_finite, 1, "'visual.proj' of the fine-tuned model holds NaN or infinite values", "checkpoint"),
+    (non_finite_target, 1, "hold NaN or infinite values", "check the models' weights"),
+    (pickled, 1, "'pickled' holds only pickled weights (pytorch_model.bin)", "safetensors"),
+    (truncated, 1, "cannot be read as safetensors", "copy or download the file again"),
+    (missing_split, 1, "'pictures' has no split 'nope'", "use one of: train, test"),
+    (n_and_k, 2, "-n and -k were both given", "choose"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "code", "cause", "remedy"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
+def test_plain_mistakes_get_two_lines(
+    mistake: Callable[[Scene, Path], list[str]], code: int, cause: str, remedy: str, scene: Scene, tmp_path: Path
+) -> None:
+    arguments = mistake(scene, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    result = run("port", *arguments, "-o", str(tmp_path / "out"))
+    assert result.exit_code == code, result.output
+    first, second = result.stderr.splitlines()
+    assert first.startswith("Error: ")
+    assert cause in first
+    assert second.startswith("Remedy: ")
+    assert remedy in second
+    assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_existing_output_is_refused_before_any_work(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[0] == "Error: the output folder 'out' exists"
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_python_dash_m_works() -> None:
+    done = subprocess.run([sys.executable, "-m", "hf_bico", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("hf-bico, version ")

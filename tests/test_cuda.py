@@ -1,0 +1,175 @@
+"""On a GPU: the transformers family ports, its maps are the CPU's, and the stage times are printed.
+
+Needs torch, transformers and safetensors only. Run it with `pytest -m cuda -s tests/test_cuda.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bico
+from hf_bico.families.transformers_clip import TransformersClip
+from hf_bico.matching import blocks_by_index, pair_sites
+from hf_bico.methods import Bico
+from hf_bico.settings import Settings
+from hf_bico.statistics import Side, Statistics, collect
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CLASSES = 10
+STRONG = 1e-5
+"""Ten times the cut."""
+
+SMALL = ({"width": 64, "grid": 4}, {"width": 96, "grid": 5, "blocks": 3})
+VIT_B = ({"width": 768, "grid": 14}, {"width": 896, "grid": 15})
+
+
+def tower(width: int, grid: int, blocks: int = 2, seed: int = 0, patch: int = 16) -> nn.Module:
+    """A `CLIPVisionModelWithProjection` with random weights, float32, on the CPU."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    torch.manual_seed(seed)
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // 32 if width < 768 else width // 64,
+        image_size=grid * patch,
+        patch_size=patch,
+        projection_dim=512 if width >= 768 else 48,
+    )
+    model = CLIPVisionModelWithProjection(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embedding" not in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        elif name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def fine_tuned(model: nn.Module) -> nn.Module:
+    import copy
+
+    tuned = copy.deepcopy(model)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter += 0.02 * parameter.std() * torch.randn(parameter.shape)
+    return tuned
+
+
+def rows(count: int, size: int) -> list[dict[str, Any]]:
+    images = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return [{"image": image, "label": index % CLASSES} for index, image in enumerate(images)]
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross-entropy against fixed random class directions."""
+    features = nn.functional.normalize(model(pixel_values=batch.pixels).image_embeds, dim=-1)
+    classes = torch.randn(CLASSES, features.shape[-1], generator=torch.Generator().manual_seed(2))
+    logits = 10 * features @ nn.functional.normalize(classes, dim=-1).to(features).T
+    return nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
+
+
+def statistics_on(device: str, dtype: torch.dtype, models: list[nn.Module], count: int) -> tuple[Statistics, Bico]:
+    """The statistics and maps of two models, computed on one device."""
+    source, target = (TransformersClip().wrap(model.to(device, dtype)) for model in models)
+    blocks = blocks_by_index(source.layout.blocks, target.layout.blocks)
+    pairs = pair_sites(source.layout, target.layout, blocks)
+    samples = rows(count, max(source.layout.image_size))
+
+    def batches() -> Any:
+        for start in range(0, count, 16):
+            chosen = samples[start : start + 16]
+
+            def run(live: Any, chosen: Any = chosen) -> torch.Tensor:
+                labels = torch.tensor([row["label"] for row in chosen], device=device)
+                batch = type("Batch", (), {"pixels": live.pixels([row["image"] for row in chosen]), "labels": labels})
+                return loss(live.module, batch)
+
+            yield (lambda: run(source)), (lambda: run(target))
+
+    sides = [Side(model, model.layout.tokens) for model in (source, target)]
+    seen = collect(pairs, *sides, batches())
+    method = Bico(Settings())
+    method.prepare(pairs, seen)
+    return seen, method
+
+
+def worst_map_error(shapes: tuple[dict[str, int], ...], dtype: torch.dtype, count: int) -> float:
+    """The largest relative difference between the GPU's and the CPU's maps, on strong directions."""
+    models = [tower(**shape, seed=seed) for seed, shape in enumerate(shapes)]
+    on_gpu, gpu = statistics_on("cuda", dtype, models, count)
+    on_cpu, cpu = statistics_on("cpu", dtype, models, count)
+    assert next(iter(on_gpu.gradients.values())).total.is_cuda
+    inputs = {key[1]: covariance for key, covariance in on_cpu.inputs.items()}
+    errors = []
+    target = TransformersClip().wrap(models[1]).layout
+    for site in target.sites:
+        for side, covariance in enumerate((inputs[site.input], on_cpu.gradients[site.name])):
+            left, values, right = torch.linalg.svd(covariance.total, full_matrices=False)
+            strong = values > STRONG * values[0]
+            difference = gpu.maps[site.name][side].matrix.cpu() - cpu.maps[site.name][side].matrix
+            errors.append(float((left[:, strong].T @ difference @ right[strong].T).norm() / strong.sum() ** 0.5))
+    return max(errors)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
+def test_small_maps_equal_the_cpus(dtype: torch.dtype, tolerance: float) -> None:
+    error = worst_map_error(SMALL, dtype, count=96)
+    print(f"\nsmall pair, {dtype}: worst map error {error:.1e} (tolerance {tolerance:.0e})")
+    assert error < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
+def test_vit_b_maps_equal_the_cpus(dtype: torch.dtype, tolerance: float) -> None:
+    """One block at full width: what the CPU can solve in a minute."""
+    shapes = tuple({**shape, "blocks": 1} for shape in VIT_B)
+    error = worst_map_error(shapes, dtype, count=32)
+    print(f"\nViT-B/16 widths, {dtype}: worst map error {error:.1e} (tolerance {tolerance:.0e})")
+    assert error < tolerance
+
+
+@pytest.mark.parametrize(("shapes", "blocks"), [(SMALL, None), (VIT_B, 12)], ids=["small", "ViT-B/16"])
+def test_whole_port_on_the_gpu(shapes: tuple[dict[str, int], ...], blocks: int | None) -> None:
+    depth = {} if blocks is None else {"blocks": blocks}
+    base, target = (tower(**{**shape, **depth}, seed=seed) for seed, shape in enumerate(shapes))
+    tuned = fine_tuned(base)
+    ported = hf_bico.port(
+        tuned.cuda(),
+        to=target.cuda(),
+        base=base.cuda(),
+        data=rows(100, shapes[0]["grid"] * 16),
+        n=100,
+        objective=loss,
+        class_names=[str(index) for index in range(CLASSES)],
+        device="cuda",
+    )
+    run = ported.record.run
+    print(f"\n{run.device}, seconds: {run.seconds}, peak memory {run.peak_memory / 1e9:.2f} GB")
+    print(ported.report.table())
+    assert len(ported.report.sites) == 6 * target.config.num_hidden_layers + 1
+    before = target.state_dict()["vision_model.encoder.layers.0.mlp.fc1.weight"].clone()
+    after = ported.model("cuda").state_dict()["vision_model.encoder.layers.0.mlp.fc1.weight"]
+    assert torch.isfinite(after).all()
+    assert not torch.equal(before, after)
+
+
+def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
+    def port() -> hf_bico.TaskVector:
+        base, target = (tower(**shape, seed=seed).cuda() for seed, shape in enumerate(SMALL))
+        options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "device": "cuda"}
+        names = [str(index) for index in range(CLASSES)]
+        return hf_bico.port(
+            fine_tuned(base.cpu()).cuda(), to=target, base=base.cuda(), class_names=names, **options
+        ).task_vector
+
+    one, two = port(), port()
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,0 +1,122 @@
+"""Watching a model changes nothing: same outputs, and the model is left as it was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from toys import WRITERS, Toy, random_state
+
+from hf_bico.errors import UnsupportedModelError
+from hf_bico.families import LiveModel
+from hf_bico.families.openclip import OpenClip
+from hf_bico.models import Model
+
+TOY = Toy(width=16, blocks=2)
+
+
+def load(library: str, folder: Path) -> LiveModel:
+    path = WRITERS[library](folder / library, TOY, random_state(TOY, 0))
+    return Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+
+
+def custom_block_model(**vision: object) -> torch.nn.Module:
+    """open_clip's own attention class, which later releases use throughout."""
+    import open_clip
+    from toys import open_clip_config
+
+    config = open_clip_config(TOY)
+    config["vision_cfg"] |= {"block_type": "custom", **vision}
+    torch.manual_seed(0)
+    return open_clip.CLIP(**config).eval()
+
+
+def fingerprint(module: torch.nn.Module) -> object:
+    return [
+        (
+            name,
+            part.training,
+            sorted(part.__dict__),
+            sorted(key for key, value in part._parameters.items() if value is not None),
+            len(part._forward_hooks),
+        )
+        for name, part in module.named_modules()
+    ] + [(name, parameter.requires_grad, parameter.data_ptr()) for name, parameter in module.named_parameters()]
+
+
+def assert_watching_changes_nothing(live: LiveModel) -> None:
+    pixels = torch.randn(3, 3, TOY.image_size, TOY.image_size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = live.image_features(pixels)
+    before = fingerprint(live.module)
+    with live.observed(live.layout.sites) as trace:
+        watched = live.image_features(pixels)
+    assert fingerprint(live.module) == before
+    assert torch.allclose(watched, plain, atol=1e-5)
+    assert sorted(trace.outputs) == sorted(site.name for site in live.layout.sites)
+    for site in live.layout.sites:
+        assert trace.inputs[site.input].shape[-1] == site.shape[1]
+        assert trace.outputs[site.name].shape[-1] == site.shape[0]
+    with torch.no_grad():
+        assert torch.equal(live.image_features(pixels), plain)
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_watching_changes_nothing(library: str, tmp_path: Path) -> None:
+    live = load(library, tmp_path)
+    live.module.train()
+    live.module.get_submodule("visual" if library == "open_clip" else "vision_model").eval()
+    assert_watching_changes_nothing(live)
+
+
+@pytest.mark.parametrize("vision", [{}, {"qk_norm": True}, {"scale_heads": True}, {"scale_attn_inner": True}])
+def test_attention_is_recognised_by_its_parameters(vision: dict[str, object]) -> None:
+    live = OpenClip().wrap(custom_block_model(**vision))
+    assert type(live.module.visual.transformer.resblocks[0].attn).__name__ == "Attention"
+    assert_watching_changes_nothing(live)
+
+
+def test_scaled_cosine_attention_is_refused_by_name() -> None:
+    live = OpenClip().wrap(custom_block_model(scaled_cosine_attn=True))
+    with pytest.raises(UnsupportedModelError, match="scaled cosine"), live.observed(live.layout.sites):
+        pass
+
+
+def test_a_failure_while_watching_still_restores_the_model(tmp_path: Path) -> None:
+    live = load("open_clip", tmp_path)
+    before = fingerprint(live.module)
+    with pytest.raises(RuntimeError, match="stop"), live.observed(live.layout.sites):
+        raise RuntimeError("stop")
+    assert fingerprint(live.module) == before
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_site_weights_are_what_the_site_multiplies_by(library: str, tmp_path: Path) -> None:
+    """y = x W^T + b with W and b read through the site's slots, packed, transposed or plain."""
+    live = load(library, tmp_path)
+    state = live.module.state_dict()
+    with live.observed(live.layout.sites) as trace:
+        live.image_features(torch.randn(2, 3, TOY.image_size, TOY.image_size))
+    for site in live.layout.sites:
+        y = trace.inputs[site.input] @ site.weight.view(state[site.weight.tensor]).T
+        if site.bias is not None:
+            y = y + site.bias.view(state[site.bias.tensor])
+        assert torch.allclose(trace.outputs[site.name], y, atol=1e-5), site.name
+
+
+def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
+    from PIL import Image
+    from toys import CLASS_NAMES
+
+    from hf_bico.objectives import zero_shot_head
+
+    noise = torch.randint(0, 256, (TOY.image_size, TOY.image_size, 3), dtype=torch.uint8)
+    images = [Image.fromarray(noise.numpy()), Image.fromarray(noise.numpy()).convert("L")]
+    logits = []
+    for library in WRITERS:
+        live = load(library, tmp_path)
+        head = zero_shot_head(live, CLASS_NAMES, ("a photo of a {}.", "the digit {}"))
+        with torch.no_grad():
+            logits.append(head.logits(live.image_features(live.pixels(images))))
+    assert torch.allclose(*logits, atol=1e-4)

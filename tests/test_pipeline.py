@@ -1,0 +1,184 @@
+"""The pipeline as a whole: options, loaded models, evaluation, and runs that repeat to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scenes import SOURCE, Scene, make_scene
+from toys import CLASS_NAMES, random_rows
+
+import hf_bico
+from hf_bico.errors import (
+    DataNotFoundError,
+    EmptyTaskVectorError,
+    ImplausibleTaskVectorError,
+    MemoryExhaustedError,
+    OutputError,
+    UsageError,
+)
+from hf_bico.evaluation import evaluate_model
+from hf_bico.models import Model
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"))
+
+
+def port(scene: Scene, **options: object) -> hf_bico.Ported:
+    settings = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **options}
+    return hf_bico.port(scene.tuned, to=scene.target, **settings)
+
+
+def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        command = [sys.executable, "-m", "hf_bico", "port", *scene.arguments, "-o", str(tmp_path / name), "-q"]
+        subprocess.run(command, check=True)
+    one, two = (tmp_path / name for name in ("one", "two"))
+    weights = "open_clip_model.safetensors"
+    assert (one / weights).read_bytes() == (two / weights).read_bytes()
+    records = [json.loads((folder / "bico.json").read_text()) for folder in (one, two)]
+    for record in records:
+        assert record.pop("run")["seconds"].keys() >= {"load", "calibrate", "align", "transport"}
+    assert records[0] == records[1]
+
+
+def test_alpha_scales_what_is_added(scene: Scene) -> None:
+    whole, half = port(scene), port(scene, alpha=0.5)
+    for name, delta in whole.task_vector.items():
+        assert torch.allclose(half.task_vector[name], 0.5 * delta, atol=1e-7)
+
+
+def test_completion_changes_only_what_was_not_seen(scene: Scene) -> None:
+    drop, svd = port(scene), port(scene, completion="svd")
+    for one, other in zip(drop.report.sites, svd.report.sites, strict=True):
+        assert (one.rank_in, one.rank_out, one.unseen) == pytest.approx((other.rank_in, other.rank_out, other.unseen))
+    energy = [sum(p.task_vector.energy(name) for name in p.task_vector) for p in (drop, svd)]
+    assert energy[0] < energy[1], "the completion carries the unseen energy too"
+
+
+def test_naive_pads_with_zeros(scene: Scene) -> None:
+    ported = port(scene, method="naive", data=None)
+    tau = hf_bico.TaskVector.from_models(scene.tuned, base=scene.base)
+    name = "visual.transformer.resblocks.0.mlp.c_fc.weight"
+    rows, columns = tau[name].shape
+    assert torch.equal(ported.task_vector[name][:rows, :columns], tau[name])
+    assert not ported.task_vector[name][rows:].any()
+    assert not ported.task_vector[name][:, columns:].any()
+    packed = "visual.transformer.resblocks.0.attn.in_proj_weight"
+    for part, origin in zip(ported.task_vector[packed].chunk(3), tau[packed].chunk(3), strict=True):
+        assert torch.equal(part[: len(origin), : len(origin)], origin)
+
+
+def test_default_evaluation_is_what_eval_measures(scene: Scene, tmp_path: Path) -> None:
+    ported = port(scene, evaluate=True)
+    folder = ported.save(tmp_path / "out")
+    values = {entry.model: entry.value for entry in ported.record.evaluation}
+    assert values["ported"] == evaluate_model(folder, scene.data).value
+    assert values["target"] == evaluate_model(scene.target, scene.data).value
+    assert values["source"] == evaluate_model(scene.tuned, scene.data).value
+
+
+def test_eval_completes_a_vision_tower_with_its_base(tmp_path: Path) -> None:
+    from transformers import CLIPVisionModel
+
+    scene = make_scene(tmp_path, ("transformers", "transformers"))
+    whole = evaluate_model(scene.tuned, scene.data)
+    tower = tmp_path / "tower"
+    CLIPVisionModel.from_pretrained(scene.tuned).save_pretrained(tower)
+    # the tower lacks the projection: complete it by a base that has the fine-tuned one
+    assert evaluate_model(tower, scene.data, base=scene.tuned).value == whole.value
+
+
+def test_loaded_models_and_own_objective(scene: Scene) -> None:
+    """Modules instead of folders, tensors instead of images, a loss of one's own; all are left as they were."""
+    folders = (scene.tuned, scene.base, scene.target)
+    modules = [Model.open(path, "").load(torch.device("cpu"), torch.float32).module for path in folders]
+    before = [{name: tensor.clone() for name, tensor in module.state_dict().items()} for module in modules]
+    sizes = []
+
+    def spread(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        sizes.append(len(batch.pixels))  # type: ignore[attr-defined]
+        return model.visual(batch.pixels).square().sum()  # type: ignore[attr-defined,operator]
+
+    rows = random_rows(30, SOURCE.image_size)
+    options = {"base": modules[1], "data": rows, "n": 30, "objective": spread, "class_names": CLASS_NAMES}
+    ported = hf_bico.port(modules[0], to=modules[2], batch_size=20, **options)
+    assert sizes == [20, 20, 10, 10]
+    assert ported.record.objective.name == "spread"
+    assert ported.record.evaluation == []
+    assert all(site.rank_out for site in ported.report.sites)
+    for module, state in zip(modules, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    with pytest.raises(OutputError, match="passed as a loaded model"):
+        ported.save(scene.folder / "never")
+    assert not (scene.folder / "never").exists()
+
+
+def test_batch_is_halved_when_memory_runs_out(scene: Scene) -> None:
+    tried = []
+
+    def hungry(model: torch.nn.Module, batch: object, limit: int = 5) -> torch.Tensor:
+        size = len(batch.pixels)  # type: ignore[attr-defined]
+        tried.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("too large")
+        return model.visual(batch.pixels).square().sum()  # type: ignore[attr-defined,operator]
+
+    small = port(scene, objective=hungry, batch_size=16)
+    assert tried[:2] == [16, 8]
+    assert max(tried[2:]) == 4
+    once = port(scene, objective=hungry, batch_size=4)
+    for name in once.task_vector:
+        assert torch.equal(small.task_vector[name], once.task_vector[name])
+    with pytest.raises(MemoryExhaustedError):
+        port(scene, objective=lambda model, batch: hungry(model, batch, limit=0))
+
+
+def test_one_class_goes_on_with_a_notice(scene: Scene, tmp_path: Path) -> None:
+    rows = [{"image": row["image"], "label": 1} for row in random_rows(10, 20)]
+    ported = port(scene, data=rows, n=10, class_names=CLASS_NAMES)
+    assert ported.record.notices == ["All calibration samples are of one class."]
+    card = (ported.save(tmp_path / "out", format="delta") / "README.md").read_text()
+    assert "of one class" in card
+
+
+def test_equal_models_have_nothing_to_carry(scene: Scene) -> None:
+    with pytest.raises(EmptyTaskVectorError, match="differs from its base nowhere"):
+        hf_bico.port(scene.base, to=scene.target, base=scene.base, data=scene.data)
+
+
+def test_unrelated_base_of_the_same_shape_is_refused(scene: Scene, tmp_path: Path) -> None:
+    from toys import random_state, write_open_clip
+
+    stranger = write_open_clip(tmp_path / "stranger", SOURCE, random_state(SOURCE, 77))
+    with pytest.raises(ImplausibleTaskVectorError, match="which fine-tuning does not do") as caught:
+        port(scene, base=stranger)
+    assert "--base" in caught.value.remedy
+    assert port(scene, base=stranger, force=True).report.sites
+
+
+def test_bico_needs_data(scene: Scene) -> None:
+    with pytest.raises(DataNotFoundError, match="no calibration data"):
+        port(scene, data=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 5, "per_class": 2}, "-n and -k"),
+        ({"n": 0}, "-n is 0"),
+        ({"method": "magic"}, "--method is 'magic'"),
+        ({"alpha": float("nan")}, "--alpha is nan"),
+        ({"templates": ["a photo"]}, "no place for the class name"),
+        ({"device": "abacus"}, "no device 'abacus'"),
+    ],
+)
+def test_contradicting_options(options: dict[str, object], message: str, scene: Scene) -> None:
+    with pytest.raises(UsageError, match=message):
+        port(scene, **options)

@@ -1,0 +1,147 @@
+"""What is written loads in the library that users will use, and gives what was computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scenes import TARGET, Scene, make_scene
+from toys import build_tokenizer
+
+import hf_bico
+from hf_bico.models import Model
+from hf_bico.record import read_record
+
+PIXELS = torch.randn(4, 3, TARGET.image_size, TARGET.image_size, generator=torch.Generator().manual_seed(0))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def port(scene: Scene, **options: object) -> hf_bico.Ported:
+    return hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False, **options)
+
+
+def site_tensors(folder: Path) -> set[str]:
+    return {slot.tensor for slot in Model.open(folder, "a model").layout.slots()}
+
+
+def assert_rest_is_the_targets(scene: Scene, written: Path, file: str) -> None:
+    before, after = load_file(scene.target / file), load_file(written / file)
+    assert before.keys() == after.keys()
+    sites = site_tensors(scene.target)
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype
+        same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)) if tensor.ndim else True
+        assert same == (name not in sites), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_open_clip_loads_a_full_port(dtype: torch.dtype, tmp_path: Path) -> None:
+    import open_clip
+
+    scene = make_scene(tmp_path, dtype=dtype)
+    ported = port(scene)
+    folder = ported.save(tmp_path / "out")
+    assert_rest_is_the_targets(scene, folder, "open_clip_model.safetensors")
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    assert preprocess is not None
+    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(["a photo of a two."])
+    assert tokens[0, :2].tolist() == build_tokenizer()("a photo of a two.")["input_ids"][:2]
+    with torch.no_grad():
+        found, expected = model.eval().encode_image(PIXELS), ported.model().visual(PIXELS)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # ported.model() adds in float32, the file is rounded
+    assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transformers_loads_a_full_port(dtype: torch.dtype, tmp_path: Path) -> None:
+    from transformers import AutoModel, AutoProcessor
+
+    scene = make_scene(tmp_path, ("open_clip", "transformers"), dtype)
+    ported = port(scene)
+    folder = ported.save(tmp_path / "out")
+    assert_rest_is_the_targets(scene, folder, "model.safetensors")
+    AutoProcessor.from_pretrained(folder)
+    model, information = AutoModel.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not information["missing_keys"]
+    assert not information["unexpected_keys"]
+    assert model.dtype == dtype
+    with torch.no_grad():
+        found = model.float().get_image_features(PIXELS).pooler_output
+        expected = ported.model().get_image_features(PIXELS).pooler_output
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("libraries", [("open_clip", "open_clip"), ("transformers", "transformers")])
+def test_delta_applied_to_the_target_is_the_full_port(libraries: tuple[str, str], tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, libraries)
+    ported = port(scene, alpha=0.7)
+    full, delta = ported.save(tmp_path / "full"), ported.save(tmp_path / "delta", format="delta")
+    target = Model.open(scene.target, "the target").load(torch.device("cpu"), torch.float32)
+    hf_bico.TaskVector.load(delta).apply_to(target.module)
+    expected = Model.open(full, "the port").load(torch.device("cpu"), torch.float32)
+    for name, tensor in expected.module.state_dict().items():
+        assert torch.equal(target.module.state_dict()[name], tensor), name
+
+
+def test_sharded_target_stays_sharded(tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    scene = make_scene(tmp_path, ("open_clip", "transformers"))
+    whole = port(scene).save(tmp_path / "whole")
+    model = CLIPModel.from_pretrained(scene.target)
+    (scene.target / "model.safetensors").unlink()
+    model.save_pretrained(scene.target, max_shard_size="20KB")
+    shards = sorted(file.name for file in scene.target.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    folder = port(scene).save(tmp_path / "sharded")
+    assert sorted(file.name for file in folder.glob("*.safetensors")) == shards
+    ours, theirs = (CLIPModel.from_pretrained(path).state_dict() for path in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    folder = ported.save(tmp_path / "out")
+    record = read_record(folder)
+    assert record.sites == ported.record.sites
+    assert record.output is not None
+    assert record.to_json() == (folder / "bico.json").read_text()
+    for file in ("bico.json", "README.md"):
+        assert str(tmp_path) not in (folder / file).read_text()
+
+
+def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    raw = json.loads((ported.save(tmp_path / "out") / "bico.json").read_text())
+    assert raw["schema"] == 1
+    assert raw["source"].keys() == {"id", "sha256", "family", "kind", "base"}
+    assert raw["source"]["base"].keys() == {"id", "sha256"}
+    assert raw["target"].keys() == {"id", "sha256", "family"}
+    data = {"id", "split", "n", "sampling", "seed", "indices", "columns", "labels", "class_names"}
+    assert raw["data"].keys() == data
+    assert raw["objective"] == {"name": "zero-shot", "templates": ["a photo of a {}."]}
+    assert raw["method"] == {"name": "bico", "completion": "drop", "alpha": 1.0, "layers": [0, 1]}
+    assert raw["sites"][0].keys() == {
+        *("name", "role", "source", "shape_source", "shape_target", "energy"),
+        *("rank_in", "rank_out", "score_in", "score_out", "unseen"),
+    }
+    assert {entry["reason"] for entry in raw["left"]} == {"LayerNorm", "class token", "positions", "patch stem"}
+    assert raw["output"]["files"].keys() == {"open_clip_model.safetensors"}
+    assert [entry["model"] for entry in raw["evaluation"]] == ["target", "ported", "source"]
+    assert raw["run"].keys() == {*("started", "seconds", "peak_memory", "device", "dtype", "processes", "versions")}
+
+
+def test_card_says_what_was_measured(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    card = (ported.save(tmp_path / "out") / "README.md").read_text()
+    for entry in ported.record.evaluation:
+        assert f"{entry.value:.1%}" in card
+    assert ported.record.command in card
+    assert "Measured on 20 samples of split `test`" in card

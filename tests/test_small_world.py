@@ -1,0 +1,105 @@
+"""The small world, and that the port works there: real models, real digits, the whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import open_clip
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+
+import hf_bico
+from hf_bico.demo import TASKS, World, build, fine_tune, pretrain
+from hf_bico.evaluation import evaluate_model
+
+SEEDS = (0, 1, 2)
+TASK_NAMES = [task.name for task in TASKS]
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], World]:
+    """The world of a seed, made once a test run whatever the number of workers."""
+    folder = tmp_path_factory.getbasetemp().parent / "small-worlds"
+
+    def make(seed: int) -> World:
+        with FileLock(f"{folder}-{seed}.lock"):
+            return build(folder, seed=seed)
+
+    return make
+
+
+def accuracies(world: World, task: str, method: str) -> dict[str, float]:
+    ported = hf_bico.port(
+        world.fine_tuned("narrow", task),
+        to=world.base("wide"),
+        base=world.base("narrow"),
+        data=world.data(task),
+        n=100,
+        method=method,
+    )
+    return {entry.model: entry.value for entry in ported.record.evaluation}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_models_load_in_their_own_library(seed: int, worlds: Callable[[int], World]) -> None:
+    world = worlds(seed)
+    for folder in (world.base("narrow"), world.base("wide"), world.fine_tuned("narrow", TASK_NAMES[0])):
+        model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+        tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(["a photo of a seven."])
+        assert model.encode_text(tokens).shape == (1, 32)
+        assert preprocess is not None
+
+
+def test_bico_beats_zero_shot_and_the_padded_vector(worlds: Callable[[int], World]) -> None:
+    """Narrow to wide, 100 samples, mean over three pretrainings and four tasks."""
+    rows = []
+    for seed in SEEDS:
+        for task in TASK_NAMES:
+            bico, naive = (accuracies(worlds(seed), task, method) for method in ("bico", "naive"))
+            assert bico["target"] == naive["target"]
+            rows.append({"seed": seed, "task": task, "naive": naive["ported"], **bico})
+            print(rows[-1])
+    zero_shot, naive, bico, source = (mean(row[key] for row in rows) for key in ("target", "naive", "ported", "source"))
+    print(f"zero-shot {zero_shot:.1%}, padded {naive:.1%}, BiCo {bico:.1%}, source fine-tuned {source:.1%}")
+    assert bico >= zero_shot + 0.05
+    assert bico >= naive + 0.05
+    assert source > bico, "a port that beats its own source would be suspicious"
+
+
+def test_fine_tuning_changes_the_visual_tower_only(worlds: Callable[[int], World]) -> None:
+    world = worlds(0)
+    vector = hf_bico.TaskVector.from_models(world.fine_tuned("narrow", TASK_NAMES[0]), base=world.base("narrow"))
+    assert all(name.startswith("visual.") for name in vector)
+    assert len(vector) > 20
+
+
+def test_same_seed_same_bytes(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    world = worlds(0)
+    file = "open_clip_model.safetensors"
+    again = pretrain(tmp_path / "narrow", "narrow", seed=0)
+    assert (again / file).read_bytes() == (world.base("narrow") / file).read_bytes()
+    tuned = fine_tune(tmp_path / "tuned", again, TASK_NAMES[0], seed=0)
+    assert (tuned / file).read_bytes() == (world.fine_tuned("narrow", TASK_NAMES[0]) / file).read_bytes()
+    other = load_file(worlds(1).base("narrow") / file)
+    assert not torch.equal(other["visual.proj"], load_file(again / file)["visual.proj"])
+
+
+def test_training_leaves_torchs_settings_alone(tmp_path: Path, worlds: Callable[[int], World]) -> None:
+    base = worlds(0).base("narrow")
+    before = (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_rng_state().clone())
+    fine_tune(tmp_path / "tuned", base, TASK_NAMES[0], seed=3)
+    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_zero_shot_is_mediocre_and_fine_tuning_good(worlds: Callable[[int], World]) -> None:
+    world = worlds(0)
+    zero_shot = mean(evaluate_model(world.base("wide"), world.data(task)).value for task in TASK_NAMES)
+    tuned = mean(evaluate_model(world.fine_tuned("wide", task), world.data(task)).value for task in TASK_NAMES)
+    assert 0.25 < zero_shot < 0.75
+    assert tuned > zero_shot + 0.2
