@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_bico.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.pipeline import Ported as Ported
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from hf_bico.planning import plan as plan
     from hf_bico.settings import Settings as Settings
     from hf_bico.task_vector import TaskVector as TaskVector
-
-__version__ = "0.1.0"
 
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
 _HOMES = {

@@ -18,10 +18,11 @@ from hf_bico.errors import (
     DataNotFoundError,
     SampleCountError,
 )
-from hf_bico.settings import DEFAULT_SAMPLES
+from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val")
 EVALUATION_LIMIT = 1000
+UNLABELLED = -1
 
 Rows = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
@@ -42,25 +43,27 @@ class DataSet:
     columns: Columns
     class_names: tuple[str, ...]
 
-    def labels(self, split: str) -> list[int]:
-        """Class indices of every row of a split."""
-        values = _column(self.splits[split], self.columns.label)
+    def labels(self, split: str) -> dict[int, int]:
+        """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
         index_of = {name: index for index, name in enumerate(self.class_names)}
-        labels = [index_of.get(value, -1) if isinstance(value, str) else value for value in values]
-        for row, label in enumerate(labels):
+        labels = {}
+        for row, value in enumerate(_column(self.splits[split], self.columns.label)):
+            if value is None or value == UNLABELLED:
+                continue
+            label = index_of.get(value) if isinstance(value, str) else value
             if not isinstance(label, int) or not 0 <= label < len(self.class_names):
                 raise ClassNamesError(
-                    f"row {row} of split '{split}' has the label {values[row]!r}, outside of the "
+                    f"row {row} of split '{split}' has the label {value!r}, outside of the "
                     f"{len(self.class_names)} classes",
-                    "give the names of all classes with --class-names, or remove unlabelled rows",
+                    "give the names of all classes with --class-names",
                 )
+            labels[row] = label
         return labels
 
     def samples(self, split: str, indices: Sequence[int]) -> Samples:
         labels = self.labels(split)
-        return Samples(
-            self.splits[split], self.columns.image, tuple(indices), tuple(labels[index] for index in indices)
-        )
+        chosen = tuple(labels[index] for index in indices)
+        return Samples(self.splits[split], self.columns.image, tuple(indices), chosen)
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,16 @@ class Samples:
             yield images, list(self.labels[start : start + size])
 
 
-def open_data(
-    data: Any,
-    *,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    class_names: Sequence[str] | None = None,
-) -> DataSet:
-    """Open a data set: a folder of images or parquet files, a parquet file, a `datasets` object, or a list of rows."""
+def open_data(data: Any, settings: Settings | None = None) -> DataSet:
+    """Open a data set: a folder of images or parquet files, a parquet file, a `datasets` object, or a list of rows.
+
+    Columns and class names are those of the settings, or found by their types.
+    """
+    settings = settings or Settings()
     name, splits = _splits(data)
-    rows = next(iter(splits.values()))
-    columns = _find_columns(rows, image_column, label_column)
-    names = tuple(class_names) if class_names else _class_names(splits.values(), columns.label)
-    return DataSet(name, splits, columns, names)
+    columns = _find_columns(next(iter(splits.values())), settings.image_column, settings.label_column)
+    names = settings.class_names or _class_names(splits.values(), columns.label)
+    return DataSet(name, splits, columns, tuple(names))
 
 
 def calibration_split(data: DataSet, split: str | None) -> str:
@@ -125,12 +125,12 @@ def _choose_split(data: DataSet, split: str | None, preferred: Sequence[str]) ->
 def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int | None, seed: int) -> Samples:
     """`n` samples drawn uniformly, or `per_class` of each class; the same ones on every machine."""
     labels = data.labels(split)
-    order = draw_order(len(labels), seed)
+    order = [index for index in draw_order(len(data.splits[split]), seed) if index in labels]
     if per_class is None:
         wanted = DEFAULT_SAMPLES if n is None else n
         if wanted > len(labels):
             raise SampleCountError(
-                f"{wanted} samples were asked for and split '{split}' of '{data.name}' has {len(labels)}",
+                f"{wanted} samples were asked for and split '{split}' of '{data.name}' has {len(labels)} with labels",
                 f"use -n {len(labels)} or less",
             )
         return data.samples(split, order[:wanted])
@@ -150,11 +150,12 @@ def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int
 
 def evaluation_samples(data: DataSet, calibration: Samples | None, split: str, seed: int) -> tuple[str, Samples]:
     """Up to 1,000 held-out samples: of test, else validation, else what calibration did not use."""
-    held_out = next((name for name in EVALUATION_SPLITS if name in data.splits and name != split), split)
-    rows = data.splits[held_out]
+    others = [name for name in EVALUATION_SPLITS if name in data.splits and name != split and data.labels(name)]
+    held_out = others[0] if others else split
     used = set(calibration.indices) if calibration is not None and held_out == split else set()
-    free = [index for index in draw_order(len(rows), seed) if index not in used]
-    return held_out, data.samples(held_out, free[:EVALUATION_LIMIT])
+    free = data.labels(held_out).keys() - used
+    order = [index for index in draw_order(len(data.splits[held_out]), seed) if index in free]
+    return held_out, data.samples(held_out, order[:EVALUATION_LIMIT])
 
 
 def draw_order(size: int, seed: int) -> list[int]:

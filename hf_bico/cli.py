@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico import __version__
 from hf_bico.errors import BicoError, UsageError
 from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METHOD_NAMES
+from hf_bico.version import __version__
 
 if TYPE_CHECKING:
     from hf_bico.pipeline import Ported
@@ -69,9 +69,20 @@ def _data_options(command: Command) -> Command:
             click.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
             click.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
             click.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
-            click.option("--batch-size", default=32, show_default=True, help="Samples at a time."),
+            click.option(
+                "--batch-size",
+                default=32,
+                show_default=True,
+                help="Samples at a time; halved by itself when memory runs out.",
+            ),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-            click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES), help="To run in."),
+            click.option(
+                "--dtype",
+                default="auto",
+                show_default=True,
+                type=click.Choice(DTYPES),
+                help="Precision to run the models in; auto is float32.",
+            ),
         ]
     ):
         command = option(command)
@@ -99,10 +110,29 @@ def main() -> None:
 @click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
 @click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
 @_data_options
-@click.option("--method", default="bico", show_default=True, type=click.Choice(METHOD_NAMES))
-@click.option("--completion", default="drop", show_default=True, type=click.Choice(COMPLETIONS), help="Of the maps.")
+@click.option(
+    "--method",
+    default="bico",
+    show_default=True,
+    type=click.Choice(METHOD_NAMES),
+    help="How to carry; naive adds the task vector as it is, padded by zeros, for comparison.",
+)
+@click.option(
+    "--completion",
+    default="drop",
+    show_default=True,
+    type=click.Choice(COMPLETIONS),
+    help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
+)
 @click.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add.")
-@click.option("--format", "format_", default="full", show_default=True, type=click.Choice(FORMATS))
+@click.option(
+    "--format",
+    "format_",
+    default="full",
+    show_default=True,
+    type=click.Choice(FORMATS),
+    help="A model that loads in the target's library, or only the change, as task_vector.safetensors.",
+)
 @click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
 @click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
 @click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")

@@ -8,6 +8,7 @@ import torch
 
 from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
 from hf_bico.environment import choose_device, choose_dtype
+from hf_bico.errors import DataNotFoundError
 from hf_bico.families import LiveModel
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
@@ -38,14 +39,14 @@ def evaluate_model(
     settings = Settings(n=n, **options)
     opened = Model.open(model, "the model")
     whole = opened if base is None else Model.open(base, "the base", opened.family.library)
-    samples_from = open_data(
-        data,
-        image_column=settings.image_column,
-        label_column=settings.label_column,
-        class_names=settings.class_names,
-    )
+    samples_from = open_data(data, settings)
     split = evaluation_split(samples_from, settings.split)
-    order = draw_order(len(samples_from.splits[split]), settings.seed)
+    labels = samples_from.labels(split)
+    if not labels:
+        raise DataNotFoundError(
+            f"split '{split}' of '{samples_from.name}' has no labels", "choose another with --split"
+        )
+    order = [index for index in draw_order(len(samples_from.splits[split]), settings.seed) if index in labels]
     samples = samples_from.samples(split, order[: settings.n])
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     if base is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bico import __version__
 from hf_bico.calibration import (
     DataSet,
     Samples,
@@ -60,6 +59,7 @@ from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect
 from hf_bico.task_vector import TaskVector
 from hf_bico.transport import account, gather, require_plausible, site_delta
+from hf_bico.version import __version__
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def port(
     lineage, pairs = planned.lineage, planned.pairs
     with watch("read"):
         vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
-        require_plausible(vector, lineage.base.layout.sites, lineage.base.checkpoint, settings.force)
+        require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
     with watch("sample"):
         drawn = _draw(data, settings) if data is not None else None
         if drawn is None and method.needs_statistics:
@@ -192,12 +192,7 @@ class _Pair:
 
 
 def _draw(data: Any, settings: Settings) -> _Drawn:
-    opened = open_data(
-        data,
-        image_column=settings.image_column,
-        label_column=settings.label_column,
-        class_names=settings.class_names,
-    )
+    opened = open_data(data, settings)
     split = calibration_split(opened, settings.split)
     return _Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
 
@@ -294,9 +289,6 @@ def _record(
     lineage = planned.lineage
     own_name = getattr(settings.objective, "__name__", "custom")
     base = ModelRecord(lineage.base.name, lineage.base.sha256())
-    notices = []
-    if drawn is not None and len(set(drawn.samples.labels)) == 1:
-        notices.append("All calibration samples are of one class.")
     return Record(
         hf_bico=__version__,
         command=_command(planned, settings, drawn),
@@ -317,9 +309,18 @@ def _record(
         sites=list(report.sites),
         left=list(report.left),
         evaluation=evaluation,
-        notices=notices,
+        notices=[] if drawn is None else _notices(drawn, settings, evaluation),
         run=run,
     )
+
+
+def _notices(drawn: _Drawn, settings: Settings, evaluation: list[EvaluationRecord]) -> list[str]:
+    notices = []
+    if len(set(drawn.samples.labels)) == 1:
+        notices.append("All calibration samples are of one class.")
+    if settings.evaluate and settings.zero_shot and not evaluation:
+        notices.append("Nothing was measured: calibration used every labelled sample.")
+    return notices
 
 
 def _data_record(drawn: _Drawn, settings: Settings) -> DataRecord:

@@ -5,7 +5,6 @@ Reads names, shapes and configurations; no weights, no torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +137,9 @@ def make_plan(lineage: Lineage) -> Plan:
 
 def machine_memory() -> int:
     """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def _require_blocks(base: Layout, missing: Sequence[str]) -> None:

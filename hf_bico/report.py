@@ -50,7 +50,8 @@ class Report:
 
 
 def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
-    energy = sum(site.energy for site in sites)
+    # a source site that several target blocks take counts once
+    energy = sum({site.source: site.energy for site in sites}.values())
     return (
         role,
         str(len(sites)),

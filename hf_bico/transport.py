@@ -37,23 +37,29 @@ def _read(vector: TaskVector, slot: Slot) -> Tensor | None:
 
 def require_plausible(vector: TaskVector, sites: Iterable[Site], base: Checkpoint, force: bool) -> None:
     """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give."""
-    ratios = []
-    for site in sites:
-        change = _read(vector, site.weight)
-        if change is not None:
-            start: Tensor = site.weight.view(base.tensor(site.weight.tensor))
-            ratios.append(float(change.norm() / start.to(change.dtype).norm()))
-    if not ratios:
-        what = "only in tensors that are not carried" if len(vector) else "nowhere"
+    sites = [site for site in sites if any(_read(vector, slot) is not None for slot in site.slots)]
+    if not sites:
+        where = "only in tensors that are not carried" if len(vector) else "nowhere"
         raise EmptyTaskVectorError(
-            f"the fine-tuned model differs from its base {what}", "check that --base is not the fine-tuned model itself"
+            f"the fine-tuned model differs from its base {where}",
+            "check that --base is not the fine-tuned model itself",
         )
+    ratios = [_ratio(vector, site.weight, base) for site in sites]
     if median(ratios) > IMPLAUSIBLE and not force:
         raise ImplausibleTaskVectorError(
             f"the fine-tuned model differs from its base by {median(ratios):.0%} of the weights' own norm, "
             "which fine-tuning does not do",
             "name the model that was really fine-tuned with --base, or insist with --force",
         )
+
+
+def _ratio(vector: TaskVector, slot: Slot, base: Checkpoint) -> float:
+    """|tau| / |W| of one weight."""
+    change = _read(vector, slot)
+    if change is None:
+        return 0.0
+    start: Tensor = slot.view(base.tensor(slot.tensor))
+    return float(change.norm() / start.to(change.dtype).norm())
 
 
 def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> TaskVector:

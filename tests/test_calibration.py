@@ -19,6 +19,7 @@ from hf_bico.calibration import (
     open_data,
 )
 from hf_bico.errors import ClassNamesError, ColumnError, DataNotFoundError, SampleCountError
+from hf_bico.settings import Settings
 
 NAMES = ["cat", "dog", "owl"]
 
@@ -73,11 +74,11 @@ def test_several_candidates_ask_for_the_option() -> None:
     rows = table().rename_column("label", "kind").cast_column("kind", datasets.Value("int64"))
     data = rows.add_column("id", list(range(30)))
     with pytest.raises(ColumnError, match="several columns could be the label column") as caught:
-        open_data(data, class_names=NAMES)
+        open_data(data, Settings(class_names=NAMES))
     assert "--label-column" in caught.value.remedy
-    assert open_data(data, label_column="kind", class_names=NAMES).columns.label == "kind"
+    assert open_data(data, Settings(label_column="kind", class_names=NAMES)).columns.label == "kind"
     with pytest.raises(ColumnError, match="no column 'nope'"):
-        open_data(data, label_column="nope", class_names=NAMES)
+        open_data(data, Settings(label_column="nope", class_names=NAMES))
 
 
 def test_class_label_is_preferred_to_other_numbers() -> None:
@@ -99,16 +100,16 @@ def test_string_labels_are_sorted_classes() -> None:
     rows = [{"image": picture(i), "label": word} for i, word in enumerate(words)]
     data = open_data(rows)
     assert data.class_names == ("cat", "dog", "owl")
-    assert data.labels("train")[:3] == [2, 0, 1]
+    assert data.labels("train") == {i: [2, 0, 1][i % 3] for i in range(30)}
 
 
 def test_numbers_without_names_ask_for_them() -> None:
     rows = [{"image": picture(i), "label": i % 3} for i in range(9)]
     with pytest.raises(ClassNamesError, match="numbers without names"):
         open_data(rows)
-    assert open_data(rows, class_names=NAMES).labels("train")[:3] == [0, 1, 2]
+    assert open_data(rows, Settings(class_names=NAMES)).labels("train") == {i: i % 3 for i in range(9)}
     with pytest.raises(ClassNamesError, match="label 2, outside of the 2 classes"):
-        open_data(rows, class_names=NAMES[:2]).labels("train")
+        open_data(rows, Settings(class_names=NAMES[:2])).labels("train")
 
 
 def test_draw_is_fixed_for_ever() -> None:
@@ -137,7 +138,7 @@ def test_per_class() -> None:
 
 def test_more_samples_than_there_are() -> None:
     with pytest.raises(
-        SampleCountError, match="31 samples were asked for and split 'train' of 'data' has 30"
+        SampleCountError, match="31 samples were asked for and split 'train' of 'data' has 30 with labels"
     ) as caught:
         calibration_samples(open_data(table()), "train", 31, None, 0)
     assert caught.value.remedy == "use -n 30 or less"
@@ -169,3 +170,15 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataNotFoundError, match="cannot be read as a data set"):
         open_data(tmp_path / "empty")
+
+
+def test_rows_without_labels_are_never_drawn() -> None:
+    rows = [{"image": picture(i), "label": [-1, None, 0, 1][i % 4]} for i in range(40)]
+    data = open_data({"train": rows, "test": [{"image": picture(1), "label": -1}] * 5}, Settings(class_names=NAMES))
+    samples = calibration_samples(data, "train", 12, None, 0)
+    assert all(index % 4 >= 2 for index in samples.indices)
+    split, held_out = evaluation_samples(data, samples, "train", 0)
+    assert split == "train", "a split without labels measures nothing"
+    assert len(held_out) == 8
+    with pytest.raises(SampleCountError, match="has 20 with labels"):
+        calibration_samples(data, "train", 21, None, 0)

@@ -215,7 +215,12 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (other_base, 1, "in the fine-tuned model and", "--base"),
     (no_data, 1, "there is no data set at", "--data"),
     (no_label_column, 1, "no column looks like the label column", "--label-column"),
-    (too_many_samples, 1, "5000 samples were asked for and split 'train' of 'pictures' has 48", "use -n 48 or less"),
+    (
+        too_many_samples,
+        1,
+        "5000 samples were asked for and split 'train' of 'pictures' has 48 with labels",
+        "use -n 48 or less",
+    ),
     (non_finite, 1, "'visual.proj' of the fine-tuned model holds NaN or infinite values", "checkpoint"),
     (non_finite_target, 1, "hold NaN or infinite values", "check the models' weights"),
     (pickled, 1, "'pickled' holds only pickled weights (pytorch_model.bin)", "safetensors"),

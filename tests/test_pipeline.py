@@ -148,6 +148,41 @@ def test_one_class_goes_on_with_a_notice(scene: Scene, tmp_path: Path) -> None:
     assert "of one class" in card
 
 
+def test_nothing_held_out_is_said(scene: Scene) -> None:
+    rows = random_rows(24, 20)
+    ported = port(scene, data=rows, class_names=CLASS_NAMES, evaluate=True)
+    assert ported.record.evaluation == []
+    assert ported.record.notices == ["Nothing was measured: calibration used every labelled sample."]
+
+
+def test_change_in_an_unmatched_block_only(tmp_path: Path) -> None:
+    """A target of one block takes the source's last: what changed in the first cannot be carried."""
+    from scenes import TARGET
+    from toys import random_state, write_open_clip
+
+    state = random_state(SOURCE, 0)
+    tuned = {name: tensor + 0.01 if ".resblocks.0." in name else tensor for name, tensor in state.items()}
+    folders = {
+        "tuned": write_open_clip(tmp_path / "tuned", SOURCE, tuned),
+        "base": write_open_clip(tmp_path / "base", SOURCE, state),
+        "target": write_open_clip(tmp_path / "target", TARGET.but(blocks=1), random_state(TARGET.but(blocks=1), 1)),
+    }
+    with pytest.raises(EmptyTaskVectorError, match="only in tensors that are not carried"):
+        hf_bico.port(folders["tuned"], to=folders["target"], base=folders["base"], method="naive")
+
+
+def test_blocks_that_share_a_source_count_its_energy_once(tmp_path: Path) -> None:
+    from scenes import TARGET
+    from toys import random_state, write_open_clip
+
+    scene = make_scene(tmp_path)
+    deep = TARGET.but(blocks=5)
+    target = write_open_clip(tmp_path / "deep", deep, random_state(deep, 1))
+    report = hf_bico.port(scene.tuned, to=target, base=scene.base, data=scene.data, n=24, evaluate=False).report
+    shares = [float(line.split()[2].rstrip("%")) for line in report.table().splitlines()[1:]]
+    assert sum(shares) == pytest.approx(100 * report.carried_energy, abs=0.5)
+
+
 def test_equal_models_have_nothing_to_carry(scene: Scene) -> None:
     with pytest.raises(EmptyTaskVectorError, match="differs from its base nowhere"):
         hf_bico.port(scene.base, to=scene.target, base=scene.base, data=scene.data)

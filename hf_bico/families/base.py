@@ -6,6 +6,7 @@ models show their sites during a forward pass and turn images and prompts into f
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.errors import UnsupportedModelError
+from hf_bico.errors import RepoError, UnsupportedModelError
 from hf_bico.sites import Layout, Site, Tokens
 
 if TYPE_CHECKING:
@@ -25,12 +26,20 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+)
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
+
 
 class Family(ABC):
     """One kind of model."""
 
     name: ClassVar[str]
     library: ClassVar[str]
+    config_file: ClassVar[str]
+    processor_files: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def recognises(self, shapes: Shapes) -> bool:
@@ -40,9 +49,16 @@ class Family(ABC):
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         """Sites, tokens and what stays behind, from names, shapes and the model's configuration."""
 
-    @abstractmethod
     def read_config(self, folder: Path) -> Mapping[str, Any]:
         """The model's configuration file; empty when there is none."""
+        file = folder / self.config_file
+        try:
+            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise RepoError(f"'{file.name}' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
+        if not isinstance(config, dict):
+            raise RepoError(f"'{file.name}' in '{folder.name}' is not a JSON object", "copy the file again")
+        return config
 
     @abstractmethod
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
@@ -52,9 +68,10 @@ class Family(ABC):
     def wrap(self, module: nn.Module) -> LiveModel:
         """A model that the caller has loaded."""
 
-    @abstractmethod
     def side_files(self, folder: Path) -> list[Path]:
-        """The files beside the weights that a written model needs: configuration, tokenizer, processor."""
+        """The files beside the weights that a written model needs: configuration, tokenizer, processor, licence."""
+        names = (self.config_file, *self.processor_files, *TOKENIZER_FILES, *LICENCE_FILES)
+        return [folder / name for name in names if (folder / name).is_file()]
 
 
 class LiveModel(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 
     from hf_bico.statistics import Trace
 
-CONFIG = "open_clip_config.json"
 _ATTENTION_BIAS = "attn.in_proj_bias"
 
 
 class OpenClip(Family):
     name = "open_clip ViT"
     library = "open_clip"
+    config_file = "open_clip_config.json"
 
     def recognises(self, shapes: Shapes) -> bool:
         return _visual_prefix(shapes) is not None
@@ -50,16 +49,9 @@ class OpenClip(Family):
         others = {name: _reason(name, root) for name in shapes if name not in taken}
         return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
 
-    def read_config(self, folder: Path) -> Mapping[str, Any]:
-        file = folder / CONFIG
-        try:
-            return json.loads(file.read_text()) if file.is_file() else {}
-        except ValueError as error:
-            raise RepoError(f"'{CONFIG}' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
-
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        if not (folder / CONFIG).is_file():
-            raise RepoError(f"'{folder.name}' has no {CONFIG}", "name a folder in open_clip's Hub layout")
+        if not (folder / self.config_file).is_file():
+            raise RepoError(f"'{folder.name}' has no {self.config_file}", "name a folder in open_clip's Hub layout")
         import open_clip
         import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -75,12 +67,6 @@ class OpenClip(Family):
 
     def wrap(self, module: nn.Module) -> LiveModel:
         return self._live(module, {})
-
-    def side_files(self, folder: Path) -> list[Path]:
-        names = [CONFIG, "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "vocab.json", "merges.txt", "vocab.txt"]
-        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-        names += ["spiece.model", "sentencepiece.bpe.model"]
-        return [folder / name for name in names if (folder / name).is_file()]
 
     def _live(self, module: nn.Module, config: Mapping[str, Any]) -> OpenClipModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError
+from hf_bico.errors import MissingProcessorError, MissingTextTowerError
 from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
 from hf_bico.sites import Layout, Site, Slot
 
@@ -32,6 +31,8 @@ _ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel
 class TransformersClip(Family):
     name = "transformers CLIP"
     library = "transformers"
+    config_file = "config.json"
+    processor_files = ("preprocessor_config.json", "processor_config.json")
 
     def recognises(self, shapes: Shapes) -> bool:
         return _vision_prefix(shapes) is not None
@@ -55,13 +56,6 @@ class TransformersClip(Family):
         others = {name: _reason(name, root) for name in shapes if name not in taken}
         return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
 
-    def read_config(self, folder: Path) -> Mapping[str, Any]:
-        file = folder / "config.json"
-        try:
-            return json.loads(file.read_text()) if file.is_file() else {}
-        except ValueError as error:
-            raise RepoError(f"'config.json' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
-
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
         import transformers
 
@@ -76,12 +70,6 @@ class TransformersClip(Family):
 
     def wrap(self, module: nn.Module) -> LiveModel:
         return self._live(module)
-
-    def side_files(self, folder: Path) -> list[Path]:
-        names = ["config.json", "preprocessor_config.json", "processor_config.json", "vocab.json", "merges.txt"]
-        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-        names += ["LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"]
-        return [folder / name for name in names if (folder / name).is_file()]
 
     def _live(self, module: nn.Module) -> TransformersClipModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
