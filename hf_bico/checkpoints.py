@@ -104,9 +104,6 @@ class FileCheckpoint:
         tensor: Tensor = self._open[file].get_tensor(name)
         return tensor
 
-    def names_in(self, file: Path) -> list[str]:
-        return [name for name, held_in in self._file_of.items() if held_in == file]
-
     @property
     def size(self) -> int:
         """Bytes on disk."""
@@ -127,6 +124,14 @@ def open_safetensors(file: Path, framework: str) -> Any:
             f"'{file.name}' in '{file.parent.name}' cannot be read as safetensors: {error}",
             "copy or download the file again",
         ) from error
+
+
+def tensor_offsets(file: Path) -> dict[str, int]:
+    """Where the bytes of each tensor begin in a safetensors file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from hf_bico.checkpoints import FileCheckpoint, open_safetensors
+from hf_bico.checkpoints import FileCheckpoint, tensor_offsets
 from hf_bico.errors import OutputError, OutputExistsError
 from hf_bico.record import RECORD_FILE
 from hf_bico.task_vector import TaskVector, add_delta
@@ -60,19 +60,18 @@ def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_full(target: FileCheckpoint, vector: TaskVector, folder: Path) -> list[Path]:
-    """The target's weights with the vector added, file by file under the same names; the rest bit for bit."""
-    written = []
-    for file in target.files:
-        with open_safetensors(file, "pt") as reader:
-            metadata = reader.metadata()
-        tensors = {name: target.tensor(name) for name in target.names_in(file)}
-        for name in tensors:
-            if name in vector:
-                tensors[name] = add_delta(tensors[name], vector[name], name)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file.name, metadata=metadata
-        )
-        written.append(folder / file.name)
+    """Copies of the target's files with the changed tensors overwritten in place.
+
+    Headers, order and every other tensor are the target's, bit for bit, and memory holds one tensor at a time.
+    """
+    written = [Path(shutil.copyfile(file, folder / file.name)) for file in target.files]
+    for file, copy in zip(target.files, written, strict=True):
+        offsets = tensor_offsets(file)
+        with copy.open("r+b") as stream:
+            for name in offsets.keys() & vector.keys():
+                changed = add_delta(target.tensor(name), vector[name], name)
+                stream.seek(offsets[name])
+                stream.write(changed.contiguous().flatten().view(torch.uint8).numpy().data)
     if target.index is not None:
         shutil.copyfile(target.index, folder / target.index.name)
     return written
