@@ -9,6 +9,7 @@ from hf_bico.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_bico.errors import BicoError as BicoError
+    from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.pipeline import Ported as Ported
     from hf_bico.pipeline import port as port
     from hf_bico.planning import Plan as Plan
@@ -23,6 +24,7 @@ _HOMES = {
     "Ported": "hf_bico.pipeline",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",
+    "evaluate_model": "hf_bico.evaluation",
     "plan": "hf_bico.planning",
     "port": "hf_bico.pipeline",
 }

@@ -17,6 +17,7 @@ from hf_bico.errors import (
     ColumnError,
     DataNotFoundError,
     SampleCountError,
+    UnreadableSampleError,
 )
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
@@ -42,6 +43,8 @@ class DataSet:
     splits: Mapping[str, Rows]
     columns: Columns
     class_names: tuple[str, ...]
+    named: bool = False
+    """Whether it was opened by a name, and not passed as rows."""
 
     def labels(self, split: str) -> dict[int, int]:
         """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
@@ -82,8 +85,19 @@ class Samples:
         """(images, labels), `size` at a time."""
         for start in range(0, len(self.indices), size):
             chosen = self.indices[start : start + size]
-            images = [self.rows[index][self.image_column] for index in chosen]
+            images = [self._image(index) for index in chosen]
             yield images, list(self.labels[start : start + size])
+
+    def _image(self, index: int) -> Any:
+        try:
+            image = self.rows[index][self.image_column]
+            if hasattr(image, "load"):
+                image.load()  # PIL decodes when it must: do it here, where the row is known
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UnreadableSampleError(
+                f"the image of row {index} cannot be decoded: {error}", "remove or replace the broken image"
+            ) from error
+        return image
 
 
 def open_data(data: Any, settings: Settings | None = None) -> DataSet:
@@ -94,8 +108,8 @@ def open_data(data: Any, settings: Settings | None = None) -> DataSet:
     settings = settings or Settings()
     name, splits = _splits(data)
     columns = _find_columns(next(iter(splits.values())), settings.image_column, settings.label_column)
-    names = settings.class_names or _class_names(splits.values(), columns.label)
-    return DataSet(name, splits, columns, tuple(names))
+    names = _class_names(splits.values(), columns.label, settings.class_names)
+    return DataSet(name, splits, columns, names, named=isinstance(data, str | Path))
 
 
 def calibration_split(data: DataSet, split: str | None) -> str:
@@ -181,7 +195,11 @@ def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
 
 def _open_local(path: Path) -> tuple[str, Mapping[str, Rows]]:
     if not path.exists():
-        raise DataNotFoundError(f"there is no data set at '{path}'", "name a local folder or parquet file with --data")
+        raise DataNotFoundError(
+            f"there is no data set at '{path}'",
+            "name a local folder or parquet file with --data; "
+            "'hf download ORG/NAME --repo-type dataset --local-dir FOLDER' fetches one from the Hub",
+        )
     import datasets
 
     datasets.disable_progress_bars()
@@ -211,24 +229,32 @@ def _find_columns(rows: Rows, image: str | None, label: str | None) -> Columns:
     for given, option in ((image, "--image-column"), (label, "--label-column")):
         if given is not None and given not in kinds:
             raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
-    image = image or _only(kinds, ("image",), "image", "--image-column")
+    if image is not None and kinds[image] != "image":
+        raise ColumnError(f"the column '{image}' holds {kinds[image]}, not images", "name another with --image-column")
+    image = image or _only(kinds, ("image",), "image", "name it with --image-column")
+    remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
     if label is None and "class" in kinds.values():
-        label = _only(kinds, ("class",), "label", "--label-column")
-    return Columns(image, label or _only(kinds, ("integer", "string"), "label", "--label-column"))
+        label = _only(kinds, ("class",), "label", remedy)
+    return Columns(image, label or _only(kinds, ("integer", "string"), "label", remedy))
 
 
-def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, option: str) -> str:
+def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, remedy: str) -> str:
     found = [name for name, kind in kinds.items() if kind in wanted]
     if len(found) == 1:
         return found[0]
     seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     problem = "several columns could be" if found else "no column looks like"
-    raise ColumnError(f"{problem} the {what} column; the columns are: {seen}", f"name it with {option}")
+    raise ColumnError(f"{problem} the {what} column; the columns are: {seen}", remedy)
 
 
 def _column_kinds(rows: Rows) -> dict[str, str]:
     """What each column holds, by its declared type or by the first row's value."""
     if not hasattr(rows, "features"):
+        if not isinstance(rows[0], Mapping):
+            raise ColumnError(
+                f"the rows are of type {type(rows[0]).__name__}, without named columns",
+                "give rows as dictionaries: [{'image': ..., 'label': ...}, ...]",
+            )
         return {name: _kind_of_value(value) for name, value in rows[0].items()}
     import datasets
 
@@ -255,16 +281,22 @@ def _kind_of_value(value: Any) -> str:
     return "image" if is_image else type(value).__name__
 
 
-def _class_names(splits: Any, label: str) -> tuple[str, ...]:
-    """Names from the features, or the sorted distinct strings of all splits."""
+def _class_names(splits: Any, label: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Names as given, from the features, or the sorted distinct strings of all splits."""
     splits = list(splits)
-    names = getattr(getattr(splits[0], "features", {}).get(label), "names", None)
-    if names:
-        return tuple(names)
+    declared = getattr(getattr(splits[0], "features", {}).get(label), "names", None)
+    if given is not None and declared is not None and len(given) != len(declared):
+        raise ClassNamesError(
+            f"{len(given)} class names were given and the data set has {len(declared)} classes",
+            "give one name for each class, in the order of the labels",
+        )
+    known = given or declared
+    if known:
+        return tuple(known)
     values = {value for rows in splits for value in _column(rows, label)}
     if values and all(isinstance(value, str) for value in values):
         return tuple(sorted(values))
     raise ClassNamesError(
         f"the column '{label}' holds numbers without names",
-        "give a file with one class name a line: --class-names FILE",
+        "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
     )

@@ -28,7 +28,9 @@ def write_card(record: Record, folder: Path) -> Path:
 
 def render_card(record: Record) -> str:
     """The whole card: metadata, then the body."""
-    environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = SandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     environment.filters["plain"] = plain
     environment.filters["percent"] = lambda value: f"{value:.1%}"
     template = environment.from_string(files("hf_bico").joinpath(TEMPLATE).read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_model.safetensors"}
 """The name that each library saves a whole model under; a folder may hold both."""
 
+DELTA_FILE = "task_vector.safetensors"
+"""The file of the delta format."""
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class Checkpoint(Protocol):
@@ -120,10 +125,21 @@ def open_safetensors(file: Path, framework: str) -> Any:
     try:
         return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError) as error:
+        pointer = file.is_file() and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
         raise BrokenWeightsError(
             f"'{file.name}' in '{file.parent.name}' cannot be read as safetensors: {error}",
-            "copy or download the file again",
+            "it is a Git LFS pointer: run 'git lfs pull' there" if pointer else "copy or download the file again",
         ) from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, readable by whom other new files are: safetensors itself writes for the owner only."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def tensor_offsets(file: Path) -> dict[str, int]:

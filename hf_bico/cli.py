@@ -46,6 +46,9 @@ def _edge() -> Iterator[None]:
         click.echo(f"Error: {error.cause}", err=True)
         click.echo(f"Remedy: {error.remedy}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        click.echo("Interrupted: nothing was written.", err=True)
+        sys.exit(130)
 
 
 class _Commands(click.Group):
@@ -63,7 +66,6 @@ def _output_options(command: Command) -> Command:
 def _data_options(command: Command) -> Command:
     for option in reversed(
         [
-            click.option("--split", help="Split to take samples from; train by default."),
             click.option("--image-column", help="The column with the images, when it cannot be found by its type."),
             click.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
             click.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
@@ -107,6 +109,7 @@ def main() -> None:
 @click.option("--to", "target", required=True, help="The pretrained model to carry to.")
 @click.option("--base", help="The pretrained model that SOURCE was fine-tuned from.")
 @click.option("--data", help="Calibration data: a folder of images or parquet files, or a parquet file.")
+@click.option("--split", help="Split to calibrate on; train by default.")
 @click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
 @click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
 @_data_options
@@ -151,25 +154,29 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     output, overwrite, format_ = options.pop("output"), options.pop("overwrite"), options.pop("format_")
     if options.pop("dry_run"):
-        _show_plan(source, target, base, data, as_json, quiet)
+        _show_plan(source, target, base, as_json, quiet, _typed("port", leave_out="dry_run"))
         return
     with _edge():
         settings = _settings(options)
         from hf_bico import pipeline
         from hf_bico.models import find_folder
         from hf_bico.output import require_free
+        from hf_bico.record import read_record
+        from hf_bico.report import headline, is_worse
 
         names = find_folder(source, "the fine-tuned model").name, find_folder(target, "the target").name
-        folder = Path(output or f"{names[0]}-to-{names[1]}")
+        folder = Path(output or f"{names[0]}-to-{names[1]}").expanduser()
         require_free(folder, overwrite)
         with _progress(quiet or as_json) as progress:
             ported = pipeline.port(source, target, base=base, data=data, progress=progress, **settings)
             ported.save(folder, format_, overwrite)
         if as_json:
-            record = json.loads(ported.record.to_json())
-            click.echo(json.dumps({"folder": str(folder), "format": format_, "record": record}))
+            record = json.loads(read_record(folder).to_json())
+            click.echo(json.dumps({"folder": str(folder), "record": record}))
         elif not quiet:
             _print_ported(ported, folder)
+        if (as_json or quiet) and is_worse(ported.record):
+            click.echo(f"Warning: {headline(ported.record)}", err=True)
 
 
 @main.command()
@@ -185,24 +192,25 @@ def plan(source: str, target: str, base: str | None, data: str | None, as_json: 
     Example:
       hf-bico plan my-finetune --base model-A --to model-B
     """
-    _show_plan(source, target, base, data, as_json, quiet)
+    command = ["hf-bico", "port", source, "--base", str(base), "--to", target, "--data", data or "DATA"]
+    _show_plan(source, target, base, as_json, quiet, shlex.join(command))
 
 
 @main.command("eval")
 @click.argument("model")
 @click.option("--data", required=True, help="A folder of images or parquet files, or a parquet file.")
-@click.option("--base", help="The whole model, where MODEL holds only a fine-tuned vision tower.")
+@click.option("--base", help="The whole model, where MODEL is a fine-tuned vision tower or a task vector.")
+@click.option("--split", help="Split to measure on; test by default, else validation, else train.")
 @click.option("-n", "n", type=int, help="Samples at most; all of the split by default.")
 @_data_options
 @_output_options
 def evaluate(model: str, data: str, base: str | None, n: int | None, **options: Any) -> None:
     """Measure the zero-shot accuracy of MODEL.
 
-    The split is test where there is one, else validation, else train.
-
     \b
-    Example:
+    Examples:
       hf-bico eval my-finetune-to-model-B --data eurosat
+      hf-bico eval my-delta --base model-B --data eurosat
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with _edge():
@@ -243,12 +251,24 @@ def _lines(file: str, option: str) -> list[str]:
     return kept
 
 
-def _show_plan(source: str, target: str, base: str | None, data: str | None, as_json: bool, quiet: bool) -> None:
+def _typed(command: str, leave_out: str) -> str:
+    """The command line as it was typed, without one of its options."""
+    context = click.get_current_context()
+    words = ["hf-bico", command]
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params[str(parameter.name)]
+        if name == leave_out or context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        words += [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
+        words += [] if value is True else [str(value)]
+    return shlex.join(words)
+
+
+def _show_plan(source: str, target: str, base: str | None, as_json: bool, quiet: bool, command: str) -> None:
     with _edge():
         from hf_bico import planning
 
         planned = planning.plan(source, target, base=base)
-        command = shlex.join(["hf-bico", "port", source, "--base", str(base), "--to", target, "--data", data or "DATA"])
         if as_json:
             click.echo(json.dumps({**planned.as_dict(), "command": command}))
         elif not quiet:
@@ -304,12 +324,10 @@ def _print_ported(ported: Ported, folder: Path) -> None:
         click.echo(format_table(rows))
         click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
     click.echo(report.table())
-    click.echo(f"\n{report.carried_energy:.1%} of the task vector's energy carried", nl=False)
-    left = ", ".join(f"{reason} {energy:.1%}" for reason, _, energy in report.left_by_reason())
-    click.echo(f"; left behind: {left}" if left else "")
+    click.echo(f"\n{report.summary()}")
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
-    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items())
+    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
     click.echo(f"seconds: {seconds}")
     click.echo(f"\nWritten to {folder}")
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hf_bico.errors import UsageError
+from hf_bico.errors import DeviceError, UsageError
 
 PACKAGES = ("torch", "transformers", "open_clip_torch", "safetensors", "datasets")
 
@@ -50,7 +50,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"there is no device '{name}'", "use auto, cpu, cuda or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("this machine has no CUDA device that torch can use", "use --device cpu")
+        raise DeviceError("this machine has no CUDA device that torch can use", "use --device cpu")
     return device
 
 

@@ -114,6 +114,18 @@ class SampleCountError(DataError):
     """More samples were asked for than there are."""
 
 
+class UnreadableSampleError(DataError):
+    """An image that cannot be decoded."""
+
+
+class ObjectiveError(BicoError):
+    """An objective of the caller's own that does not give a loss."""
+
+
+class DeviceError(BicoError):
+    """The device that was asked for is not there."""
+
+
 class OutputError(BicoError):
     """The result cannot be written."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
+from hf_bico.checkpoints import DELTA_FILE
 from hf_bico.environment import choose_device, choose_dtype
 from hf_bico.errors import DataNotFoundError
 from hf_bico.families import LiveModel
-from hf_bico.models import Model, ModelReference
+from hf_bico.models import Model, ModelReference, find_folder
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
 from hf_bico.record import EvaluationRecord
 from hf_bico.settings import Settings
@@ -32,13 +34,12 @@ def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, b
 def evaluate_model(
     model: ModelReference, data: Any, *, base: ModelReference | None = None, n: int | None = None, **options: Any
 ) -> EvaluationRecord:
-    """The accuracy of a model on a split of a data set; `base` completes a fine-tune that holds a part of it.
+    """The accuracy of a model on a split of a data set; `base` completes a task vector or a part of a model.
 
     The split is the one asked for, else test, else validation, else train; all of it unless `n` is given.
     """
     settings = Settings(n=n, **options)
-    opened = Model.open(model, "the model")
-    whole = opened if base is None else Model.open(base, "the base", opened.family.library)
+    whole, vector, name = _open(model, base)
     samples_from = open_data(data, settings)
     split = evaluation_split(samples_from, settings.split)
     labels = samples_from.labels(split)
@@ -49,8 +50,20 @@ def evaluate_model(
     order = [index for index in draw_order(len(samples_from.splits[split]), settings.seed) if index in labels]
     samples = samples_from.samples(split, order[: settings.n])
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
-    if base is not None:
-        TaskVector.from_models(opened.checkpoint, whole.checkpoint).apply_to(live.module)
+    if vector is not None:
+        vector.apply_to(live.module)
     head = zero_shot_head(live, samples_from.class_names, settings.templates)
     value = zero_shot_accuracy(live, head, samples, settings.batch_size)
-    return EvaluationRecord(opened.name, samples_from.name, split, len(samples), "accuracy", value)
+    return EvaluationRecord(name, samples_from.name, split, len(samples), "accuracy", value)
+
+
+def _open(model: ModelReference, base: ModelReference | None) -> tuple[Model, TaskVector | None, str]:
+    """The whole model to load, what to add to it, and the name of the result."""
+    if base is None:
+        opened = Model.open(model, "the model")
+        return opened, None, opened.name
+    if isinstance(model, str | Path) and (folder := find_folder(model, "the model") / DELTA_FILE).is_file():
+        return Model.open(base, "the base"), TaskVector.load(folder), folder.parent.name
+    opened = Model.open(model, "the model")
+    whole = Model.open(base, "the base", opened.family.library)
+    return whole, TaskVector.from_models(opened.checkpoint, whole.checkpoint), opened.name

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hf_bico.checkpoints import Checkpoint, FileCheckpoint, MemoryCheckpoint, sha256_of
-from hf_bico.errors import RepoNotFoundError
+from hf_bico.checkpoints import DELTA_FILE, Checkpoint, FileCheckpoint, MemoryCheckpoint, sha256_of
+from hf_bico.errors import RepoError, RepoNotFoundError
 from hf_bico.families import Family, LiveModel, family_of
 from hf_bico.sites import Layout
 
@@ -48,6 +49,11 @@ class Model:
             family = family_of(checkpoint.shapes, what)
             return cls(name, checkpoint, family, family.wrap(reference).layout, module=reference)
         folder = find_folder(reference, what)
+        if (folder / DELTA_FILE).is_file():
+            raise RepoError(
+                f"{what} '{folder.name}' is a task vector, not a model",
+                "measure it with 'hf-bico eval FOLDER --base TARGET', or apply it from Python with TaskVector.load",
+            )
         checkpoint = FileCheckpoint.in_folder(folder, library)
         family = family_of(checkpoint.shapes, f"{what} '{folder.name}'")
         layout = family.layout(checkpoint.shapes, family.read_config(folder))
@@ -66,13 +72,18 @@ class Model:
 
 def find_folder(reference: str | Path, what: str) -> Path:
     """The folder of a repo reference."""
-    folder = Path(reference).expanduser()
+    text = str(reference).removeprefix("local-dir:")
+    folder = Path(text).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    text = str(reference)
-    if _HUB_ID.fullmatch(text):
+    if folder.is_file():
+        raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{folder.parent}'")
+    hub_id = text.removeprefix("hf-hub:")
+    if _HUB_ID.fullmatch(hub_id) and not folder.parent.is_dir():
         raise RepoNotFoundError(
             f"{what}: there is no folder '{text}', and Hub ids are not resolved by this version",
-            f"run 'hf download {text.partition('@')[0]} --local-dir FOLDER' and name that folder",
+            f"run 'hf download {hub_id.partition('@')[0]} --local-dir FOLDER' and name that folder",
         )
-    raise RepoNotFoundError(f"{what}: there is no folder '{text}'", "check the path")
+    near = get_close_matches(folder.name, [path.name for path in folder.parent.glob("*") if path.is_dir()], n=1)
+    hint = f"did you mean '{folder.parent / near[0]}'?" if near else "check the path"
+    raise RepoNotFoundError(f"{what}: there is no folder '{text}'", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,17 +19,19 @@ from hf_bico.task_vector import TaskVector, add_delta
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there, unless it is ours and may be replaced."""
+    """Refuse a place that cannot be written to, or a folder that is there, unless it is ours and may be replaced."""
     if not folder.exists():
+        parent = next(path for path in folder.absolute().parents if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
         return
-    if not overwrite:
-        raise OutputExistsError(
-            f"the output folder '{folder.name}' exists", "choose another folder, or replace it with --overwrite"
-        )
     if not (folder / RECORD_FILE).is_file():
         raise OutputExistsError(
-            f"'{folder.name}' holds no {RECORD_FILE}: it was not written by hf-bico and is not replaced",
-            "choose another folder",
+            f"'{folder}' exists and was not written by hf-bico (it holds no {RECORD_FILE})", "choose another folder"
+        )
+    if not overwrite:
+        raise OutputExistsError(
+            f"the output folder '{folder}' exists", "choose another folder, or replace it with --overwrite"
         )
 
 

@@ -35,14 +35,14 @@ from hf_bico.environment import (
     peak_memory,
     silent,
 )
-from hf_bico.errors import DataNotFoundError, MemoryExhaustedError, OutputError, UsageError
+from hf_bico.errors import DataNotFoundError, MemoryExhaustedError, ObjectiveError, OutputError, UsageError
 from hf_bico.evaluation import zero_shot_accuracy
 from hf_bico.families import LiveModel
 from hf_bico.methods import METHODS
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
 from hf_bico.output import whole_folder, write_full
-from hf_bico.planning import Plan, plan
+from hf_bico.planning import Lineage, Plan, plan
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,
@@ -54,7 +54,7 @@ from hf_bico.record import (
     RunRecord,
 )
 from hf_bico.report import Report
-from hf_bico.settings import FORMATS, Settings
+from hf_bico.settings import DEFAULT_TEMPLATES, FORMATS, Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect
 from hf_bico.task_vector import TaskVector
@@ -64,7 +64,7 @@ from hf_bico.version import __version__
 
 @dataclass(frozen=True)
 class Batch:
-    """What a custom objective gets: prepared images on the model's device, and their labels."""
+    """What an objective of the caller's own gets: `pixels`, prepared for the model, and `labels`, on its device."""
 
     pixels: Tensor
     labels: Tensor
@@ -86,7 +86,7 @@ class Ported:
 
     def save(self, folder: str | Path, format: str = "full", overwrite: bool = False) -> Path:
         """Write weights, `bico.json` and the model card; the folder appears whole or not at all."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         with whole_folder(folder, overwrite) as scratch:
             weights = self._write_weights(scratch, format)
             record = replace(self.record, output=OutputRecord(format, sha256_of(weights)))
@@ -121,8 +121,10 @@ def port(
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
-    Models are folders or loaded modules; `data` is a folder of images or parquet files, a `datasets` object or a
-    list of rows. The options are those of `Settings`.
+    Models are folders, or loaded modules for an objective of your own; `data` is a folder of images or parquet
+    files, a `datasets` object or a list of rows. The options, with what they mean, are those of `hf_bico.Settings`:
+    n, per_class, split, seed, method, completion, alpha, objective, image_column, label_column, class_names,
+    templates, batch_size, device, dtype, evaluate, force.
 
     >>> ported = hf_bico.port("my-finetune", to="model-B", base="model-A", data="eurosat", n=100)  # doctest: +SKIP
     >>> ported.save("my-finetune-on-B")  # doctest: +SKIP
@@ -248,7 +250,12 @@ def _loss(
         batch = Batch(model.pixels(images), torch.tensor(labels, device=model.device))
         if head is not None:
             return zero_shot_loss(model, head, batch.pixels, batch.labels)
-        value: Tensor = settings.objective(model.module, batch)  # type: ignore[operator]
+        value = settings.objective(model.module, batch)  # type: ignore[operator]
+        if not isinstance(value, Tensor) or value.ndim != 0:
+            raise ObjectiveError(
+                f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",
+                "return a tensor of no dimensions: the sum of the samples' losses",
+            )
         return value
 
     return loss
@@ -309,17 +316,23 @@ def _record(
         sites=list(report.sites),
         left=list(report.left),
         evaluation=evaluation,
-        notices=[] if drawn is None else _notices(drawn, settings, evaluation),
+        notices=_notices(lineage, drawn, settings, bool(evaluation)),
         run=run,
     )
 
 
-def _notices(drawn: _Drawn, settings: Settings, evaluation: list[EvaluationRecord]) -> list[str]:
+def _notices(lineage: Lineage, drawn: _Drawn | None, settings: Settings, measured: bool) -> list[str]:
+    """What a reader of the result should know and would not see."""
     notices = []
-    if len(set(drawn.samples.labels)) == 1:
+    target = lineage.target.sha256()
+    for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
+        if target and target == model.sha256():
+            notices.append(f"The target is the {name} itself.")
+    if drawn is not None and len(set(drawn.samples.labels)) == 1:
         notices.append("All calibration samples are of one class.")
-    if settings.evaluate and settings.zero_shot and not evaluation:
-        notices.append("Nothing was measured: calibration used every labelled sample.")
+    if settings.evaluate and not measured:
+        reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
+        notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
     return notices
 
 
@@ -338,18 +351,30 @@ def _data_record(drawn: _Drawn, settings: Settings) -> DataRecord:
     )
 
 
-def _command(planned: Plan, settings: Settings, drawn: _Drawn | None) -> str:
-    """The command line that would repeat this run, by the folders' names: no path of this machine."""
+def _command(planned: Plan, settings: Settings, drawn: _Drawn | None) -> str | None:
+    """The command line that does the same, by the folders' names: no path of this machine.
+
+    None where no command line could: models, rows or an objective that were passed from Python.
+    """
     lineage = planned.lineage
+    models = (lineage.source, lineage.base, lineage.target)
+    if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
+        return None
     words = ["hf-bico", "port", lineage.source.name, "--base", lineage.base.name, "--to", lineage.target.name]
     if drawn is not None:
         words += ["--data", drawn.data.name, "--split", drawn.split]
         words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
-        words += ["--seed", str(settings.seed)]
-    if settings.method != "bico":
-        words += ["--method", settings.method]
-    if settings.completion != "drop":
-        words += ["--completion", settings.completion]
-    if settings.alpha != 1.0:
-        words += ["--alpha", f"{settings.alpha:g}"]
+    for option, value, default in (
+        ("--seed", settings.seed, None),
+        ("--image-column", settings.image_column, None),
+        ("--label-column", settings.label_column, None),
+        ("--class-names", "FILE" if settings.class_names else None, None),
+        ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
+        ("--method", settings.method, "bico"),
+        ("--completion", settings.completion, "drop"),
+        ("--alpha", f"{settings.alpha:g}", "1"),
+        ("--dtype", settings.dtype, "auto"),
+    ):
+        if value is not None and value != default:
+            words += [option, str(value)]
     return shlex.join(words)

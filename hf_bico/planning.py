@@ -120,7 +120,7 @@ def make_plan(lineage: Lineage) -> Plan:
     tuned, base, target = lineage.source, lineage.base, lineage.target
     if tuned.family.name != base.family.name:
         raise BaseMismatchError(
-            f"the fine-tuned model is a {tuned.family.name} and the base a {base.family.name}",
+            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
             "name the base in the library that the fine-tuned model was saved with",
         )
     shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)

@@ -111,7 +111,6 @@ class RunRecord:
 @dataclass(frozen=True)
 class Record:
     hf_bico: str
-    command: str
     source: ModelRecord
     target: ModelRecord
     objective: ObjectiveRecord
@@ -119,6 +118,7 @@ class Record:
     sites: list[SiteRecord]
     left: list[LeftRecord]
     run: RunRecord
+    command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
     evaluation: list[EvaluationRecord] = field(default_factory=list)

@@ -37,6 +37,14 @@ class Report:
         summed = [(reason, len(entries), sum(entry.energy for entry in entries)) for reason, entries in rows]
         return sorted(summed, key=lambda row: -row[2])
 
+    def summary(self) -> str:
+        """Where the task vector's energy went, in one line."""
+        text = f"{self.carried_energy:.1%} of the task vector's energy is in carried sites"
+        if self.unseen_energy is not None:
+            text += f", of which {self.unseen_energy:.1%} lay where calibration saw nothing"
+        left = ", ".join(f"{reason} {energy:.1%}" for reason, _, energy in self.left_by_reason())
+        return f"{text}; left behind: {left}" if left else text
+
     def table(self) -> str:
         """One line a role: how many sites, their energy, scores, ranks and unseen energy."""
         rows: list[tuple[str, ...]] = [
@@ -93,13 +101,21 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def is_worse(record: Record) -> bool:
+    """Whether the port measured worse than the target it started from."""
+    target, ported = record.value("target"), record.value("ported")
+    return target is not None and ported is not None and ported < target
+
+
 def headline(record: Record) -> str | None:
     """The result in one sentence: what the port did to the target's accuracy; None when nothing was measured."""
     target, ported, source = (record.value(name) for name in ("target", "ported", "source"))
     if target is None or ported is None:
         return None
-    if ported < target:
+    if is_worse(record):
         return f"The port measured WORSE than the target: accuracy {ported:.1%}, down from {target:.1%}."
+    if ported == target:
+        return f"The port changed nothing in the target's accuracy of {target:.1%}."
     sentence = f"Accuracy {ported:.1%}, up from the target's {target:.1%}"
     if source is not None and source > target:
         sentence += f": {(ported - target) / (source - target):.0%} of the way to the fine-tuned source's {source:.1%}"

@@ -21,9 +21,14 @@ DEFAULT_TEMPLATES = ("a photo of a {}.",)
 class Settings:
     """The options of a port.
 
-    `n` samples in all or `per_class` of each class are drawn from `split` by `seed`. `objective` is "auto", or a
-    callable (model, batch) -> loss that sums over the batch's samples. `completion` says what the maps do where
-    calibration saw nothing: "drop" it, or complete it arbitrarily by the "svd". `alpha` scales what is added.
+    Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` by `seed`; `image_column`,
+    `label_column` and `class_names` where they cannot be found; prompts from `templates`, with {} for the class.
+    Loss: `objective` is "auto" (zero-shot), or a callable (model, batch) -> loss that sums over the samples of
+    `batch.pixels` and `batch.labels`.
+    Method: "bico", or "naive" for comparison; `completion` says what the maps do where calibration saw nothing: "drop"
+    it, or complete it arbitrarily by the "svd"; `alpha` scales what is added.
+    Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples; `force` goes on
+    although the base looks wrong.
     """
 
     split: str | None = None

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_bico.checkpoints import (
+    DELTA_FILE,
     Checkpoint,
     FileCheckpoint,
     MemoryCheckpoint,
@@ -25,10 +25,10 @@ from hf_bico.checkpoints import (
     align_names,
     open_safetensors,
     overlap,
+    save_tensors,
 )
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
 
-DELTA_FILE = "task_vector.safetensors"
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1
 
@@ -63,7 +63,7 @@ class TaskVector(Mapping[str, Tensor]):
     @classmethod
     def load(cls, path: str | Path) -> TaskVector:
         """Read back what `save` wrote: a folder with `task_vector.safetensors`, or that file."""
-        file = Path(path)
+        file = Path(path).expanduser()
         file = file / DELTA_FILE if file.is_dir() else file
         if not file.is_file():
             raise RecordError(f"there is no task vector at '{path}'", f"name a folder that holds {DELTA_FILE}")
@@ -75,11 +75,11 @@ class TaskVector(Mapping[str, Tensor]):
 
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`; `about` goes into its metadata."""
-        file = Path(folder) / DELTA_FILE
+        file = Path(folder).expanduser() / DELTA_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about}, sort_keys=True)
         # one metadata entry: safetensors does not promise an order of several
-        save_file({name: self[name].contiguous() for name in self}, file, metadata={"hf_bico": header})
+        save_tensors(self, file, {"hf_bico": header})
         return file
 
     def __getitem__(self, name: str) -> Tensor:
@@ -102,13 +102,23 @@ class TaskVector(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return any(name in source for _, source in self._terms)
 
+    def __repr__(self) -> str:
+        return f"TaskVector of {len(self)} tensors"
+
     def __add__(self, other: TaskVector) -> TaskVector:
         return self._combined(self._terms + other._terms)
+
+    def __radd__(self, other: int) -> TaskVector:
+        """`sum` of vectors begins with 0."""
+        return self if other == 0 else NotImplemented
 
     def __mul__(self, factor: float) -> TaskVector:
         return self._combined(tuple((factor * weight, source) for weight, source in self._terms))
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> TaskVector:
+        return self * (1 / divisor)
 
     def __neg__(self) -> TaskVector:
         return -1.0 * self
@@ -169,7 +179,7 @@ def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
 
 def as_checkpoint(model: ModelLike) -> Checkpoint:
     if isinstance(model, str | Path):
-        return FileCheckpoint.in_folder(Path(model))
+        return FileCheckpoint.in_folder(Path(model).expanduser())
     return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
     assert len(raw["sites"]) == 13
     assert raw["layers"] == [0, 1]
     assert raw["fits"] is True
-    assert run("port", *paths, "--dry-run").stdout == text
+    dry = run("port", *paths, "--dry-run", "--alpha", "0.5", "-k", "3").stdout
+    typed = f"hf-bico port {scene.tuned} --to {scene.target} --base {scene.base} -k 3 --alpha 0.5"
+    assert dry.endswith(f"Next: {typed}\n")
+    assert dry.splitlines()[:-1] == text.splitlines()[:-1]
 
 
 def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_overwrite_replaces_only_what_is_ours(scene: Scene, tmp_path: Path) -> N
     (out / "bico.json").unlink()
     refused = run("port", *scene.arguments, "-o", str(out), "-q", "--overwrite")
     assert refused.exit_code == 1
-    assert "not written by hf-bico" in refused.stderr
+    assert "was not written by hf-bico" in refused.stderr
     assert (out / "README.md").is_file()
 
 
@@ -199,6 +203,48 @@ def truncated(scene: Scene, folder: Path) -> list[str]:
     return replaced(scene.arguments, "--to", str(folder / "cut"))
 
 
+def broken_image(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.data, folder / "broken")
+    for image in (folder / "broken" / "train" / "one").iterdir():
+        image.write_bytes(image.read_bytes()[:60])
+    return replaced(scene.arguments, "--data", str(folder / "broken"))
+
+
+def no_tokenizer(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "mute")
+    for file in (folder / "mute").glob("*token*"):
+        file.unlink()
+    return replaced(scene.arguments, "--to", str(folder / "mute"))
+
+
+def labels_as_images(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--image-column", "label"]
+
+
+def weights_file(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", str(scene.target / "open_clip_model.safetensors"))
+
+
+def lfs_pointer(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "pointer")
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "pointer" / "open_clip_model.safetensors").write_text(text)
+    return replaced(scene.arguments, "--to", str(folder / "pointer"))
+
+
+def mistyped_folder(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", str(scene.folder / "traget"))
+
+
+def too_few_class_names(scene: Scene, folder: Path) -> list[str]:
+    (folder / "names").write_text("zero\none\n")
+    return [*scene.arguments, "--class-names", str(folder / "names")]
+
+
+def no_gpu(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--device", "cuda:99"]
+
+
 def missing_split(scene: Scene, folder: Path) -> list[str]:
     return [*scene.arguments, "--split", "nope"]
 
@@ -225,6 +271,14 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (non_finite_target, 1, "hold NaN or infinite values", "check the models' weights"),
     (pickled, 1, "'pickled' holds only pickled weights (pytorch_model.bin)", "safetensors"),
     (truncated, 1, "cannot be read as safetensors", "copy or download the file again"),
+    (broken_image, 1, "cannot be decoded", "remove or replace the broken image"),
+    (no_tokenizer, 1, "'mute' has no tokenizer", "copy it"),
+    (labels_as_images, 1, "the column 'label' holds class, not images", "--image-column"),
+    (weights_file, 1, "is a file", "name its folder"),
+    (lfs_pointer, 1, "cannot be read as safetensors", "git lfs pull"),
+    (mistyped_folder, 1, "there is no folder", "did you mean"),
+    (too_few_class_names, 1, "2 class names were given and the data set has 4 classes", "one name for each class"),
+    (no_gpu, 1, "CUDA", "--device cpu"),
     (missing_split, 1, "'pictures' has no split 'nope'", "use one of: train, test"),
     (n_and_k, 2, "-n and -k were both given", "choose"),
 ]
@@ -250,8 +304,51 @@ def test_existing_output_is_refused_before_any_work(scene: Scene, tmp_path: Path
     (tmp_path / "out").mkdir()
     result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[0] == "Error: the output folder 'out' exists"
+    assert "exists and was not written by hf-bico" in result.stderr.splitlines()[0]
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_place_that_cannot_be_written_is_refused_before_any_work(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("port", *scene.arguments, "-o", str(tmp_path / "file" / "out"))
+    assert result.exit_code == 1
+    assert "nothing can be written into" in result.stderr.splitlines()[0]
+
+
+def test_home_is_expanded_in_the_output(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run("port", *scene.arguments, "-q", "--no-eval", "-o", "~/out").exit_code == 0
+    assert (tmp_path / "out" / "bico.json").is_file()
+
+
+def test_written_files_are_readable_by_others(scene: Scene, tmp_path: Path) -> None:
+    for format_ in ("full", "delta"):
+        out = tmp_path / format_
+        run("port", *scene.arguments, "-q", "--no-eval", "-o", str(out), "--format", format_)
+        assert {oct(file.stat().st_mode & 0o777) for file in out.iterdir()} == {"0o644"}
+
+
+def test_eval_of_a_delta_over_its_target(scene: Scene, tmp_path: Path) -> None:
+    values = []
+    for format_, extra in (("full", []), ("delta", ["--base", str(scene.target)])):
+        out = tmp_path / format_
+        run("port", *scene.arguments, "-q", "--no-eval", "-o", str(out), "--format", format_)
+        values.append(json.loads(run("eval", str(out), "--data", str(scene.data), "--json", *extra).stdout)["value"])
+    assert values[0] == values[1]
+    alone = run("eval", str(tmp_path / "delta"), "--data", str(scene.data))
+    assert "is a task vector, not a model" in alone.stderr
+
+
+def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hf_bico", "port", *scene.arguments, "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr == "Interrupted: nothing was written.\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_python_dash_m_works() -> None:

@@ -18,6 +18,7 @@ from hf_bico.errors import (
     EmptyTaskVectorError,
     ImplausibleTaskVectorError,
     MemoryExhaustedError,
+    ObjectiveError,
     OutputError,
     UsageError,
 )
@@ -31,7 +32,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def port(scene: Scene, **options: object) -> hf_bico.Ported:
-    settings = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **options}
+    settings: dict[str, object] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **options}
     return hf_bico.port(scene.tuned, to=scene.target, **settings)
 
 
@@ -118,6 +119,25 @@ def test_loaded_models_and_own_objective(scene: Scene) -> None:
     with pytest.raises(OutputError, match="passed as a loaded model"):
         ported.save(scene.folder / "never")
     assert not (scene.folder / "never").exists()
+
+
+@pytest.mark.parametrize("loss", [lambda model, batch: 1.0, lambda model, batch: batch.pixels.sum((1, 2, 3))])
+def test_objective_that_gives_no_loss(loss: object, scene: Scene) -> None:
+    with pytest.raises(ObjectiveError, match="not one loss"):
+        port(scene, objective=loss)
+
+
+def test_target_that_is_the_base_is_said(scene: Scene) -> None:
+    ported = hf_bico.port(scene.tuned, to=scene.base, base=scene.base, data=scene.data, n=24, evaluate=False)
+    assert ported.record.notices == ["The target is the base itself."]
+
+
+def test_command_of_the_record_names_every_choice(scene: Scene) -> None:
+    plain = "hf-bico port tuned --base base --to target --data pictures --split train -n 24 --seed 0"
+    assert port(scene).record.command == plain
+    chosen = port(scene, alpha=0.5, completion="svd", templates=["the {}"], dtype="float64").record.command
+    assert chosen == f"{plain} --templates FILE --completion svd --alpha 0.5 --dtype float64"
+    assert port(scene, objective=lambda model, batch: model.visual(batch.pixels).sum()).record.command is None
 
 
 def test_batch_is_halved_when_memory_runs_out(scene: Scene) -> None:

@@ -9,10 +9,12 @@ from statistics import mean
 import open_clip
 import pytest
 import torch
+from click.testing import CliRunner
 from filelock import FileLock
 from safetensors.torch import load_file
 
 import hf_bico
+from hf_bico.cli import main
 from hf_bico.demo import TASKS, World, build, fine_tune, pretrain
 from hf_bico.evaluation import evaluate_model
 
@@ -68,6 +70,25 @@ def test_bico_beats_zero_shot_and_the_padded_vector(worlds: Callable[[int], Worl
     assert bico >= zero_shot + 0.05
     assert bico >= naive + 0.05
     assert source > bico, "a port that beats its own source would be suspicious"
+
+
+def test_worse_port_says_so_first_and_even_when_quiet(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """The task vector subtracted instead of added."""
+    world, task = worlds(0), TASK_NAMES[0]
+    models = [
+        str(world.fine_tuned("narrow", task)),
+        "--base",
+        str(world.base("narrow")),
+        "--to",
+        str(world.base("wide")),
+    ]
+    arguments = ["port", *models, "--data", str(world.data(task)), "--alpha", "-2"]
+    loud = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "loud")])
+    assert loud.stdout.startswith("The port measured WORSE than the target")
+    assert "**The port measured WORSE than the target" in (tmp_path / "loud" / "README.md").read_text()
+    quiet = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "quiet"), "-q"])
+    assert quiet.stdout == ""
+    assert quiet.stderr.startswith("Warning: The port measured WORSE than the target")
 
 
 def test_fine_tuning_changes_the_visual_tower_only(worlds: Callable[[int], World]) -> None:

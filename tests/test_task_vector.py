@@ -61,6 +61,9 @@ def test_arithmetic(base: State, tuned: State) -> None:
     assert torch.equal((-one)["c.weight"], -one["c.weight"])
     assert not (one - one)["a.weight"].any()
     assert torch.equal((one * 3)["a.weight"], (3 * one)["a.weight"])
+    assert torch.equal((one / 2)["c.weight"], 0.5 * one["c.weight"])
+    assert torch.equal(sum([one, one])["c.weight"], 2 * one["c.weight"])
+    assert repr(total) == "TaskVector of 3 tensors"
     with pytest.raises(KeyError):
         _ = total["b.weight"]
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import open_clip
 from open_clip.transform import PreprocessCfg
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from hf_bico.checkpoints import save_tensors
 from hf_bico.demo import digits, training
 from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
 from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
@@ -173,5 +174,5 @@ def _save(folder: Path, model: open_clip.CLIP, tokenizer: PreTrainedTokenizerFas
     preprocess = PreprocessCfg(size=IMAGE_SIZE, mean=(PIXEL_MEAN,) * 3, std=(PIXEL_STD,) * 3)
     text = json.dumps({"model_cfg": config, "preprocess_cfg": asdict(preprocess)}, indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-    save_file(model.state_dict(), folder / WEIGHTS_FILE)
+    save_tensors(model.state_dict(), folder / WEIGHTS_FILE)
     tokenizer.save_pretrained(folder)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
+
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
-from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.families.base import WHOLE_MODEL, Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
 from hf_bico.sites import Layout, Site, Slot
 
 if TYPE_CHECKING:
@@ -62,7 +62,12 @@ class OpenClip(Family):
             open_clip.load_checkpoint(model, str(weights))
         live = self._live(model, self.read_config(folder))
         live.transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
-        live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+        try:
+            live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+        except (OSError, ValueError, TypeError) as error:
+            raise MissingProcessorError(
+                f"'{folder.name}' has no tokenizer that can be loaded", "copy it from the repo that the model came from"
+            ) from error
         return live
 
     def wrap(self, module: nn.Module) -> LiveModel:
@@ -102,7 +107,7 @@ class OpenClipModel(LiveModel):
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         model: Any = self.module
         if not hasattr(model, "encode_text"):
-            raise MissingTextTowerError("the model is a visual tower without a text side", "name the whole CLIP model")
+            raise MissingTextTowerError("the model is a visual tower without a text side", WHOLE_MODEL)
         if self.tokenizer is None:
             raise MissingProcessorError("a loaded open_clip model does not know its tokenizer", "pass its folder")
         features: Tensor = model.encode_text(self.tokenizer(list(prompts)).to(self.device))

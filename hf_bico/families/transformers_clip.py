@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError
-from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.families.base import WHOLE_MODEL, Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
 from hf_bico.sites import Layout, Site, Slot
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ class TransformersClip(Family):
         return live
 
     def wrap(self, module: nn.Module) -> LiveModel:
-        return self._live(module)
+        live = self._live(module)
+        origin = Path(str(getattr(module, "name_or_path", "")))
+        live.folder = origin if str(origin) != "." and origin.is_dir() else None  # where from_pretrained read it
+        return live
 
     def _live(self, module: nn.Module) -> TransformersClipModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -98,7 +101,7 @@ class TransformersClipModel(LiveModel):
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         model: Any = self.module
         if not hasattr(model, "text_model"):
-            raise MissingTextTowerError("the model is a vision tower without a text side", "name the whole CLIP model")
+            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
         if self._tokenizer is None:
             self._tokenizer = self._from_folder("AutoTokenizer", "tokenizer")
         longest = model.config.text_config.max_position_embeddings
