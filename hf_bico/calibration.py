@@ -48,13 +48,15 @@ class DataSet:
 
     def labels(self, split: str) -> dict[int, int]:
         """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
+        if self.columns.label not in _column_kinds(self.splits[split]):
+            raise ColumnError(f"split '{split}' has no column '{self.columns.label}'", "choose another with --split")
         index_of = {name: index for index, name in enumerate(self.class_names)}
         labels = {}
         for row, value in enumerate(_column(self.splits[split], self.columns.label)):
             if value is None or value == UNLABELLED:
                 continue
-            label = index_of.get(value) if isinstance(value, str) else value
-            if not isinstance(label, int) or not 0 <= label < len(self.class_names):
+            label = index_of.get(value, UNLABELLED) if isinstance(value, str) else int(value)
+            if not 0 <= label < len(self.class_names):
                 raise ClassNamesError(
                     f"row {row} of split '{split}' has the label {value!r}, outside of the "
                     f"{len(self.class_names)} classes",
@@ -62,6 +64,13 @@ class DataSet:
                 )
             labels[row] = label
         return labels
+
+    def can_measure_on(self, split: str) -> bool:
+        """Whether a split is there, with images and labels."""
+        if split not in self.splits:
+            return False
+        kinds = _column_kinds(self.splits[split])
+        return self.columns.image in kinds and self.columns.label in kinds and bool(self.labels(split))
 
     def samples(self, split: str, indices: Sequence[int]) -> Samples:
         labels = self.labels(split)
@@ -164,7 +173,7 @@ def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int
 
 def evaluation_samples(data: DataSet, calibration: Samples | None, split: str, seed: int) -> tuple[str, Samples]:
     """Up to 1,000 held-out samples: of test, else validation, else what calibration did not use."""
-    others = [name for name in EVALUATION_SPLITS if name in data.splits and name != split and data.labels(name)]
+    others = [name for name in EVALUATION_SPLITS if name != split and data.can_measure_on(name)]
     held_out = others[0] if others else split
     used = set(calibration.indices) if calibration is not None and held_out == split else set()
     free = data.labels(held_out).keys() - used
@@ -186,9 +195,9 @@ def draw_order(size: int, seed: int) -> list[int]:
 def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
     if isinstance(data, str | Path):
         return _open_local(Path(data).expanduser())
-    if isinstance(data, Mapping):  # datasets.DatasetDict is a dict
+    if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
         return "data", dict(data)
-    if not hasattr(data, "__getitem__") or len(data) == 0:
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
     return "data", {str(getattr(data, "split", None) or "train"): data}
 
@@ -231,6 +240,8 @@ def _find_columns(rows: Rows, image: str | None, label: str | None) -> Columns:
             raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
     if image is not None and kinds[image] != "image":
         raise ColumnError(f"the column '{image}' holds {kinds[image]}, not images", "name another with --image-column")
+    if label is not None and kinds[label] not in ("class", "integer", "string"):
+        raise ColumnError(f"the column '{label}' holds {kinds[label]}, not labels", "name another with --label-column")
     image = image or _only(kinds, ("image",), "image", "name it with --image-column")
     remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
     if label is None and "class" in kinds.values():
@@ -273,7 +284,7 @@ def _column_kinds(rows: Rows) -> dict[str, str]:
 def _kind_of_value(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
-    if isinstance(value, int):
+    if hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's integers too
         return "integer"
     if isinstance(value, str):
         return "string"
@@ -284,7 +295,12 @@ def _kind_of_value(value: Any) -> str:
 def _class_names(splits: Any, label: str, given: Sequence[str] | None) -> tuple[str, ...]:
     """Names as given, from the features, or the sorted distinct strings of all splits."""
     splits = list(splits)
-    declared = getattr(getattr(splits[0], "features", {}).get(label), "names", None)
+    declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
+    declared = declarations[0]
+    if any(names is not None and names != declared for names in declarations):
+        raise ClassNamesError(
+            f"the splits name the classes of '{label}' differently", "give a data set whose splits agree"
+        )
     if given is not None and declared is not None and len(given) != len(declared):
         raise ClassNamesError(
             f"{len(given)} class names were given and the data set has {len(declared)} classes",
@@ -293,7 +309,8 @@ def _class_names(splits: Any, label: str, given: Sequence[str] | None) -> tuple[
     known = given or declared
     if known:
         return tuple(known)
-    values = {value for rows in splits for value in _column(rows, label)}
+    columns = [_column(rows, label) for rows in splits if label in _column_kinds(rows)]
+    values = {value for column in columns for value in column if value is not None}
     if values and all(isinstance(value, str) for value in values):
         return tuple(sorted(values))
     raise ClassNamesError(

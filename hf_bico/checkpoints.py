@@ -143,7 +143,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, 
 
 
 def tensor_offsets(file: Path) -> dict[str, int]:
-    """Where the bytes of each tensor begin in a safetensors file."""
+    """Where the bytes of each tensor begin in a safetensors file, which the library itself does not tell."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -203,7 +203,16 @@ def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
     """
     own, known = list(names), set(reference)
     candidates = [_with_prefix(own, known, *change) for change in sorted(_prefix_changes(own, known))]
-    return max(candidates, key=len)
+    best = max(candidates, key=len)
+    exact = {name: name for name in own if name in known}
+    if len(exact) == len(best):
+        return exact
+    if sum(len(candidate) == len(best) for candidate in candidates) > 1:
+        raise BaseMismatchError(
+            f"'{next(iter(best))}' and its like could be of several parts of the model",
+            "use the tensor names of the whole model",
+        )
+    return best
 
 
 def _prefix_changes(own: list[str], known: set[str]) -> Iterator[tuple[str, str]]:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 import torch
 
-from hf_bico.errors import DeviceError, UsageError
+from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
 
 PACKAGES = ("torch", "transformers", "open_clip_torch", "safetensors", "datasets")
 
+Result = TypeVar("Result")
 Progress = Callable[[str, int, int], None]
 """Called with (stage, steps done, steps in all)."""
 
@@ -49,8 +51,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"there is no device '{name}'", "use auto, cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("this machine has no CUDA device that torch can use", "use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"the device '{name}' has no float64, which the maps need", "use --device cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"this machine has no CUDA device '{name}' that torch can use", "use --device cpu")
     return device
 
 
@@ -58,6 +62,20 @@ def choose_dtype(name: str) -> torch.dtype:
     """`auto` is float32: the models run in it whatever they are stored in."""
     chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
     return chosen
+
+
+def halving_batches(size: int, run: Callable[[int], Result]) -> Result:
+    """`run` with batches of this size; where memory runs out, again with half of it."""
+    while True:
+        try:
+            return run(size)
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                raise MemoryExhaustedError(
+                    "the device has too little memory for the models and one sample", "use --device cpu"
+                ) from error
+        torch.cuda.empty_cache()
+        size //= 2
 
 
 def device_name(device: torch.device) -> str:

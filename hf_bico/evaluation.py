@@ -1,4 +1,4 @@
-"""Zero-shot accuracy of a model on labelled samples. Knows models and samples; not how either came about."""
+"""Zero-shot accuracy: of a live model on samples, and of a model and a data set by reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
 from hf_bico.checkpoints import DELTA_FILE
-from hf_bico.environment import choose_device, choose_dtype
+from hf_bico.environment import choose_device, choose_dtype, halving_batches
 from hf_bico.errors import DataNotFoundError
 from hf_bico.families import LiveModel
 from hf_bico.models import Model, ModelReference, find_folder
@@ -20,17 +20,22 @@ from hf_bico.statistics import exact_float32
 from hf_bico.task_vector import TaskVector
 
 
-@torch.inference_mode()
 def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, batch_size: int) -> float:
     """The share of samples whose most likely class is their label."""
-    right = 0
-    with exact_float32(), model.quiet():
-        for images, labels in samples.batches(batch_size):
+
+    def count_right(size: int) -> int:
+        right = 0
+        for images, labels in samples.batches(size):
             logits = head.logits(model.image_features(model.pixels(images)))
             right += int((logits.argmax(-1).cpu() == torch.tensor(labels)).sum())
-    return right / len(samples)
+        return right
+
+    with torch.no_grad(), model.quiet():
+        return halving_batches(batch_size, count_right) / len(samples)
 
 
+@torch.inference_mode(False)
+@exact_float32()
 def evaluate_model(
     model: ModelReference, data: Any, *, base: ModelReference | None = None, n: int | None = None, **options: Any
 ) -> EvaluationRecord:

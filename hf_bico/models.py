@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_bico.checkpoints import DELTA_FILE, Checkpoint, FileCheckpoint, MemoryCheckpoint, sha256_of
-from hf_bico.errors import RepoError, RepoNotFoundError
+from hf_bico.errors import BrokenWeightsError, RepoError, RepoNotFoundError
 from hf_bico.families import Family, LiveModel, family_of
 from hf_bico.sites import Layout
 
@@ -56,14 +56,24 @@ class Model:
             )
         checkpoint = FileCheckpoint.in_folder(folder, library)
         family = family_of(checkpoint.shapes, f"{what} '{folder.name}'")
-        layout = family.layout(checkpoint.shapes, family.read_config(folder))
+        try:
+            layout = family.layout(checkpoint.shapes, family.read_config(folder))
+        except KeyError as error:
+            raise BrokenWeightsError(
+                f"{what} '{folder.name}' lacks the tensor {error}", "copy or download the folder again"
+            ) from error
         return cls(folder.name, checkpoint, family, layout, folder)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LiveModel:
         """The live model; a module that the caller loaded is used where and as it is."""
         if self.folder is None:
             return self.family.wrap(self.module)
-        return self.family.load(self.folder, device, dtype)
+        live = self.family.load(self.folder, device, dtype)
+        if [(site.name, site.shape) for site in live.layout.sites] != [(s.name, s.shape) for s in self.layout.sites]:
+            raise BrokenWeightsError(
+                f"'{self.name}' holds other layers than its configuration says", "copy or download the folder again"
+            )
+        return live
 
     def sha256(self) -> dict[str, str]:
         """The digests of the weight files, by name; empty for a loaded module."""

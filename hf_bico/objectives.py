@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.errors import ClassNamesError
 from hf_bico.families import LiveModel
 
 PROMPT_BATCH = 256
@@ -35,6 +36,11 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
         features = torch.cat([model.text_features(batch) for batch in _chunks(prompts, PROMPT_BATCH)])
     by_class = functional.normalize(features, dim=-1).unflatten(0, (len(class_names), len(templates)))
     classes = functional.normalize(by_class.mean(1), dim=-1)
+    if len(set(class_names)) > 1 and bool((classes == classes[0]).all()):
+        raise ClassNamesError(
+            "all classes get the same text embedding: the tokenizer cannot tell their names apart",
+            "check the model's tokenizer files, or give other names with --class-names",
+        )
     scale, bias = model.logit_scale_and_bias()
     return ZeroShotHead(classes, scale.detach(), None if bias is None else bias.detach())
 

@@ -5,6 +5,7 @@ Computes and returns data classes; prints nothing.
 
 from __future__ import annotations
 
+import copy
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +32,12 @@ from hf_bico.environment import (
     choose_device,
     choose_dtype,
     device_name,
+    halving_batches,
     installed_versions,
     peak_memory,
     silent,
 )
-from hf_bico.errors import DataNotFoundError, MemoryExhaustedError, ObjectiveError, OutputError, UsageError
+from hf_bico.errors import DataNotFoundError, ObjectiveError, OutputError, UsageError
 from hf_bico.evaluation import zero_shot_accuracy
 from hf_bico.families import LiveModel
 from hf_bico.methods import METHODS
@@ -56,10 +58,13 @@ from hf_bico.record import (
 from hf_bico.report import Report
 from hf_bico.settings import DEFAULT_TEMPLATES, FORMATS, Settings
 from hf_bico.sites import SitePair
-from hf_bico.statistics import Loss, Side, Statistics, collect
+from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
 from hf_bico.task_vector import TaskVector
-from hf_bico.transport import account, gather, require_plausible, site_delta
+from hf_bico.transport import account, as_stored, gather, require_plausible, site_delta
 from hf_bico.version import __version__
+
+NOTABLE_ROUNDING = 0.05
+"""Above this share of the change, what rounding took away is said."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +83,21 @@ class Ported:
     report: Report
     record: Record
     target: Model
+    rounding_lost: float | None = None
 
     def model(self, device: str = "cpu") -> nn.Module:
-        """The target with the task vector applied; a target that was passed loaded is changed in place."""
+        """A new copy of the target with the task vector applied, in float32 on this device."""
         live = self.target.load(torch.device(device), torch.float32)
-        return self.task_vector.apply_to(live.module)
+        module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
+        return self.task_vector.apply_to(module.to(device, torch.float32))
 
     def save(self, folder: str | Path, format: str = "full", overwrite: bool = False) -> Path:
         """Write weights, `bico.json` and the model card; the folder appears whole or not at all."""
         folder = Path(folder).expanduser()
         with whole_folder(folder, overwrite) as scratch:
             weights = self._write_weights(scratch, format)
-            record = replace(self.record, output=OutputRecord(format, sha256_of(weights)))
+            output = OutputRecord(format, sha256_of(weights), self.rounding_lost if format == "full" else None)
+            record = replace(self.record, output=output)
             record.write(scratch)
             write_card(record, scratch)
         return folder
@@ -110,6 +118,8 @@ class Ported:
         return write_full(checkpoint, self.task_vector, folder)
 
 
+@torch.inference_mode(False)
+@exact_float32()
 def port(
     source: ModelReference,
     to: ModelReference,
@@ -136,9 +146,10 @@ def port(
 
     with watch("plan"):
         planned = plan(source, to, base=base)
-    lineage, pairs = planned.lineage, planned.pairs
+    lineage = planned.lineage
     with watch("read"):
         vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
+        pairs = [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
         require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
     with watch("sample"):
         drawn = _draw(data, settings) if data is not None else None
@@ -156,11 +167,12 @@ def port(
     with watch("transport"):
         carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
         ported = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
+        stored, rounding_lost = as_stored(ported, lineage.target.checkpoint)
         report = account(vector, carried, pairs, planned.left)
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
         if settings.evaluate and drawn is not None and two.heads is not None:
-            evaluation = _evaluate(two, drawn, vector, ported, settings, progress)
+            evaluation = _evaluate(two, drawn, vector, stored, settings, progress)
 
     run = RunRecord(
         started=started.isoformat(timespec="seconds"),
@@ -172,7 +184,8 @@ def port(
         versions=installed_versions(),
     )
     record = _record(planned, settings, drawn, report, evaluation, run)
-    return Ported(ported, report, record, lineage.target)
+    record = replace(record, notices=_notices(lineage, vector, drawn, settings, bool(evaluation), rounding_lost))
+    return Ported(ported, report, record, lineage.target, rounding_lost)
 
 
 @dataclass(frozen=True)
@@ -213,19 +226,12 @@ def _load_pair(planned: Plan, device: torch.device, settings: Settings, drawn: _
 def _calibrate(
     pairs: Sequence[SitePair], two: _Pair, samples: Samples, settings: Settings, progress: Progress
 ) -> Statistics:
-    """One pass of both models over the samples; where memory runs out, again with half the batch."""
+    """One pass of both models over the samples."""
     source, target = Side(two.source, two.source.layout.tokens), Side(two.target, two.target.layout.tokens)
-    size = settings.batch_size
-    while True:
-        try:
-            return collect(pairs, source, target, _losses(two, samples, size, settings, progress))
-        except torch.OutOfMemoryError as error:
-            if size == 1:
-                raise MemoryExhaustedError(
-                    "the device has too little memory for both models and one sample", "use --device cpu"
-                ) from error
-        torch.cuda.empty_cache()
-        size //= 2
+    return halving_batches(
+        settings.batch_size,
+        lambda size: collect(pairs, source, target, _losses(two, samples, size, settings, progress)),
+    )
 
 
 def _losses(
@@ -316,23 +322,40 @@ def _record(
         sites=list(report.sites),
         left=list(report.left),
         evaluation=evaluation,
-        notices=_notices(lineage, drawn, settings, bool(evaluation)),
         run=run,
     )
 
 
-def _notices(lineage: Lineage, drawn: _Drawn | None, settings: Settings, measured: bool) -> list[str]:
+def _notices(
+    lineage: Lineage,
+    vector: TaskVector,
+    drawn: _Drawn | None,
+    settings: Settings,
+    measured: bool,
+    rounding_lost: float | None,
+) -> list[str]:
     """What a reader of the result should know and would not see."""
     notices = []
     target = lineage.target.sha256()
     for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
         if target and target == model.sha256():
             notices.append(f"The target is the {name} itself.")
-    if drawn is not None and len(set(drawn.samples.labels)) == 1:
-        notices.append("All calibration samples are of one class.")
+    for names, what in (
+        (vector.overlap.missing, "of the base are not in the fine-tuned model and count as unchanged"),
+        (vector.overlap.extra, "of the fine-tuned model are not in its base and stay behind"),
+    ):
+        if names:
+            notices.append(f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}.")
+    if drawn is not None:
+        if len(set(drawn.samples.labels)) == 1:
+            notices.append("All calibration samples are of one class.")
+        if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
+            notices.append("Several classes have the same name and cannot be told apart.")
     if settings.evaluate and not measured:
         reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
+    if rounding_lost is not None and rounding_lost > NOTABLE_ROUNDING:
+        notices.append(f"{rounding_lost:.0%} of the change is lost by rounding to the target's own precision.")
     return notices
 
 
@@ -372,9 +395,10 @@ def _command(planned: Plan, settings: Settings, drawn: _Drawn | None) -> str | N
         ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
         ("--method", settings.method, "bico"),
         ("--completion", settings.completion, "drop"),
-        ("--alpha", f"{settings.alpha:g}", "1"),
+        ("--alpha", settings.alpha, 1.0),
         ("--dtype", settings.dtype, "auto"),
+        ("--force", "" if settings.force else None, None),
     ):
         if value is not None and value != default:
-            words += [option, str(value)]
+            words += [option, str(value)] if value != "" else [option]
     return shlex.join(words)

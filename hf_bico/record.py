@@ -55,7 +55,11 @@ class MethodRecord:
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One carried site: `energy` is its share of the task vector, `unseen` the share of its own that was lost."""
+    """One carried site.
+
+    `energy` is the share of the task vector's energy that lies in its source's weight and bias, `unseen` the share of
+    the weight's energy that lay where calibration saw nothing.
+    """
 
     name: str
     role: str
@@ -81,8 +85,11 @@ class LeftRecord:
 
 @dataclass(frozen=True)
 class OutputRecord:
+    """What was written; `rounding_lost` is the share of the change that rounding to half precision took away."""
+
     format: str
     files: dict[str, str]
+    rounding_lost: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class Report:
     @property
     def unseen_energy(self) -> float | None:
         """The share of the carried sites' energy that lay where calibration saw nothing."""
-        weighted = [(site.energy, site.unseen) for site in self.sites if site.unseen is not None]
+        takers = Counter(site.source for site in self.sites)
+        weighted = [(s.energy / takers[s.source], s.unseen) for s in self.sites if s.unseen is not None]
         total = sum(energy for energy, _ in weighted)
         return sum(energy * unseen for energy, unseen in weighted) / total if total else None
 

@@ -62,8 +62,11 @@ class Settings:
         if self.n is not None and self.per_class is not None:
             raise UsageError("-n and -k were both given", "choose the number of samples in all, or per class")
         for option, value in (("-n", self.n), ("-k", self.per_class), ("--batch-size", self.batch_size)):
-            if value is not None and value < 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{option} is {value}", "use a whole number of at least 1")
+        for name, texts in (("templates", self.templates), ("class_names", self.class_names)):
+            if isinstance(texts, str):
+                raise UsageError(f"{name} is one string, {texts!r}", "give a list of strings")
         if not isfinite(self.alpha):
             raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
         for template in self.templates:

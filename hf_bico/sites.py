@@ -54,10 +54,6 @@ class Tokens:
     prefix: int
     grid: tuple[int, int]
 
-    @property
-    def count(self) -> int:
-        return self.prefix + self.grid[0] * self.grid[1]
-
     def image_size(self, patch: int) -> tuple[int, int]:
         return (self.grid[0] * patch, self.grid[1] * patch)
 

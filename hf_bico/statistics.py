@@ -180,14 +180,23 @@ def resize(patches: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) ->
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """No TF32 anywhere: its rounding would show in the maps."""
-    matmul = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """No TF32 and no autocast, whatever the caller has set: their rounding would show in the maps."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    settings: list[tuple[Any, str, Any]] = [(cudnn, "deterministic", True)]
+    if hasattr(matmul, "fp32_precision"):
+        convolution = cudnn.conv  # type: ignore[attr-defined]
+        settings += [(matmul, "fp32_precision", "ieee"), (convolution, "fp32_precision", "ieee")]
+    else:  # torch before 2.9
+        settings += [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    before = [(part, name, getattr(part, name)) for part, name, _ in settings]
     try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        for part, name, value in settings:
+            setattr(part, name, value)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
+        for part, name, value in before:
+            setattr(part, name, value)
 
 
 def _require_finite(statistics: Statistics) -> None:

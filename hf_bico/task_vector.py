@@ -106,14 +106,14 @@ class TaskVector(Mapping[str, Tensor]):
         return f"TaskVector of {len(self)} tensors"
 
     def __add__(self, other: TaskVector) -> TaskVector:
-        return self._combined(self._terms + other._terms)
+        return self._combined(self._terms + other._terms, Overlap())
 
     def __radd__(self, other: int) -> TaskVector:
         """`sum` of vectors begins with 0."""
         return self if other == 0 else NotImplemented
 
     def __mul__(self, factor: float) -> TaskVector:
-        return self._combined(tuple((factor * weight, source) for weight, source in self._terms))
+        return self._combined(tuple((factor * weight, source) for weight, source in self._terms), self.overlap)
 
     __rmul__ = __mul__
 
@@ -160,8 +160,8 @@ class TaskVector(Mapping[str, Tensor]):
             yield parameter, add_delta(parameter.data, self[name], name) if read else parameter.data
 
     @classmethod
-    def _combined(cls, terms: tuple[tuple[float, Mapping[str, Tensor]], ...]) -> TaskVector:
-        vector = cls({})
+    def _combined(cls, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap) -> TaskVector:
+        vector = cls({}, overlap)
         vector._terms = terms
         return vector
 
@@ -192,6 +192,8 @@ class Difference(Mapping[str, Tensor]):
     overlap: Overlap
     changed: dict[str, None]
     """The base's names of the tensors that differ, in order."""
+    _last: tuple[str, Tensor] | None = None
+    """The latest delta: q, k and v read the same tensor one after the other."""
 
     @classmethod
     def between(cls, fine_tuned: Checkpoint, base: Checkpoint) -> Difference:
@@ -204,9 +206,13 @@ class Difference(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             raise KeyError(name)
-        tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
-        wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
-        return tuned.to(wide) - start.to(tuned.device, wide)
+        if self._last is None or self._last[0] != name:
+            tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
+            wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
+            # what a narrower fine-tuned copy lost by rounding is no change
+            start = start.to(tuned.device, tuned.dtype) if _narrower(tuned, start) else start.to(tuned.device)
+            self._last = (name, tuned.to(wide) - start.to(wide))
+        return self._last[1]
 
     def __contains__(self, name: object) -> bool:
         return name in self.changed
@@ -226,8 +232,12 @@ def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
             raise NonFiniteWeightsError(
                 f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
             )
-    # a base kept in a wider dtype differs from its untouched copy by rounding alone
-    return not torch.equal(tuned, start.to(tuned.device, tuned.dtype))
+    wide = tuned.dtype if _narrower(tuned, start) else torch.promote_types(tuned.dtype, start.dtype)
+    return not torch.equal(tuned.to(wide), start.to(tuned.device, wide))
+
+
+def _narrower(tensor: Tensor, other: Tensor) -> bool:
+    return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
 
 
 @dataclass

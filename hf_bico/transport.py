@@ -17,7 +17,7 @@ from hf_bico.methods import Carried, SiteDelta
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
 from hf_bico.sites import Site, SitePair, Slot
-from hf_bico.task_vector import TaskVector
+from hf_bico.task_vector import TaskVector, add_delta
 
 IMPLAUSIBLE = 0.9
 """The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""
@@ -74,6 +74,21 @@ def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Ch
                     deltas[slot.tensor] = torch.zeros(target.shapes[slot.tensor], dtype=wide)
                 slot.view(deltas[slot.tensor]).copy_(alpha * change)
     return TaskVector(deltas)
+
+
+def as_stored(vector: TaskVector, target: Checkpoint) -> tuple[TaskVector, float | None]:
+    """The change that is left once the sum is rounded to the target's own dtype, and the share that is lost.
+
+    The share is None where the target is stored in full precision.
+    """
+    stored, lost, total = {}, 0.0, 0.0
+    for name in vector:
+        start, delta = target.tensor(name), vector[name]
+        stored[name] = add_delta(start, delta, name).to(delta.dtype) - start.to(delta.dtype)
+        lost += _energy(stored[name] - delta)
+        total += _energy(delta)
+    halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)
+    return TaskVector(stored), lost / total if halved and total else None
 
 
 def account(

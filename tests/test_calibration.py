@@ -182,3 +182,38 @@ def test_rows_without_labels_are_never_drawn() -> None:
     assert len(held_out) == 8
     with pytest.raises(SampleCountError, match="has 20 with labels"):
         calibration_samples(data, "train", 21, None, 0)
+
+
+def test_splits_that_name_their_classes_differently() -> None:
+    other = table(6).cast_column("label", datasets.ClassLabel(names=NAMES[::-1]))
+    with pytest.raises(ClassNamesError, match="differently"):
+        open_data({"train": table(), "test": other})
+
+
+def test_split_without_the_columns_is_not_measured_on() -> None:
+    data = open_data({"train": table(), "test": table(6).rename_column("label", "kind")})
+    split, _ = evaluation_samples(data, calibration_samples(data, "train", 5, None, 0), "train", 0)
+    assert split == "train"
+    with pytest.raises(ColumnError, match="split 'test' has no column 'label'"):
+        data.labels("test")
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch"])
+def test_formatted_data_sets(form: str) -> None:
+    assert open_data(table().with_format(form)).labels("train") == {i: i % 3 for i in range(30)}
+
+
+def test_images_given_as_labels_are_refused() -> None:
+    with pytest.raises(ColumnError, match="holds image, not labels"):
+        open_data(table(), Settings(label_column="image"))
+
+
+@pytest.mark.parametrize("data", [{}, [], 7, iter(())])
+def test_data_without_rows(data: object) -> None:
+    with pytest.raises(DataNotFoundError, match="no rows"):
+        open_data(data)
+
+
+def test_rows_without_names() -> None:
+    with pytest.raises(ColumnError, match="without named columns"):
+        open_data([(picture(1), 0)])

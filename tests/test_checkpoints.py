@@ -11,7 +11,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 from hf_bico.checkpoints import FileCheckpoint, align_names
-from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
 
 STATE = {f"layer.{index}.weight": torch.randn(50, 50) for index in range(6)}
 
@@ -71,3 +71,10 @@ def test_names_line_up_when_either_side_has_a_prefix() -> None:
     }
     assert align_names(whole, whole) == {name: name for name in whole}
     assert align_names(["x"], whole) == {}
+
+
+def test_exact_names_win_and_ambiguous_ones_are_refused() -> None:
+    whole = ["visual.blocks.0.w", "blocks.0.w", "text.blocks.0.v", "other.blocks.0.v"]
+    assert align_names(["blocks.0.w"], whole) == {"blocks.0.w": "blocks.0.w"}
+    with pytest.raises(BaseMismatchError, match="several parts"):
+        align_names(["blocks.0.v"], whole)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from toys import WRITERS, Toy, random_state
 
-from hf_bico.errors import UnsupportedModelError
+from hf_bico.errors import (
+    BrokenWeightsError,
+    ClassNamesError,
+    MissingProcessorError,
+    UnreadableSampleError,
+    UnsupportedModelError,
+)
 from hf_bico.families import LiveModel
 from hf_bico.families.openclip import OpenClip
 from hf_bico.models import Model
@@ -112,7 +119,8 @@ def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
     from hf_bico.objectives import zero_shot_head
 
     noise = torch.randint(0, 256, (TOY.image_size, TOY.image_size, 3), dtype=torch.uint8)
-    images = [Image.fromarray(noise.numpy()), Image.fromarray(noise.numpy()).convert("L")]
+    picture = Image.fromarray(noise.numpy())
+    images = [picture, *(picture.convert(mode) for mode in ("L", "RGBA", "P", "LA"))]
     logits = []
     for library in WRITERS:
         live = load(library, tmp_path)
@@ -120,3 +128,82 @@ def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
         with torch.no_grad():
             logits.append(head.logits(live.image_features(live.pixels(images))))
     assert torch.allclose(*logits, atol=1e-4)
+
+
+def test_zero_shot_head_is_open_clips_own(tmp_path: Path) -> None:
+    """Several templates, and the bias of SigLIP-like models, against the library's classifier."""
+    import open_clip
+    from toys import CLASS_NAMES
+
+    from hf_bico.objectives import zero_shot_head
+
+    live = load("open_clip", tmp_path)
+    model: Any = live.module
+    model.logit_bias = torch.nn.Parameter(torch.tensor(-3.0))
+    templates = ("a photo of a {}.", "the digit {}", "this says {}")
+    head = zero_shot_head(live, CLASS_NAMES, templates)
+    formats = [template.format for template in templates]
+    expected = open_clip.build_zero_shot_classifier(model, live.tokenizer, CLASS_NAMES, formats)
+    assert torch.allclose(head.classes, expected.T, atol=1e-6)
+    features = torch.randn(5, TOY.embedding)
+    logits = model.logit_scale.exp() * torch.nn.functional.normalize(features, dim=-1) @ expected - 3.0
+    assert torch.allclose(head.logits(features), logits, atol=1e-4)
+
+
+def test_only_safetensors_are_loaded(tmp_path: Path) -> None:
+    """open_clip itself would prefer this pickle to a file of another name."""
+    path = WRITERS["open_clip"](tmp_path / "model", TOY, random_state(TOY, 0))
+    (path / "open_clip_model.safetensors").rename(path / "vit.safetensors")
+    torch.save(random_state(TOY, 1), path / "open_clip_pytorch_model.bin")
+    live = Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+    assert torch.equal(live.module.state_dict()["visual.proj"], random_state(TOY, 0)["visual.proj"])
+
+
+@pytest.mark.parametrize("library", WRITERS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_weights_that_do_not_fit_the_configuration(library: str, blocks: int, tmp_path: Path) -> None:
+    path = WRITERS[library](tmp_path / "model", TOY, random_state(TOY, 0))
+    other = WRITERS[library](tmp_path / "other", TOY.but(blocks=blocks), random_state(TOY.but(blocks=blocks), 0))
+    config = "open_clip_config.json" if library == "open_clip" else "config.json"
+    (path / config).write_bytes((other / config).read_bytes())
+    with pytest.raises(BrokenWeightsError, match="configuration"):
+        Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+
+
+def test_tensor_missing_from_a_block_is_named(tmp_path: Path) -> None:
+    from toys import write_open_clip
+
+    state = random_state(TOY, 0)
+    del state["visual.transformer.resblocks.1.mlp.c_fc.weight"]
+    with pytest.raises(BrokenWeightsError, match=r"lacks the tensor .*resblocks\.1\.mlp\.c_fc\.weight"):
+        Model.open(write_open_clip(tmp_path / "model", TOY, state), "the target")
+
+
+def test_tokenizer_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
+    live = load("transformers", tmp_path)
+    for file in (tmp_path / "transformers").glob("*token*"):
+        file.unlink()
+    with pytest.raises(MissingProcessorError, match="no tokenizer"):
+        live.text_features(["a photo"])
+
+
+def test_names_that_the_tokenizer_cannot_tell_apart(tmp_path: Path) -> None:
+    from hf_bico.objectives import zero_shot_head
+
+    with pytest.raises(ClassNamesError, match="cannot tell their names apart"):
+        zero_shot_head(load("open_clip", tmp_path), ["xylophone", "zebra"], ["a photo of a {}."])
+
+
+def test_tokens_beside_the_pooled_features_are_set_aside() -> None:
+    import open_clip
+    from toys import open_clip_config
+
+    config = open_clip_config(TOY)
+    config["vision_cfg"]["output_tokens"] = True
+    live = OpenClip().wrap(open_clip.CLIP(**config).eval())
+    assert_watching_changes_nothing(live)
+
+
+def test_integer_tensors_are_no_prepared_images(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSampleError, match="integers"):
+        load("open_clip", tmp_path).pixels([torch.zeros(3, 16, 16, dtype=torch.uint8)])

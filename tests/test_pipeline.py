@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scenes import SOURCE, Scene, make_scene
-from toys import CLASS_NAMES, random_rows
+from toys import CLASS_NAMES, build_tokenizer, random_rows
 
 import hf_bico
 from hf_bico.errors import (
@@ -83,6 +85,73 @@ def test_default_evaluation_is_what_eval_measures(scene: Scene, tmp_path: Path) 
     assert values["ported"] == evaluate_model(folder, scene.data).value
     assert values["target"] == evaluate_model(scene.target, scene.data).value
     assert values["source"] == evaluate_model(scene.tuned, scene.data).value
+
+
+def test_source_is_measured_with_its_own_text_side(scene: Scene, tmp_path: Path) -> None:
+    """A fine-tune that changed its text tower, too: here, the meaning of the class names."""
+    tuned = tmp_path / "tuned"
+    shutil.copytree(scene.tuned, tuned)
+    file = tuned / "open_clip_model.safetensors"
+    state = load_file(file)
+    words = build_tokenizer().convert_tokens_to_ids(list(CLASS_NAMES))
+    state["token_embedding.weight"][words] = state["token_embedding.weight"][words].roll(1, dims=0)
+    save_file(state, file)
+    shares = [0, 0, 0, 0, 1, 1, 1, 2, 2, 3]  # uneven: a model that always says the same shows which it says
+    uneven = [{**row, "label": shares[index % 10]} for index, row in enumerate(random_rows(60, 20))]
+    data = {"train": random_rows(24, 20), "test": uneven}
+    options = {"class_names": CLASS_NAMES}
+    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=data, n=24, **options)
+    assert ported.record.value("source") == evaluate_model(tuned, data, **options).value
+    assert ported.record.value("source") != evaluate_model(scene.tuned, data, **options).value
+    assert any(entry.reason == "text tower" and entry.energy > 0 for entry in ported.report.left)
+
+
+def test_missing_and_extra_tensors_are_said(scene: Scene, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(scene.tuned, tuned)
+    state = load_file(tuned / "open_clip_model.safetensors")
+    del state["visual.proj"]
+    state["head.weight"] = torch.ones(3, 3)
+    save_file(state, tuned / "open_clip_model.safetensors")
+    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False)
+    assert ported.record.notices == [
+        "1 tensors of the base are not in the fine-tuned model and count as unchanged: visual.proj.",
+        "1 tensors of the fine-tuned model are not in its base and stay behind: head.weight.",
+    ]
+    assert "proj" not in [site.name for site in ported.report.sites]
+    assert "visual.proj" not in ported.task_vector
+
+
+def test_model_twice_is_the_same_model(scene: Scene) -> None:
+    """Whether the target was a folder or a loaded module, which stays as it was."""
+    module = Model.open(scene.target, "").load(torch.device("cpu"), torch.float32).module
+    start = module.state_dict()["visual.proj"].clone()
+    rows = random_rows(24, 20)
+
+    def loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        return model.visual(batch.pixels).square().sum()  # type: ignore[attr-defined,operator]
+
+    for target in (scene.target, module):
+        ported = hf_bico.port(
+            scene.tuned, to=target, base=scene.base, data=rows, n=24, objective=loss, class_names=CLASS_NAMES
+        )
+        one, two = (ported.model().state_dict()["visual.proj"] for _ in range(2))
+        assert torch.equal(one, two)
+        assert not torch.equal(one, start)
+    assert torch.equal(module.state_dict()["visual.proj"], start)
+
+
+def test_loaded_transformers_models_find_their_processors(tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    scene = make_scene(tmp_path, ("transformers", "transformers"))
+    folders = (scene.tuned, scene.base, scene.target)
+    tuned, base, target = (CLIPModel.from_pretrained(folder) for folder in folders)
+    loaded = hf_bico.port(tuned, to=target, base=base, data=scene.data, n=24)
+    from_folders = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    assert loaded.record.evaluation == from_folders.record.evaluation
+    for name in from_folders.task_vector:
+        assert torch.allclose(loaded.task_vector[name], from_folders.task_vector[name], atol=1e-7)
 
 
 def test_eval_completes_a_vision_tower_with_its_base(tmp_path: Path) -> None:
@@ -232,6 +301,8 @@ def test_bico_needs_data(scene: Scene) -> None:
         ({"alpha": float("nan")}, "--alpha is nan"),
         ({"templates": ["a photo"]}, "no place for the class name"),
         ({"device": "abacus"}, "no device 'abacus'"),
+        ({"templates": "a {}"}, "templates is one string"),
+        ({"n": 2.5}, "-n is 2.5"),
     ],
 )
 def test_contradicting_options(options: dict[str, object], message: str, scene: Scene) -> None:

@@ -10,7 +10,6 @@ import torch
 from toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, weights_of
 
 import hf_bico
-from hf_bico.families import family_of
 from hf_bico.models import Model
 from hf_bico.objectives import zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES
@@ -101,6 +100,14 @@ class Case:
             answers[site] = (weight, None if bias is None or old is None else (bias.double() - old.double()) @ r_out)
         return answers
 
+    def score(self, kind: str, target_site: str) -> float:
+        """The nuclear norm over the Frobenius norms of the paired rows."""
+        a, b = self.toys
+        rows = [getattr(seen, kind) for seen in self.seen]
+        source = reference.resized(rows[0][reference.source_site(target_site, a.blocks, b.blocks)], a.grid, b.grid)
+        nuclear = self.alignment(kind, target_site).values.sum()
+        return float(nuclear / (source.norm() * rows[1][target_site].norm()))
+
     def ported(self, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
         """What the package adds to each target site."""
         ported = hf_bico.port(
@@ -114,7 +121,9 @@ class Case:
             evaluate=False,
         )
         target = Model.open(self.folders[1], "the target")
-        assert family_of(target.checkpoint.shapes, "").name == target.family.name
+        for site in ported.report.sites:
+            assert site.score_in == pytest.approx(self.score("inputs", site.name), rel=1e-4)
+            assert site.score_out == pytest.approx(self.score("gradients", site.name), rel=1e-4)
         vector = ported.task_vector
         return {
             site.name: (
@@ -141,6 +150,21 @@ def assert_agree(case: Case, batch_size: int) -> None:
 @pytest.mark.parametrize("shapes", PAIRS.values(), ids=PAIRS.keys())
 def test_streamed_port_equals_the_reference(shapes: tuple[Toy, Toy], tmp_path: Path) -> None:
     assert_agree(Case(tmp_path, shapes, ("open_clip", "open_clip")), batch_size=SAMPLES)
+
+
+def test_surroundings_do_not_matter(tmp_path: Path) -> None:
+    """Autocast, inference mode and TF32 of the caller change nothing."""
+    case = Case(tmp_path, (NARROW, WIDE), ("open_clip", "open_clip"))
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            ported = case.ported(16)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    for name, (weight, _) in case.ported(16).items():
+        assert torch.equal(weight, ported[name][0]), name
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, SAMPLES])

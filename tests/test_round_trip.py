@@ -12,6 +12,7 @@ from scenes import TARGET, Scene, make_scene
 from toys import build_tokenizer
 
 import hf_bico
+from hf_bico.errors import OutputError
 from hf_bico.models import Model
 from hf_bico.record import read_record
 
@@ -33,7 +34,7 @@ def assert_rest_is_the_targets(scene: Scene, written: Path, file: str) -> None:
     sites = site_tensors(scene.target)
     for name, tensor in after.items():
         assert tensor.dtype == before[name].dtype
-        same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)) if tensor.ndim else True
+        same = torch.equal(tensor.flatten().view(torch.uint8), before[name].flatten().view(torch.uint8))
         assert same == (name not in sites), name
 
 
@@ -114,6 +115,52 @@ def test_header_and_metadata_are_the_targets(tmp_path: Path) -> None:
     length = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     assert one.read_bytes()[:length] == file.read_bytes()[:length]
     assert one.read_bytes() != file.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_rounding_takes_away_is_measured(dtype: torch.dtype, tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, dtype=dtype)
+    ported = port(scene, alpha=0.02)
+    folder = ported.save(tmp_path / "out")
+    lost = read_record(folder).output.rounding_lost  # type: ignore[union-attr]
+    if dtype == torch.float32:
+        assert lost is None
+        return
+    before, after = (load_file(path / "open_clip_model.safetensors") for path in (scene.target, folder))
+    vector = ported.task_vector
+    missing = sum(float((after[n].float() - before[n].float() - vector[n]).square().sum()) for n in vector)
+    assert lost == pytest.approx(missing / sum(vector.energy(name) for name in vector), rel=1e-3)
+    assert (lost > 0.05) == any("lost by rounding" in notice for notice in ported.record.notices)
+    assert dtype != torch.bfloat16 or lost > 0.05
+
+
+def test_evaluation_measures_the_rounded_model(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, dtype=torch.bfloat16)
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, alpha=5.0)
+    written = hf_bico.evaluate_model(ported.save(tmp_path / "out"), scene.data)
+    assert written.value == ported.record.value("ported")
+
+
+def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ported = port(make_scene(tmp_path / "scene"))
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_bico.pipeline.write_card", full_disk)
+    with pytest.raises(OutputError, match="No space left on device"):
+        ported.save(place / "out")
+    assert list(place.iterdir()) == []
+    monkeypatch.undo()
+    ported.save(place / "out")
+    before = {file.name: file.read_bytes() for file in (place / "out").iterdir()}
+    monkeypatch.setattr("hf_bico.pipeline.write_card", full_disk)
+    with pytest.raises(OutputError):
+        ported.save(place / "out", overwrite=True)
+    assert {file.name: file.read_bytes() for file in (place / "out").iterdir()} == before
+    assert [path.name for path in place.iterdir()] == ["out"]
 
 
 def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:

@@ -82,8 +82,10 @@ def test_base_minus_and_plus_task_vector_is_the_fine_tuned_model(base: State, tu
 
 def test_applying_to_another_model_is_refused(base: State, tuned: State) -> None:
     vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
-    with pytest.raises(BaseMismatchError, match="1 of 2 deltas have no place"):
+    with pytest.raises(BaseMismatchError, match="could be of several parts"):
         vector.apply_to(nn.Linear(3, 4))
+    with pytest.raises(BaseMismatchError, match="1 of 2 deltas have no place"):
+        vector.apply_to(nn.ModuleDict({"a": nn.Linear(3, 4)}))
     wide = nn.ModuleDict({name[0]: nn.Linear(5, 4, bias=False) for name in base})
     with pytest.raises(BaseMismatchError, match=r"\(4, 5\) in the model and \(4, 3\)"):
         vector.apply_to(wide)
@@ -122,6 +124,21 @@ def test_copy_kept_in_half_precision_is_no_change(base: State) -> None:
     vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
     assert list(vector) == ["a.weight"]
     assert vector["a.weight"].dtype == torch.float32
+
+
+def test_rounding_of_a_narrower_copy_is_no_part_of_the_change(base: State) -> None:
+    tuned = base["a.weight"].bfloat16()
+    tuned[0, 0] += 0.5
+    vector = TaskVector.from_models(MemoryCheckpoint({"a.weight": tuned}), base=MemoryCheckpoint(base))
+    assert (vector["a.weight"] != 0).sum() == 1
+    assert vector["a.weight"][0, 0] == pytest.approx(0.5, abs=0.02)
+
+
+def test_small_change_over_a_half_precision_base_is_seen(base: State) -> None:
+    start = {"a.weight": base["a.weight"].bfloat16()}
+    tuned = {"a.weight": start["a.weight"].float() + 1e-5}
+    vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(start))
+    assert torch.allclose(vector["a.weight"], torch.full((4, 3), 1e-5), atol=1e-6)
 
 
 def test_base_that_does_not_fit(base: State, tuned: State) -> None:

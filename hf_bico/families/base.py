@@ -15,7 +15,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.errors import RepoError, UnsupportedModelError
+from hf_bico.errors import BrokenWeightsError, RepoError, UnreadableSampleError, UnsupportedModelError
 from hf_bico.sites import Layout, Site, Tokens
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class LiveModel(ABC):
         import torch
 
         if isinstance(images[0], torch.Tensor):
+            if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
+                raise UnreadableSampleError(
+                    "the images are tensors of integers, or of several shapes",
+                    "give PIL images, or float tensors of one shape, prepared as the model takes them",
+                )
             batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
         else:
             # RGB first: libraries differ in what they do to grey and transparent images
@@ -156,6 +161,14 @@ class LiveModel(ABC):
             return trace.tap(site, inputs[0], output)
 
         stack.callback(module.register_forward_hook(hook).remove)
+
+
+def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
+    """The error for weights that the configuration beside them does not describe."""
+    first = str(reason).strip().splitlines()[0]
+    return BrokenWeightsError(
+        f"the weights of '{folder.name}' do not fit its configuration: {first}", "copy or download the folder again"
+    )
 
 
 def prefix_before(shapes: Shapes, ending: str) -> str | None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
-from hf_bico.families.base import WHOLE_MODEL, Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.families.base import (
+    WHOLE_MODEL,
+    Family,
+    LiveModel,
+    Shapes,
+    count_blocks,
+    patch_tokens,
+    prefix_before,
+    weights_do_not_fit,
+)
 from hf_bico.sites import Layout, Site, Slot
 
 if TYPE_CHECKING:
@@ -53,13 +63,22 @@ class OpenClip(Family):
         if not (folder / self.config_file).is_file():
             raise RepoError(f"'{folder.name}' has no {self.config_file}", "name a folder in open_clip's Hub layout")
         import open_clip
-        import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2
 
-        model = open_clip.create_model(f"local-dir:{folder}").to(device=device, dtype=dtype).eval()
-        if dtype == torch.float64:  # open_clip has rounded the weights to float32 on the way
-            [weights] = FileCheckpoint.in_folder(folder, self.library).files
-            open_clip.load_checkpoint(model, str(weights))
+        weights = FileCheckpoint.in_folder(folder, self.library).files
+        if len(weights) > 1:
+            raise UnsupportedModelError(
+                f"the open_clip weights of '{folder.name}' are in shards, which open_clip does not read",
+                "save them as one open_clip_model.safetensors",
+            )
+        # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
+        with _silenced_logging():
+            bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
+            model = open_clip.create_model(f"local-dir:{folder}", **bare).to(device=device, dtype=dtype).eval()
+        try:
+            open_clip.load_checkpoint(model, str(weights[0]))
+        except RuntimeError as error:
+            raise weights_do_not_fit(folder, error) from error
         live = self._live(model, self.read_config(folder))
         live.transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
         try:
@@ -101,7 +120,10 @@ class OpenClipModel(LiveModel):
         return torch.stack([self.transform(image) for image in images])
 
     def image_features(self, pixels: Tensor) -> Tensor:
-        features: Tensor = self.visual(pixels)
+        output = self.visual(pixels)
+        features: Tensor = output[0] if isinstance(output, tuple) else output  # (pooled, tokens) in some models
+        if features.ndim != 2:
+            raise UnsupportedModelError("this vision transformer does not pool its tokens", "use a model that does")
         return features
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
@@ -213,6 +235,17 @@ def _explicit(attention: Any, stack: ExitStack) -> ExplicitAttention:
     attention.forward = explicit
     stack.callback(attention.__dict__.pop, "forward")
     return explicit
+
+
+@contextmanager
+def _silenced_logging() -> Iterator[None]:
+    """open_clip warns on the root logger that a model without weights is random; ours gets its weights next."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _optional(module: Any, name: str) -> Any:

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError
-from hf_bico.families.base import WHOLE_MODEL, Family, LiveModel, Shapes, count_blocks, patch_tokens, prefix_before
+from hf_bico.families.base import (
+    TOKENIZER_FILES,
+    WHOLE_MODEL,
+    Family,
+    LiveModel,
+    Shapes,
+    count_blocks,
+    patch_tokens,
+    prefix_before,
+    weights_do_not_fit,
+)
 from hf_bico.sites import Layout, Site, Slot
 
 if TYPE_CHECKING:
@@ -25,6 +35,7 @@ _MODULES = {
     "mlp.up": "mlp.fc1",
     "mlp.down": "mlp.fc2",
 }
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel")
 
 
@@ -32,7 +43,7 @@ class TransformersClip(Family):
     name = "transformers CLIP"
     library = "transformers"
     config_file = "config.json"
-    processor_files = ("preprocessor_config.json", "processor_config.json")
+    processor_files = PROCESSOR_FILES
 
     def recognises(self, shapes: Shapes) -> bool:
         return _vision_prefix(shapes) is not None
@@ -63,7 +74,14 @@ class TransformersClip(Family):
         named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
         # old repos do not name their class: `text_config` is what only the whole model has
         name = named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
-        module = getattr(transformers, name).from_pretrained(folder, dtype=dtype, local_files_only=True)
+        try:
+            module, report = getattr(transformers, name).from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise weights_do_not_fit(folder, error) from error
+        if report["missing_keys"]:  # transformers has made these up at random
+            raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
         live = self._live(module.to(device).eval())
         live.folder = folder
         return live
@@ -89,7 +107,7 @@ class TransformersClipModel(LiveModel):
 
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         if self._processor is None:
-            self._processor = self._from_folder("AutoImageProcessor", "image processor (preprocessor_config.json)")
+            self._processor = self._from_folder("AutoImageProcessor", "image processor", PROCESSOR_FILES)
         batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return batch
 
@@ -103,7 +121,7 @@ class TransformersClipModel(LiveModel):
         if not hasattr(model, "text_model"):
             raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
         if self._tokenizer is None:
-            self._tokenizer = self._from_folder("AutoTokenizer", "tokenizer")
+            self._tokenizer = self._from_folder("AutoTokenizer", "tokenizer", TOKENIZER_FILES)
         longest = model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(
             list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
@@ -116,11 +134,15 @@ class TransformersClipModel(LiveModel):
         model: Any = self.module
         return model.logit_scale.exp(), None
 
-    def _from_folder(self, loader: str, what: str) -> Any:
+    def _from_folder(self, loader: str, what: str, files: Sequence[str]) -> Any:
         import transformers
 
         if self.folder is None:
             raise MissingProcessorError(f"a loaded model does not know its {what}", "pass the model's folder")
+        if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
+            raise MissingProcessorError(
+                f"'{self.folder.name}' has no {what}", "copy it from the repo that the model came from"
+            )
         try:
             return getattr(transformers, loader).from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError) as error:
