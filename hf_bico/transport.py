@@ -83,7 +83,8 @@ def as_stored(vector: TaskVector, target: Checkpoint) -> tuple[TaskVector, float
     """
     stored, lost, total = {}, 0.0, 0.0
     for name in vector:
-        start, delta = target.tensor(name), vector[name]
+        delta = vector[name]
+        start = target.tensor(name).to(delta.device)
         stored[name] = add_delta(start, delta, name).to(delta.dtype) - start.to(delta.dtype)
         lost += _energy(stored[name] - delta)
         total += _energy(delta)
