@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,15 @@ class DataSet:
     class_names: tuple[str, ...]
     named: bool = False
     """Whether it was opened by a name, and not passed as rows."""
+    _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
     def labels(self, split: str) -> dict[int, int]:
         """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
+        if split not in self._labels:
+            self._labels[split] = self._read_labels(split)
+        return self._labels[split]
+
+    def _read_labels(self, split: str) -> dict[int, int]:
         if self.columns.label not in _column_kinds(self.splits[split]):
             raise ColumnError(f"split '{split}' has no column '{self.columns.label}'", "choose another with --split")
         index_of = {name: index for index, name in enumerate(self.class_names)}
@@ -107,6 +113,22 @@ class Samples:
                 f"the image of row {index} cannot be decoded: {error}", "remove or replace the broken image"
             ) from error
         return image
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Calibration samples, and where they come from."""
+
+    data: DataSet
+    split: str
+    samples: Samples
+
+
+def draw(data: Any, settings: Settings) -> Drawn:
+    """Open a data set and draw the calibration samples that the settings ask for."""
+    opened = open_data(data, settings)
+    split = calibration_split(opened, settings.split)
+    return Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
 
 
 def open_data(data: Any, settings: Settings | None = None) -> DataSet:

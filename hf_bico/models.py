@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,6 +76,7 @@ class Model:
             )
         return live
 
+    @cached_property
     def sha256(self) -> dict[str, str]:
         """The digests of the weight files, by name; empty for a loaded module."""
         return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}

@@ -6,7 +6,6 @@ Computes and returns data classes; prints nothing.
 from __future__ import annotations
 
 import copy
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,14 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bico.calibration import (
-    DataSet,
-    Samples,
-    calibration_samples,
-    calibration_split,
-    evaluation_samples,
-    open_data,
-)
+from hf_bico.calibration import Drawn, Samples, draw, evaluation_samples
 from hf_bico.card import write_card
 from hf_bico.checkpoints import FileCheckpoint, sha256_of
 from hf_bico.environment import (
@@ -44,27 +36,15 @@ from hf_bico.methods import METHODS
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
 from hf_bico.output import whole_folder, write_full
-from hf_bico.planning import Lineage, Plan, plan
-from hf_bico.record import (
-    DataRecord,
-    EvaluationRecord,
-    MethodRecord,
-    ModelRecord,
-    ObjectiveRecord,
-    OutputRecord,
-    Record,
-    RunRecord,
-)
+from hf_bico.planning import Plan, plan
+from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
+from hf_bico.recording import Findings, make_record
 from hf_bico.report import Report
-from hf_bico.settings import DEFAULT_TEMPLATES, FORMATS, Settings
+from hf_bico.settings import FORMATS, Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
 from hf_bico.task_vector import TaskVector
 from hf_bico.transport import account, as_stored, gather, require_plausible, site_delta
-from hf_bico.version import __version__
-
-NOTABLE_ROUNDING = 0.05
-"""Above this share of the change, what rounding took away is said."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +132,7 @@ def port(
         pairs = [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
         require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
     with watch("sample"):
-        drawn = _draw(data, settings) if data is not None else None
+        drawn = draw(data, settings) if data is not None else None
         if drawn is None and method.needs_statistics:
             raise DataNotFoundError("no calibration data was given", "name a data set with --data")
     with watch("load"):
@@ -183,18 +163,10 @@ def port(
         processes=1,
         versions=installed_versions(),
     )
-    record = _record(planned, settings, drawn, report, evaluation, run)
-    record = replace(record, notices=_notices(lineage, vector, drawn, settings, bool(evaluation), rounding_lost))
+    with watch("record"):
+        found = Findings(vector, report, tuple(evaluation), rounding_lost)
+        record = make_record(planned, settings, drawn, found, run)
     return Ported(ported, report, record, lineage.target, rounding_lost)
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """The calibration samples, and where they come from."""
-
-    data: DataSet
-    split: str
-    samples: Samples
 
 
 @dataclass(frozen=True)
@@ -206,13 +178,7 @@ class _Pair:
     heads: tuple[ZeroShotHead, ZeroShotHead] | None
 
 
-def _draw(data: Any, settings: Settings) -> _Drawn:
-    opened = open_data(data, settings)
-    split = calibration_split(opened, settings.split)
-    return _Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
-
-
-def _load_pair(planned: Plan, device: torch.device, settings: Settings, drawn: _Drawn | None) -> _Pair:
+def _load_pair(planned: Plan, device: torch.device, settings: Settings, drawn: Drawn | None) -> _Pair:
     dtype = choose_dtype(settings.dtype)
     source = planned.lineage.base.load(device, dtype)
     target = planned.lineage.target.load(device, dtype)
@@ -268,7 +234,7 @@ def _loss(
 
 
 def _evaluate(
-    two: _Pair, drawn: _Drawn, vector: TaskVector, ported: TaskVector, settings: Settings, progress: Progress
+    two: _Pair, drawn: Drawn, vector: TaskVector, ported: TaskVector, settings: Settings, progress: Progress
 ) -> list[EvaluationRecord]:
     """Target zero-shot, ported, and source fine-tuned, on the same held-out samples."""
     split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, settings.seed)
@@ -289,116 +255,3 @@ def _evaluate(
         head = zero_shot_head(two.source, drawn.data.class_names, settings.templates)
         results.append(measure("source", two.source, head))
     return results
-
-
-def _record(
-    planned: Plan,
-    settings: Settings,
-    drawn: _Drawn | None,
-    report: Report,
-    evaluation: list[EvaluationRecord],
-    run: RunRecord,
-) -> Record:
-    lineage = planned.lineage
-    own_name = getattr(settings.objective, "__name__", "custom")
-    base = ModelRecord(lineage.base.name, lineage.base.sha256())
-    return Record(
-        hf_bico=__version__,
-        command=_command(planned, settings, drawn),
-        source=ModelRecord(
-            lineage.source.name, lineage.source.sha256(), lineage.source.family.name, kind="full", base=base
-        ),
-        target=ModelRecord(lineage.target.name, lineage.target.sha256(), lineage.target.family.name),
-        data=None if drawn is None else _data_record(drawn, settings),
-        objective=ObjectiveRecord("zero-shot", list(settings.templates))
-        if settings.zero_shot
-        else ObjectiveRecord(own_name),
-        method=MethodRecord(
-            settings.method,
-            settings.alpha,
-            list(planned.blocks),
-            settings.completion if settings.method == "bico" else None,
-        ),
-        sites=list(report.sites),
-        left=list(report.left),
-        evaluation=evaluation,
-        run=run,
-    )
-
-
-def _notices(
-    lineage: Lineage,
-    vector: TaskVector,
-    drawn: _Drawn | None,
-    settings: Settings,
-    measured: bool,
-    rounding_lost: float | None,
-) -> list[str]:
-    """What a reader of the result should know and would not see."""
-    notices = []
-    target = lineage.target.sha256()
-    for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
-        if target and target == model.sha256():
-            notices.append(f"The target is the {name} itself.")
-    for names, what in (
-        (vector.overlap.missing, "of the base are not in the fine-tuned model and count as unchanged"),
-        (vector.overlap.extra, "of the fine-tuned model are not in its base and stay behind"),
-    ):
-        if names:
-            notices.append(f"{len(names)} tensors {what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}.")
-    if drawn is not None:
-        if len(set(drawn.samples.labels)) == 1:
-            notices.append("All calibration samples are of one class.")
-        if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
-            notices.append("Several classes have the same name and cannot be told apart.")
-    if settings.evaluate and not measured:
-        reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
-        notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
-    if rounding_lost is not None and rounding_lost > NOTABLE_ROUNDING:
-        notices.append(f"{rounding_lost:.0%} of the change is lost by rounding to the target's own precision.")
-    return notices
-
-
-def _data_record(drawn: _Drawn, settings: Settings) -> DataRecord:
-    return DataRecord(
-        id=drawn.data.name,
-        split=drawn.split,
-        n=len(drawn.samples),
-        per_class=settings.per_class,
-        sampling=settings.sampling,
-        seed=settings.seed,
-        indices=list(drawn.samples.indices),
-        columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},
-        labels="dataset",
-        class_names=list(drawn.data.class_names),
-    )
-
-
-def _command(planned: Plan, settings: Settings, drawn: _Drawn | None) -> str | None:
-    """The command line that does the same, by the folders' names: no path of this machine.
-
-    None where no command line could: models, rows or an objective that were passed from Python.
-    """
-    lineage = planned.lineage
-    models = (lineage.source, lineage.base, lineage.target)
-    if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
-        return None
-    words = ["hf-bico", "port", lineage.source.name, "--base", lineage.base.name, "--to", lineage.target.name]
-    if drawn is not None:
-        words += ["--data", drawn.data.name, "--split", drawn.split]
-        words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
-    for option, value, default in (
-        ("--seed", settings.seed, None),
-        ("--image-column", settings.image_column, None),
-        ("--label-column", settings.label_column, None),
-        ("--class-names", "FILE" if settings.class_names else None, None),
-        ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
-        ("--method", settings.method, "bico"),
-        ("--completion", settings.completion, "drop"),
-        ("--alpha", settings.alpha, 1.0),
-        ("--dtype", settings.dtype, "auto"),
-        ("--force", "" if settings.force else None, None),
-    ):
-        if value is not None and value != default:
-            words += [option, str(value)] if value != "" else [option]
-    return shlex.join(words)

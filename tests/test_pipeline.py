@@ -115,8 +115,8 @@ def test_missing_and_extra_tensors_are_said(scene: Scene, tmp_path: Path) -> Non
     save_file(state, tuned / "open_clip_model.safetensors")
     ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False)
     assert ported.record.notices == [
-        "1 tensors of the base are not in the fine-tuned model and count as unchanged: visual.proj.",
-        "1 tensors of the fine-tuned model are not in its base and stay behind: head.weight.",
+        "Tensors of the base that the fine-tuned model lacks, taken as unchanged: 1 (visual.proj).",
+        "Tensors of the fine-tuned model that its base lacks, left behind: 1 (head.weight).",
     ]
     assert "proj" not in [site.name for site in ported.report.sites]
     assert "visual.proj" not in ported.task_vector

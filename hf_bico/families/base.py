@@ -165,9 +165,10 @@ class LiveModel(ABC):
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
     """The error for weights that the configuration beside them does not describe."""
-    first = str(reason).strip().splitlines()[0]
+    words = " ".join(str(reason).split())
     return BrokenWeightsError(
-        f"the weights of '{folder.name}' do not fit its configuration: {first}", "copy or download the folder again"
+        f"the weights of '{folder.name}' do not fit its configuration: {words[:300]}",
+        "copy or download the folder again",
     )
 
 

@@ -1,0 +1,127 @@
+"""From what a run used and found to its record: lineage, samples, notices, and the command line that does the same."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from hf_bico.calibration import Drawn
+from hf_bico.planning import Lineage, Plan
+from hf_bico.record import DataRecord, EvaluationRecord, MethodRecord, ModelRecord, ObjectiveRecord, Record, RunRecord
+from hf_bico.report import Report
+from hf_bico.settings import DEFAULT_TEMPLATES, Settings
+from hf_bico.task_vector import TaskVector
+from hf_bico.version import __version__
+
+NOTABLE_ROUNDING = 0.05
+"""Above this share of the change, what rounding took away is said."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a run found out."""
+
+    vector: TaskVector
+    report: Report
+    evaluation: tuple[EvaluationRecord, ...]
+    rounding_lost: float | None
+
+
+def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
+    """All that is needed to repeat the run and to write its card; hashes the models' files."""
+    lineage = planned.lineage
+    own_name = getattr(settings.objective, "__name__", "custom")
+    templates = list(settings.templates) if settings.zero_shot else None
+    completion = settings.completion if settings.method == "bico" else None
+    return Record(
+        hf_bico=__version__,
+        command=_command(planned, settings, drawn),
+        source=ModelRecord(
+            lineage.source.name,
+            lineage.source.sha256,
+            lineage.source.family.name,
+            kind="full",
+            base=ModelRecord(lineage.base.name, lineage.base.sha256),
+        ),
+        target=ModelRecord(lineage.target.name, lineage.target.sha256, lineage.target.family.name),
+        data=None if drawn is None else _data_record(drawn, settings),
+        objective=ObjectiveRecord("zero-shot" if settings.zero_shot else own_name, templates),
+        method=MethodRecord(settings.method, settings.alpha, list(planned.blocks), completion),
+        sites=list(found.report.sites),
+        left=list(found.report.left),
+        evaluation=list(found.evaluation),
+        notices=_notices(lineage, settings, drawn, found),
+        run=run,
+    )
+
+
+def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: Findings) -> list[str]:
+    """What a reader of the result should know and would not see."""
+    notices = []
+    target = lineage.target.sha256
+    for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
+        if target and target == model.sha256:
+            notices.append(f"The target is the {name} itself.")
+    for names, what in (
+        (found.vector.overlap.missing, "of the base that the fine-tuned model lacks, taken as unchanged"),
+        (found.vector.overlap.extra, "of the fine-tuned model that its base lacks, left behind"),
+    ):
+        if names:
+            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            notices.append(f"Tensors {what}: {len(names)} ({listed}).")
+    if drawn is not None:
+        if len(set(drawn.samples.labels)) == 1:
+            notices.append("All calibration samples are of one class.")
+        if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
+            notices.append("Several classes have the same name and cannot be told apart.")
+    if settings.evaluate and not found.evaluation:
+        reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
+        notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
+    if found.rounding_lost is not None and found.rounding_lost > NOTABLE_ROUNDING:
+        notices.append(f"{found.rounding_lost:.0%} of the change is lost by rounding to the target's own precision.")
+    return notices
+
+
+def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
+    return DataRecord(
+        id=drawn.data.name,
+        split=drawn.split,
+        n=len(drawn.samples),
+        per_class=settings.per_class,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        indices=list(drawn.samples.indices),
+        columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},
+        labels="dataset",
+        class_names=list(drawn.data.class_names),
+    )
+
+
+def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | None:
+    """The command line that does the same, by the folders' names: no path of this machine.
+
+    None where no command line could: models, rows or an objective that were passed from Python.
+    """
+    lineage = planned.lineage
+    models = (lineage.source, lineage.base, lineage.target)
+    if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
+        return None
+    words = ["hf-bico", "port", lineage.source.name, "--base", lineage.base.name, "--to", lineage.target.name]
+    if drawn is not None:
+        words += ["--data", drawn.data.name, "--split", drawn.split]
+        words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
+    for option, value, default in (
+        ("--seed", settings.seed, None),
+        ("--image-column", settings.image_column, None),
+        ("--label-column", settings.label_column, None),
+        ("--class-names", "FILE" if settings.class_names else None, None),
+        ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
+        ("--method", settings.method, "bico"),
+        ("--completion", settings.completion, "drop"),
+        ("--alpha", settings.alpha, 1.0),
+        ("--dtype", settings.dtype, "auto"),
+        ("--force", "" if settings.force else None, None),
+    ):
+        if value is not None and value != default:
+            words += [option, str(value)] if value != "" else [option]
+    return shlex.join(words)
