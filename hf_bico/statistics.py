@@ -181,13 +181,12 @@ def resize(patches: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) ->
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """No TF32 and no autocast, whatever the caller has set: their rounding would show in the maps."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    settings: list[tuple[Any, str, Any]] = [(cudnn, "deterministic", True)]
-    if hasattr(matmul, "fp32_precision"):
-        convolution = cudnn.conv  # type: ignore[attr-defined]
-        settings += [(matmul, "fp32_precision", "ieee"), (convolution, "fp32_precision", "ieee")]
-    else:  # torch before 2.9
-        settings += [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    cudnn: Any = torch.backends.cudnn
+    settings: list[tuple[Any, str, Any]] = [
+        (cudnn, "deterministic", True),
+        (cudnn.conv, "fp32_precision", "ieee"),
+        (torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+    ]
     before = [(part, name, getattr(part, name)) for part, name, _ in settings]
     try:
         for part, name, value in settings:
