@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toys import WRITERS, Toy, random_state
 
 from hf_bico.errors import (
@@ -130,6 +132,16 @@ def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
     assert torch.allclose(*logits, atol=1e-4)
 
 
+def test_grey_images_run_through_a_processor_that_does_not_convert(tmp_path: Path) -> None:
+    from PIL import Image
+
+    path = WRITERS["transformers"](tmp_path / "model", TOY, random_state(TOY, 0))
+    file = path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_convert_rgb": False}))
+    live = Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+    assert live.pixels([Image.new("L", (16, 16))]).shape == (1, 3, 16, 16)
+
+
 def test_zero_shot_head_is_open_clips_own(tmp_path: Path) -> None:
     """Several templates, and the bias of SigLIP-like models, against the library's classifier."""
     import open_clip
@@ -167,6 +179,18 @@ def test_weights_that_do_not_fit_the_configuration(library: str, blocks: int, tm
     config = "open_clip_config.json" if library == "open_clip" else "config.json"
     (path / config).write_bytes((other / config).read_bytes())
     with pytest.raises(BrokenWeightsError, match="configuration"):
+        Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_weights_that_lack_a_tensor_are_not_completed_at_random(library: str, tmp_path: Path) -> None:
+    path = WRITERS[library](tmp_path / "model", TOY, random_state(TOY, 0))
+    file = next(path.glob("*.safetensors"))
+    state = load_file(file)
+    name = next(name for name in state if name.endswith(("ln_post.weight", "post_layernorm.weight")))
+    del state[name]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(BrokenWeightsError, match=name.replace(".", r"\.")):
         Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
 
 

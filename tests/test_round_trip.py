@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scenes import TARGET, Scene, make_scene
-from toys import build_tokenizer
+from toys import CLASS_NAMES, build_tokenizer, random_rows
 
 import hf_bico
 from hf_bico.errors import OutputError
@@ -128,6 +129,7 @@ def test_what_rounding_takes_away_is_measured(dtype: torch.dtype, tmp_path: Path
         return
     before, after = (load_file(path / "open_clip_model.safetensors") for path in (scene.target, folder))
     vector = ported.task_vector
+    assert all(delta.dtype == torch.float32 for delta in vector.values()), "the vector itself is not rounded"
     missing = sum(float((after[n].float() - before[n].float() - vector[n]).square().sum()) for n in vector)
     assert lost == pytest.approx(missing / sum(vector.energy(name) for name in vector), rel=1e-3)
     assert (lost > 0.05) == any("lost by rounding" in notice for notice in ported.record.notices)
@@ -135,10 +137,19 @@ def test_what_rounding_takes_away_is_measured(dtype: torch.dtype, tmp_path: Path
 
 
 def test_evaluation_measures_the_rounded_model(tmp_path: Path) -> None:
+    """Over enough samples that rounding flips some predictions."""
     scene = make_scene(tmp_path, dtype=torch.bfloat16)
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, alpha=5.0)
-    written = hf_bico.evaluate_model(ported.save(tmp_path / "out"), scene.data)
+    data = {"train": random_rows(24, 20), "test": random_rows(1000, 20, seed=1)}
+    options = {"class_names": CLASS_NAMES}
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=data, n=24, alpha=5.0, **options)
+    written = hf_bico.evaluate_model(ported.save(tmp_path / "out"), data, **options)
     assert written.value == ported.record.value("ported")
+    exact = tmp_path / "exact"
+    shutil.copytree(tmp_path / "out", exact)
+    state = {name: tensor.float() for name, tensor in load_file(scene.target / "open_clip_model.safetensors").items()}
+    added = {name: state[name] + delta for name, delta in ported.task_vector.items()}
+    save_file({**state, **added}, exact / "open_clip_model.safetensors")
+    assert hf_bico.evaluate_model(exact, data, **options).value != written.value, "rounding must show in this test"
 
 
 def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
-from hf_bico.sites import Tokens
-from hf_bico.statistics import CrossCovariance, pair_rows
+from hf_bico.sites import Site, SitePair, Slot, Tokens
+from hf_bico.statistics import CrossCovariance, Side, Trace, collect, pair_rows
 
 
 def numbered(samples: int, tokens: int) -> torch.Tensor:
@@ -31,6 +34,12 @@ def test_only_cls_pairs_where_prefix_counts_differ() -> None:
     assert target[:, 1].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_registers_of_unequal_number_do_not_pair() -> None:
+    source, target = pair_rows(numbered(1, 6), numbered(1, 3), Tokens(5, (1, 1)), Tokens(2, (1, 1)))
+    assert source[:, 1].tolist() == [0, 5]
+    assert target[:, 1].tolist() == [0, 2]
+
+
 def test_equal_prefixes_all_pair() -> None:
     tokens = Tokens(3, (1, 1))
     source, target = pair_rows(numbered(1, 4), numbered(1, 4), tokens, tokens)
@@ -46,6 +55,41 @@ def test_no_prefix_at_all() -> None:
 def test_pooled_rows_pair_by_sample() -> None:
     rows = torch.randn(3, 4)
     assert pair_rows(rows, rows, Tokens(1, (2, 2)), Tokens(1, (3, 3))) == (rows, rows)
+
+
+class TwoReaders:
+    """A model whose two sites, q and k, read the same activation."""
+
+    def __init__(self, width: int) -> None:
+        self.weights = [torch.randn(width, width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        self.sites = [
+            Site(f"blocks.0.{role}", role, 0, "blocks.0.attn.in", (width, width), Slot(role))
+            for role in ("attn.q", "attn.k")
+        ]
+
+    @contextmanager
+    def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:
+        self.trace = Trace()
+        yield self.trace
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [self.trace.tap(site, x, x @ weight.T) for site, weight in zip(self.sites, self.weights, strict=True)]
+        return (outputs[0] * outputs[1]).sum()
+
+
+def test_a_shared_input_is_counted_once() -> None:
+    source, target = TwoReaders(3), TwoReaders(4)
+    x, y = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
+    pairs = [SitePair(a, b) for a, b in zip(source.sites, target.sites, strict=True)]
+    tokens = Tokens(1, (2, 2))
+    batches = [(lambda: source.loss(x), lambda: target.loss(y))]
+    statistics = collect(pairs, Side(source, tokens), Side(target, tokens), batches)
+    assert len(statistics.inputs) == 1
+    expected = x.flatten(0, 1).double().T @ y.flatten(0, 1).double()
+    assert torch.allclose(statistics.of_input(pairs[0]).total, expected)
+    # d/dq of sum(q k) is k
+    keys = [rows.flatten(0, 1) @ model.weights[1].T for rows, model in ((x, source), (y, target))]
+    assert torch.allclose(statistics.of_gradient(pairs[0]).total, keys[0].double().T @ keys[1].double(), atol=1e-4)
 
 
 def test_sum_over_batches_is_the_sum_over_all() -> None:
