@@ -88,7 +88,7 @@ def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
         split=drawn.split,
         n=len(drawn.samples),
         per_class=settings.per_class,
-        sampling=settings.sampling,
+        sampling="random",
         seed=settings.seed,
         indices=list(drawn.samples.indices),
         columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},

@@ -34,11 +34,9 @@ class Settings:
     split: str | None = None
     n: int | None = None
     per_class: int | None = None
-    sampling: str = "random"
     seed: int = 0
     objective: str | Callable[..., Any] = "auto"
     method: str = "bico"
-    layers: str = "index"
     completion: str = "drop"
     alpha: float = 1.0
     image_column: str | None = None
@@ -55,8 +53,6 @@ class Settings:
         _require_one_of("method", self.method, METHOD_NAMES)
         _require_one_of("completion", self.completion, COMPLETIONS)
         _require_one_of("dtype", self.dtype, DTYPES)
-        _require_one_of("sampling", self.sampling, ("random",))
-        _require_one_of("layers", self.layers, ("index",))
         if isinstance(self.objective, str):
             _require_one_of("objective", self.objective, ("auto", "zero-shot"))
         if self.n is not None and self.per_class is not None:
