@@ -131,22 +131,21 @@ class TaskVector(Mapping[str, Tensor]):
         return float(self[name].double().square().sum())
 
     def apply_to(self, model: nn.Module) -> nn.Module:
-        """Add the deltas to the model's parameters, in place; returns the model."""
-        for parameter, changed in self._changes(model):
-            parameter.data = changed
+        """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
+        self._apply(model)
         return model
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
         """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
-        originals = [(parameter, parameter.data) for parameter, _ in self._changes(model, read=False)]
+        originals = self._apply(model)
         try:
-            yield self.apply_to(model)
+            yield model
         finally:
-            for parameter, data in originals:
-                parameter.data = data
+            _put_back(originals)
 
-    def _changes(self, model: nn.Module, read: bool = True) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _apply(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        """Change the parameters; returns them with what they held before."""
         parameters = dict(model.named_parameters())
         places = align_names(self, parameters)
         unplaced = [name for name in self if name not in places]
@@ -155,15 +154,28 @@ class TaskVector(Mapping[str, Tensor]):
                 f"the model has no parameter '{unplaced[0]}' ({len(unplaced)} of {len(self)} deltas have no place)",
                 "apply the task vector to the model that it was made for",
             )
-        for name, place in places.items():
-            parameter = parameters[place]
-            yield parameter, add_delta(parameter.data, self[name], name) if read else parameter.data
+        originals: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for name, place in places.items():
+                parameter = parameters[place]
+                changed = add_delta(parameter.data, self[name], name)
+                originals.append((parameter, parameter.data))
+                parameter.data = changed
+        except BaseException:
+            _put_back(originals)
+            raise
+        return originals
 
     @classmethod
     def _combined(cls, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap) -> TaskVector:
         vector = cls({}, overlap)
         vector._terms = terms
         return vector
+
+
+def _put_back(originals: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, data in originals:
+        parameter.data = data
 
 
 def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:

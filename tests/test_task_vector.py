@@ -91,6 +91,15 @@ def test_applying_to_another_model_is_refused(base: State, tuned: State) -> None
         vector.apply_to(wide)
 
 
+def test_applying_changes_all_or_nothing(base: State, tuned: State) -> None:
+    vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "c": nn.Linear(5, 4)})
+    before = model["a"].weight.detach().clone()
+    with pytest.raises(BaseMismatchError, match=r"'c\.weight' is \(4, 5\)"):
+        vector.apply_to(model)
+    assert torch.equal(model["a"].weight, before)
+
+
 def test_delta_format_is_lossless(base: State, tuned: State, tmp_path: Path) -> None:
     vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
     vector.save(tmp_path / "delta", base="somewhere")
