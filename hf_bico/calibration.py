@@ -6,12 +6,14 @@ Knows rows, columns and labels; not models. Takes anything that `datasets` loads
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_bico.checkpoints import expanded
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
@@ -106,6 +108,8 @@ class Samples:
     def _image(self, index: int) -> Any:
         try:
             image = self.rows[index][self.image_column]
+            if image is None:
+                raise ValueError("there is none")
             if hasattr(image, "load"):
                 image.load()  # PIL decodes when it must: do it here, where the row is known
         except (OSError, SyntaxError, ValueError) as error:
@@ -139,7 +143,7 @@ def open_data(data: Any, settings: Settings | None = None) -> DataSet:
     settings = settings or Settings()
     name, splits = _splits(data)
     columns = _find_columns(next(iter(splits.values())), settings.image_column, settings.label_column)
-    names = _class_names(splits.values(), columns.label, settings.class_names)
+    names = _class_names(splits.values(), columns.label, settings)
     return DataSet(name, splits, columns, names, named=isinstance(data, str | Path))
 
 
@@ -199,6 +203,9 @@ def evaluation_samples(data: DataSet, calibration: Samples | None, split: str, s
     held_out = others[0] if others else split
     used = set(calibration.indices) if calibration is not None and held_out == split else set()
     free = data.labels(held_out).keys() - used
+    if not free:
+        held_out = next((name for name in data.splits if name != split and data.can_measure_on(name)), split)
+        free = data.labels(held_out).keys() - (used if held_out == split else set())
     order = [index for index in draw_order(len(data.splits[held_out]), seed) if index in free]
     return held_out, data.samples(held_out, order[:EVALUATION_LIMIT])
 
@@ -216,7 +223,7 @@ def draw_order(size: int, seed: int) -> list[int]:
 
 def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
     if isinstance(data, str | Path):
-        return _open_local(Path(data).expanduser())
+        return _open_local(expanded(data))
     if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
         return "data", dict(data)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
@@ -225,13 +232,14 @@ def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
 
 
 def _open_local(path: Path) -> tuple[str, Mapping[str, Rows]]:
-    if not path.exists():
+    if not os.path.exists(path):
         raise DataNotFoundError(
             f"there is no data set at '{path}'",
             "name a local folder or parquet file with --data; "
             "'hf download ORG/NAME --repo-type dataset --local-dir FOLDER' fetches one from the Hub",
         )
     import datasets
+    import yaml
 
     datasets.disable_progress_bars()
     try:
@@ -241,7 +249,7 @@ def _open_local(path: Path) -> tuple[str, Mapping[str, Rows]]:
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path))
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataNotFoundError(
             f"'{path.name}' cannot be read as a data set: {reason}",
@@ -283,6 +291,8 @@ def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, remedy: st
 def _column_kinds(rows: Rows) -> dict[str, str]:
     """What each column holds, by its declared type or by the first row's value."""
     if not hasattr(rows, "features"):
+        if len(rows) == 0:
+            return {}
         if not isinstance(rows[0], Mapping):
             raise ColumnError(
                 f"the rows are of type {type(rows[0]).__name__}, without named columns",
@@ -314,9 +324,12 @@ def _kind_of_value(value: Any) -> str:
     return "image" if is_image else type(value).__name__
 
 
-def _class_names(splits: Any, label: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Names as given, from the features, or the sorted distinct strings of all splits."""
-    splits = list(splits)
+def _class_names(splits: Any, label: str, settings: Settings) -> tuple[str, ...]:
+    """Names as given, from the features, or the sorted distinct strings of all splits.
+
+    An objective of the caller's own needs no names: numbers then stand for themselves.
+    """
+    splits, given = list(splits), settings.class_names
     declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
     declared = declarations[0]
     if any(names is not None and names != declared for names in declarations):
@@ -335,6 +348,8 @@ def _class_names(splits: Any, label: str, given: Sequence[str] | None) -> tuple[
     values = {value for column in columns for value in column if value is not None}
     if values and all(isinstance(value, str) for value in values):
         return tuple(sorted(values))
+    if values and not settings.zero_shot:
+        return tuple(str(number) for number in range(int(max(values)) + 1))
     raise ClassNamesError(
         f"the column '{label}' holds numbers without names",
         "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",

@@ -82,11 +82,11 @@ class FileCheckpoint:
     def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
         """The weights of a model folder, in the layout of `library` where there are two; pickles are refused."""
         for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
+            if (folder / name).is_file():  # first, as transformers has it
+                return cls([folder / name])
             index = folder / f"{name}.index.json"
             if index.is_file():
                 return cls(_shards(index), index)
-            if (folder / name).is_file():
-                return cls([folder / name])
         found = sorted(folder.glob("*.safetensors"))
         if len(found) == 1 and found[0].name != "adapter_model.safetensors":
             return cls(found)
@@ -118,6 +118,11 @@ class FileCheckpoint:
         """Let go of the mapped files; reading a tensor opens them again."""
         self._open.clear()
         self._stack.close()
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with `~` put in; an unknown user's stays as it is, and is simply not found."""
+    return Path(os.path.expanduser(path))
 
 
 def open_safetensors(file: Path, framework: str) -> Any:

@@ -60,7 +60,7 @@ class _Commands(click.Group):
 
 def _output_options(command: Command) -> Command:
     command = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(command)
-    return click.option("-q", "--quiet", is_flag=True, help="Print only errors.")(command)
+    return click.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings.")(command)
 
 
 def _data_options(command: Command) -> Command:
@@ -75,7 +75,7 @@ def _data_options(command: Command) -> Command:
                 "--batch-size",
                 default=32,
                 show_default=True,
-                help="Samples at a time; halved by itself when memory runs out.",
+                help="Samples at a time; halved by itself when the GPU's memory runs out.",
             ),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
             click.option(
@@ -154,18 +154,23 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     output, overwrite, format_ = options.pop("output"), options.pop("overwrite"), options.pop("format_")
     if options.pop("dry_run"):
+        with _edge():
+            _settings(options)
         _show_plan(source, target, base, as_json, quiet, _typed("port", leave_out="dry_run"))
         return
     with _edge():
         settings = _settings(options)
-        from hf_bico import pipeline
+        from hf_bico.checkpoints import expanded
         from hf_bico.models import find_folder
+
+        names = find_folder(source, "the fine-tuned model").name, find_folder(target, "the target").name
+        folder = expanded(output or f"{names[0]}-to-{names[1]}")
+        # what takes seconds to import comes after what a typo would stop
+        from hf_bico import pipeline
         from hf_bico.output import require_free
         from hf_bico.record import read_record
         from hf_bico.report import headline, is_worse
 
-        names = find_folder(source, "the fine-tuned model").name, find_folder(target, "the target").name
-        folder = Path(output or f"{names[0]}-to-{names[1]}").expanduser()
         require_free(folder, overwrite)
         with _progress(quiet or as_json) as progress:
             ported = pipeline.port(source, target, base=base, data=data, progress=progress, **settings)
@@ -242,7 +247,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 def _lines(file: str, option: str) -> list[str]:
     try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
     kept = [line for line in lines if line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
 from hf_bico.checkpoints import DELTA_FILE
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
-from hf_bico.errors import DataNotFoundError
+from hf_bico.errors import BaseMismatchError, DataNotFoundError
 from hf_bico.families import LiveModel
 from hf_bico.models import Model, ModelReference, find_folder
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
@@ -55,10 +56,9 @@ def evaluate_model(
     order = [index for index in draw_order(len(samples_from.splits[split]), settings.seed) if index in labels]
     samples = samples_from.samples(split, order[: settings.n])
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
-    if vector is not None:
-        vector.apply_to(live.module)
-    head = zero_shot_head(live, samples_from.class_names, settings.templates)
-    value = zero_shot_accuracy(live, head, samples, settings.batch_size)
+    with vector.applied_to(live.module) if vector is not None else nullcontext():
+        head = zero_shot_head(live, samples_from.class_names, settings.templates)
+        value = zero_shot_accuracy(live, head, samples, settings.batch_size)
     return EvaluationRecord(name, samples_from.name, split, len(samples), "accuracy", value)
 
 
@@ -68,7 +68,14 @@ def _open(model: ModelReference, base: ModelReference | None) -> tuple[Model, Ta
         opened = Model.open(model, "the model")
         return opened, None, opened.name
     if isinstance(model, str | Path) and (folder := find_folder(model, "the model") / DELTA_FILE).is_file():
-        return Model.open(base, "the base"), TaskVector.load(folder), folder.parent.name
+        vector = TaskVector.load(folder)
+        whole = Model.open(base, "the base", str(vector.about.get("library", "transformers")))
+        if whole.sha256 and vector.about.get("base_sha256", whole.sha256) != whole.sha256:
+            raise BaseMismatchError(
+                f"the task vector '{folder.parent.name}' was made for other weights than those of '{whole.name}'",
+                f"name the model that it was made for, '{vector.about.get('base')}', with --base",
+            )
+        return whole, vector, folder.parent.name
     opened = Model.open(model, "the model")
     whole = Model.open(base, "the base", opened.family.library)
     return whole, TaskVector.from_models(opened.checkpoint, whole.checkpoint), opened.name

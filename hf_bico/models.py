@@ -5,6 +5,7 @@ Opening one reads names, shapes and configuration only; weights are read, and to
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hf_bico.checkpoints import DELTA_FILE, Checkpoint, FileCheckpoint, MemoryCheckpoint, sha256_of
+from hf_bico.checkpoints import DELTA_FILE, Checkpoint, FileCheckpoint, MemoryCheckpoint, expanded, sha256_of
 from hf_bico.errors import BrokenWeightsError, RepoError, RepoNotFoundError
 from hf_bico.families import Family, LiveModel, family_of
 from hf_bico.sites import Layout
@@ -55,6 +56,11 @@ class Model:
                 f"{what} '{folder.name}' is a task vector, not a model",
                 "measure it with 'hf-bico eval FOLDER --base TARGET', or apply it from Python with TaskVector.load",
             )
+        if (folder / "adapter_config.json").is_file():
+            raise RepoError(
+                f"{what} '{folder.name}' is a PEFT adapter, which this version does not read",
+                "merge it into its base with PeftModel.merge_and_unload() and save the result",
+            )
         checkpoint = FileCheckpoint.in_folder(folder, library)
         family = family_of(checkpoint.shapes, f"{what} '{folder.name}'")
         try:
@@ -85,10 +91,13 @@ class Model:
 def find_folder(reference: str | Path, what: str) -> Path:
     """The folder of a repo reference."""
     text = str(reference).removeprefix("local-dir:")
-    folder = Path(text).expanduser()
-    if folder.is_dir():
+    if not text:
+        raise RepoNotFoundError(f"{what}: the reference is empty", "name a folder")
+    folder = expanded(text)
+    # os.path answers for names that are too long, where pathlib raises
+    if os.path.isdir(folder):
         return folder.resolve()
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{folder.parent}'")
     hub_id = text.removeprefix("hf-hub:")
     if _HUB_ID.fullmatch(hub_id) and not folder.parent.is_dir():

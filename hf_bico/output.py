@@ -20,7 +20,7 @@ from hf_bico.task_vector import TaskVector, add_delta
 
 def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a place that cannot be written to, or a folder that is there, unless it is ours and may be replaced."""
-    if not folder.exists():
+    if not os.path.exists(folder):  # False, where pathlib raises, for a name that is too long
         parent = next(path for path in folder.absolute().parents if path.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
@@ -49,9 +49,7 @@ def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         scratch.chmod(0o755)  # mkdtemp makes private folders
         require_free(folder, overwrite)
         if folder.exists():
-            replaced = folder.rename(Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "old")
-            scratch.rename(folder)
-            shutil.rmtree(replaced.parent)
+            _replace(folder, scratch)
         else:
             scratch.rename(folder)
     except (OSError, SafetensorError) as error:
@@ -60,6 +58,19 @@ def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Put `new` in the folder's place; if that fails, the folder is back where it was."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    old = folder.rename(aside / "old")
+    try:
+        new.rename(folder)
+    except BaseException:
+        old.rename(folder)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_full(target: FileCheckpoint, vector: TaskVector, folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_bico.calibration import Drawn, Samples, draw, evaluation_samples
 from hf_bico.card import write_card
-from hf_bico.checkpoints import FileCheckpoint, sha256_of
+from hf_bico.checkpoints import FileCheckpoint, expanded, sha256_of
 from hf_bico.environment import (
     Progress,
     Stopwatch,
@@ -38,7 +38,7 @@ from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
 from hf_bico.output import whole_folder, write_full
 from hf_bico.planning import Plan, plan
 from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
-from hf_bico.recording import Findings, make_record
+from hf_bico.recording import Findings, make_record, with_output
 from hf_bico.report import Report
 from hf_bico.settings import FORMATS, Settings
 from hf_bico.sites import SitePair
@@ -73,11 +73,11 @@ class Ported:
 
     def save(self, folder: str | Path, format: str = "full", overwrite: bool = False) -> Path:
         """Write weights, `bico.json` and the model card; the folder appears whole or not at all."""
-        folder = Path(folder).expanduser()
+        folder = expanded(folder)
         with whole_folder(folder, overwrite) as scratch:
             weights = self._write_weights(scratch, format)
             output = OutputRecord(format, sha256_of(weights), self.rounding_lost if format == "full" else None)
-            record = replace(self.record, output=output)
+            record = with_output(self.record, output)
             record.write(scratch)
             write_card(record, scratch)
         return folder
@@ -86,7 +86,8 @@ class Ported:
         if format not in FORMATS:
             raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
         if format == "delta":
-            return [self.task_vector.save(folder, base=self.record.target.id)]
+            about = {"base": self.target.name, "base_sha256": self.target.sha256, "library": self.target.family.library}
+            return [self.task_vector.save(folder, **about)]
         checkpoint, origin = self.target.checkpoint, self.target.folder
         if origin is None or not isinstance(checkpoint, FileCheckpoint):
             raise OutputError(
@@ -164,7 +165,7 @@ def port(
         versions=installed_versions(),
     )
     with watch("record"):
-        found = Findings(vector, report, tuple(evaluation), rounding_lost)
+        found = Findings(vector, report, tuple(evaluation))
         record = make_record(planned, settings, drawn, found, run)
     return Ported(ported, report, record, lineage.target, rounding_lost)
 

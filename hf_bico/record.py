@@ -133,7 +133,7 @@ class Record:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(_without_empty(asdict(self)), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(_without_empty(asdict(self)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> Path:
         file = folder / RECORD_FILE

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_bico.calibration import Drawn
 from hf_bico.planning import Lineage, Plan
-from hf_bico.record import DataRecord, EvaluationRecord, MethodRecord, ModelRecord, ObjectiveRecord, Record, RunRecord
+from hf_bico.record import (
+    DataRecord,
+    EvaluationRecord,
+    MethodRecord,
+    ModelRecord,
+    ObjectiveRecord,
+    OutputRecord,
+    Record,
+    RunRecord,
+)
 from hf_bico.report import Report
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from hf_bico.task_vector import TaskVector
@@ -24,7 +33,6 @@ class Findings:
     vector: TaskVector
     report: Report
     evaluation: tuple[EvaluationRecord, ...]
-    rounding_lost: float | None
 
 
 def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
@@ -77,9 +85,18 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
     if settings.evaluate and not found.evaluation:
         reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
-    if found.rounding_lost is not None and found.rounding_lost > NOTABLE_ROUNDING:
-        notices.append(f"{found.rounding_lost:.0%} of the change is lost by rounding to the target's own precision.")
     return notices
+
+
+def with_output(record: Record, output: OutputRecord) -> Record:
+    """The record of what was written in the end."""
+    notices, lost = list(record.notices), output.rounding_lost
+    if lost is not None and lost > NOTABLE_ROUNDING:
+        notices.append(f"{lost:.0%} of the change is lost by rounding to the target's own precision.")
+    command = record.command
+    if command is not None and output.format != "full":
+        command = f"{command} --format {output.format}"
+    return replace(record, output=output, notices=notices, command=command)
 
 
 def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:

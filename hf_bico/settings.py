@@ -63,8 +63,9 @@ class Settings:
         for name, texts in (("templates", self.templates), ("class_names", self.class_names)):
             if isinstance(texts, str):
                 raise UsageError(f"{name} is one string, {texts!r}", "give a list of strings")
-        if not isfinite(self.alpha):
+        if not isinstance(self.alpha, int | float) or not isfinite(self.alpha):
             raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
+        object.__setattr__(self, "templates", tuple(self.templates))
         for template in self.templates:
             if "{}" not in template:
                 raise UsageError(f"the template {template!r} has no place for the class name", "put {} into it")

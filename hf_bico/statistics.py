@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.errors import NonFiniteWeightsError
+from hf_bico.errors import NonFiniteWeightsError, ObjectiveError
 from hf_bico.sites import Site, SitePair, Tokens
 
 
@@ -29,6 +29,10 @@ class Trace:
 
     def tap(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
         """Note what `site` read and wrote; returns y, which requires grad from here on."""
+        if site.name in self.outputs:
+            raise ObjectiveError(
+                f"the objective ran '{site.name}' more than once on one batch", "run the model once, on the whole batch"
+            )
         self.inputs[site.input] = x.detach()
         if not y.requires_grad:
             y.requires_grad_()
@@ -123,7 +127,12 @@ class _Observation:
 def _observe(model: Observable, sites: Sequence[Site], loss: Loss) -> _Observation:
     with torch.enable_grad(), model.observed(sites) as trace:
         value = loss()
-        gradients = torch.autograd.grad(value, list(trace.outputs.values()))
+        idle = [site.name for site in sites if site.name not in trace.outputs]
+        if idle:
+            raise ObjectiveError(
+                f"the objective does not run '{idle[0]}'", "use the features that the whole model gives"
+            )
+        gradients = torch.autograd.grad(value, list(trace.outputs.values()), materialize_grads=True)
     return _Observation(trace.inputs, dict(zip(trace.outputs, gradients, strict=True)))
 
 

@@ -23,6 +23,7 @@ from hf_bico.checkpoints import (
     MemoryCheckpoint,
     Overlap,
     align_names,
+    expanded,
     open_safetensors,
     overlap,
     save_tensors,
@@ -46,9 +47,12 @@ class TaskVector(Mapping[str, Tensor]):
     (['w'], tensor([1.5000, 1.5000]))
     """
 
-    def __init__(self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None) -> None:
+    def __init__(
+        self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
         self._terms: tuple[tuple[float, Mapping[str, Tensor]], ...] = ((1.0, deltas),)
         self.overlap = overlap or Overlap()
+        self.about = dict(about or {})
 
     @classmethod
     def from_models(cls, fine_tuned: ModelLike, base: ModelLike) -> TaskVector:
@@ -63,7 +67,7 @@ class TaskVector(Mapping[str, Tensor]):
     @classmethod
     def load(cls, path: str | Path) -> TaskVector:
         """Read back what `save` wrote: a folder with `task_vector.safetensors`, or that file."""
-        file = Path(path).expanduser()
+        file = expanded(path)
         file = file / DELTA_FILE if file.is_dir() else file
         if not file.is_file():
             raise RecordError(f"there is no task vector at '{path}'", f"name a folder that holds {DELTA_FILE}")
@@ -71,11 +75,11 @@ class TaskVector(Mapping[str, Tensor]):
             header = json.loads((reader.metadata() or {}).get("hf_bico", "{}"))
         if header.get("format") != _FORMAT or header.get("schema") != _SCHEMA:
             raise RecordError(f"'{file.name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
-        return cls(_Lazy(FileCheckpoint([file])))
+        return cls(_Lazy(FileCheckpoint([file])), about=header)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`; `about` goes into its metadata."""
-        file = Path(folder).expanduser() / DELTA_FILE
+        file = expanded(folder) / DELTA_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about}, sort_keys=True)
         # one metadata entry: safetensors does not promise an order of several
@@ -191,7 +195,7 @@ def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
 
 def as_checkpoint(model: ModelLike) -> Checkpoint:
     if isinstance(model, str | Path):
-        return FileCheckpoint.in_folder(Path(model).expanduser())
+        return FileCheckpoint.in_folder(expanded(model))
     return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import Checkpoint
-from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
+from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError, NonFiniteWeightsError
 from hf_bico.methods import Carried, SiteDelta
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
@@ -85,7 +85,12 @@ def as_stored(vector: TaskVector, target: Checkpoint) -> tuple[TaskVector, float
     for name in vector:
         delta = vector[name]
         start = target.tensor(name).to(delta.device)
-        stored[name] = add_delta(start, delta, name).to(delta.dtype) - start.to(delta.dtype)
+        changed = add_delta(start, delta, name)
+        if not bool(torch.isfinite(changed).all()):
+            raise NonFiniteWeightsError(
+                f"the change takes '{name}' beyond what {start.dtype} holds", "add less of it with --alpha"
+            )
+        stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
         lost += _energy(stored[name] - delta)
         total += _energy(delta)
     halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)

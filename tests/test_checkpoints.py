@@ -25,6 +25,13 @@ def test_shards_read_like_one_file(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor(name), tensor)
 
 
+def test_single_file_is_preferred_to_shards(tmp_path: Path) -> None:
+    """As transformers has it: what is planned is what is loaded."""
+    save_torch_state_dict(STATE, tmp_path, max_shard_size="25KB")
+    save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(FileCheckpoint.in_folder(tmp_path).shapes) == ["other"]
+
+
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     save_torch_state_dict(STATE, tmp_path, max_shard_size="25KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]

@@ -110,7 +110,7 @@ def test_eval(scene: Scene) -> None:
 
 def test_templates_and_class_names_from_files(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "templates").write_text("the digit {}\n\nthis says {}\n")
-    (tmp_path / "names").write_text("nine\neight\nseven\nsix\n")
+    (tmp_path / "names").write_text("nine\neight\nseven\nsix\n", encoding="utf-8-sig")  # as some editors do
     files = ["--templates", str(tmp_path / "templates"), "--class-names", str(tmp_path / "names")]
     raw = json.loads(run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--json", *files).stdout)
     assert raw["record"]["objective"]["templates"] == ["the digit {}", "this says {}"]
@@ -245,6 +245,53 @@ def no_gpu(scene: Scene, folder: Path) -> list[str]:
     return [*scene.arguments, "--device", "cuda:99"]
 
 
+def empty_reference(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", "")
+
+
+def adapter(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.tuned, folder / "adapter")
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    return replaced(scene.arguments, "source", str(folder / "adapter"))
+
+
+def long_name(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", "x" * 300)
+
+
+def unknown_user(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "--to", "~nosuchuser/model")
+
+
+def config_without_model(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "bare")
+    (folder / "bare" / "open_clip_config.json").write_text('{"model_cfg": null}')
+    return replaced(scene.arguments, "--to", str(folder / "bare"))
+
+
+def unknown_config_key(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.target, folder / "newer")
+    file = folder / "newer" / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    config["model_cfg"]["vision_cfg"]["invented_later"] = 1
+    file.write_text(json.dumps(config))
+    return replaced(scene.arguments, "--to", str(folder / "newer"))
+
+
+def broken_data_card(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.data, folder / "data")
+    (folder / "data" / "README.md").write_text("---\na: [\n---\n")
+    return replaced(scene.arguments, "--data", str(folder / "data"))
+
+
+def overflow(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--alpha", "1e42"]
+
+
+def dry_run_of_nonsense(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--dry-run", "--alpha", "nan"]
+
+
 def missing_split(scene: Scene, folder: Path) -> list[str]:
     return [*scene.arguments, "--split", "nope"]
 
@@ -279,6 +326,15 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (mistyped_folder, 1, "there is no folder", "did you mean"),
     (too_few_class_names, 1, "2 class names were given and the data set has 4 classes", "one name for each class"),
     (no_gpu, 1, "CUDA", "--device cpu"),
+    (empty_reference, 1, "the target: the reference is empty", "name a folder"),
+    (adapter, 1, "is a PEFT adapter", "merge_and_unload"),
+    (long_name, 1, "there is no folder", "check the path"),
+    (unknown_user, 1, "there is no folder", ""),
+    (config_without_model, 1, "has no open_clip_config.json with a model_cfg", "open_clip"),
+    (unknown_config_key, 1, "invented_later", "open_clip release"),
+    (broken_data_card, 1, "cannot be read as a data set", ""),
+    (overflow, 1, "beyond what torch.float32 holds", "--alpha"),
+    (dry_run_of_nonsense, 2, "--alpha is nan", "finite"),
     (missing_split, 1, "'pictures' has no split 'nope'", "use one of: train, test"),
     (n_and_k, 2, "-n and -k were both given", "choose"),
 ]

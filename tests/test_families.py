@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from toys import WRITERS, Toy, random_state
 
 from hf_bico.errors import (
+    BicoError,
     BrokenWeightsError,
     ClassNamesError,
     MissingProcessorError,
@@ -115,7 +118,6 @@ def test_site_weights_are_what_the_site_multiplies_by(library: str, tmp_path: Pa
 
 
 def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
-    from PIL import Image
     from toys import CLASS_NAMES
 
     from hf_bico.objectives import zero_shot_head
@@ -133,13 +135,63 @@ def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
 
 
 def test_grey_images_run_through_a_processor_that_does_not_convert(tmp_path: Path) -> None:
-    from PIL import Image
-
     path = WRITERS["transformers"](tmp_path / "model", TOY, random_state(TOY, 0))
     file = path / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "do_convert_rgb": False}))
     live = Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
     assert live.pixels([Image.new("L", (16, 16))]).shape == (1, 3, 16, 16)
+
+
+MISCHIEF = "from pathlib import Path\nPath('{marker}').touch()\nclass Mine: pass\n"
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "tokenizer_config.json"])
+def test_code_of_a_transformers_repo_is_never_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = WRITERS["transformers"](tmp_path / "model", TOY, random_state(TOY, 0))
+    plant_code(path, file, tmp_path / "marker")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    live = Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+    with contextlib.suppress(BicoError):
+        live.pixels([Image.new("RGB", (16, 16))])
+        live.text_features(["a photo"])
+    assert not (tmp_path / "marker").exists()
+
+
+def test_code_of_an_open_clip_repo_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = WRITERS["open_clip"](tmp_path / "model", TOY, random_state(TOY, 0))
+    plant_code(path, "tokenizer_config.json", tmp_path / "marker")
+    config = json.loads((path / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["tokenizer_kwargs"] = {"trust_remote_code": True}
+    (path / "open_clip_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(BicoError):
+        Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+    assert not (tmp_path / "marker").exists()
+
+
+def plant_code(path: Path, file: str, marker: Path) -> None:
+    """Make a configuration name a class of the repo's own."""
+    (path / "mine.py").write_text(MISCHIEF.format(marker=marker))
+    config = json.loads((path / file).read_text())
+    names = {"AutoImageProcessor": "mine.Mine", "AutoTokenizer": ["mine.Mine", "mine.Mine"]}
+    config |= {"auto_map": names, "image_processor_type": "Mine", "tokenizer_class": "Mine"}
+    (path / file).write_text(json.dumps(config))
+
+
+def test_processor_of_another_size_is_refused(tmp_path: Path) -> None:
+    path = WRITERS["transformers"](tmp_path / "model", TOY, random_state(TOY, 0))
+    other = WRITERS["transformers"](tmp_path / "other", TOY.but(grid=5), random_state(TOY.but(grid=5), 0))
+    (path / "preprocessor_config.json").write_bytes((other / "preprocessor_config.json").read_bytes())
+    live = Model.open(path, "a toy").load(torch.device("cpu"), torch.float32)
+    with pytest.raises(UnsupportedModelError, match=r"\(20, 20\) and the model takes \(16, 16\)"):
+        live.pixels([Image.new("RGB", (30, 30))])
+
+
+def test_arrays_are_no_images(tmp_path: Path) -> None:
+    import numpy as np
+
+    with pytest.raises(UnreadableSampleError, match="ndarray"):
+        load("open_clip", tmp_path).pixels([np.zeros((16, 16, 3), dtype=np.uint8)])
 
 
 def test_zero_shot_head_is_open_clips_own(tmp_path: Path) -> None:

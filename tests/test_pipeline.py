@@ -16,6 +16,7 @@ from toys import CLASS_NAMES, build_tokenizer, random_rows
 
 import hf_bico
 from hf_bico.errors import (
+    BaseMismatchError,
     DataNotFoundError,
     EmptyTaskVectorError,
     ImplausibleTaskVectorError,
@@ -194,6 +195,51 @@ def test_loaded_models_and_own_objective(scene: Scene) -> None:
 def test_objective_that_gives_no_loss(loss: object, scene: Scene) -> None:
     with pytest.raises(ObjectiveError, match="not one loss"):
         port(scene, objective=loss)
+
+
+def test_objective_that_runs_the_model_twice(scene: Scene) -> None:
+    with pytest.raises(ObjectiveError, match="more than once"):
+        port(scene, objective=lambda model, batch: model.visual(batch.pixels).sum() + model.visual(batch.pixels).sum())
+
+
+def test_objective_that_skips_a_layer(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, ("transformers", "transformers"))
+    with pytest.raises(ObjectiveError, match="does not run 'proj'"):
+        port(scene, objective=lambda model, batch: model.vision_model(batch.pixels).pooler_output.sum())
+
+
+def test_own_objective_needs_no_class_names(scene: Scene) -> None:
+    ported = port(scene, data=random_rows(24, 20), objective=lambda model, batch: model.visual(batch.pixels).sum())
+    assert ported.record.data is not None
+    assert ported.record.data.class_names == ["0", "1", "2", "3"]
+
+
+def test_eval_leaves_a_loaded_model_alone(scene: Scene, tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    scene = make_scene(tmp_path, ("transformers", "transformers"))
+    delta = port(scene).save(tmp_path / "delta", format="delta")
+    model = CLIPModel.from_pretrained(scene.target)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    one, two = (evaluate_model(delta, scene.data, base=model).value for _ in range(2))
+    assert one == two
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_delta_over_other_weights_is_refused(scene: Scene, tmp_path: Path) -> None:
+    from scenes import TARGET
+    from toys import random_state, write_open_clip
+
+    delta = port(scene).save(tmp_path / "delta", format="delta")
+    stranger = write_open_clip(tmp_path / "stranger", TARGET, random_state(TARGET, 55))
+    with pytest.raises(BaseMismatchError, match="made for other weights"):
+        evaluate_model(delta, scene.data, base=stranger)
+    assert evaluate_model(delta, scene.data, base=scene.target).n == 20
+
+
+def test_calibrating_on_test_measures_on_what_is_left(scene: Scene) -> None:
+    whole = port(scene, split="test", n=20, evaluate=True).record.evaluation[0]
+    assert (whole.split, whole.n) == ("train", 48)
 
 
 def test_target_that_is_the_base_is_said(scene: Scene) -> None:

@@ -132,7 +132,12 @@ def test_what_rounding_takes_away_is_measured(dtype: torch.dtype, tmp_path: Path
     assert all(delta.dtype == torch.float32 for delta in vector.values()), "the vector itself is not rounded"
     missing = sum(float((after[n].float() - before[n].float() - vector[n]).square().sum()) for n in vector)
     assert lost == pytest.approx(missing / sum(vector.energy(name) for name in vector), rel=1e-3)
-    assert (lost > 0.05) == any("lost by rounding" in notice for notice in ported.record.notices)
+    assert (lost > 0.05) == any("lost by rounding" in notice for notice in read_record(folder).notices)
+    delta = read_record(ported.save(tmp_path / "delta", format="delta"))
+    assert delta.output is not None
+    assert delta.output.rounding_lost is None
+    assert not delta.notices, "a delta loses nothing"
+    assert str(delta.command).endswith(" --format delta")
     assert dtype != torch.bfloat16 or lost > 0.05
 
 
@@ -172,6 +177,24 @@ def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         ported.save(place / "out", overwrite=True)
     assert {file.name: file.read_bytes() for file in (place / "out").iterdir()} == before
     assert [path.name for path in place.iterdir()] == ["out"]
+
+
+def test_old_result_stays_when_it_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ported = port(make_scene(tmp_path / "scene"))
+    out = ported.save(tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    rename = Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if Path(target) == out and self.name != "old":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(OutputError, match="Input/output error"):
+        ported.save(out, overwrite=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scene"]
 
 
 def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:

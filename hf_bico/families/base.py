@@ -103,9 +103,27 @@ class LiveModel(ABC):
                 )
             batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
         else:
-            # RGB first: libraries differ in what they do to grey and transparent images
-            batch = self._preprocess([image.convert("RGB") for image in images])
+            batch = self._prepared(images)
         return batch.to(self.device, self.dtype)
+
+    def _prepared(self, images: Sequence[Any]) -> Tensor:
+        if not all(hasattr(image, "convert") for image in images):
+            raise UnreadableSampleError(
+                f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
+            )
+        try:
+            # RGB first: a processor may leave grey and transparent images as they are
+            batch = self._preprocess([image.convert("RGB") for image in images])
+        except ValueError as error:
+            raise UnreadableSampleError(
+                f"the model's own processor cannot prepare the images: {error}", "check its configuration"
+            ) from error
+        if tuple(batch.shape[-2:]) != self.layout.image_size:
+            raise UnsupportedModelError(
+                f"the processor gives images of {tuple(batch.shape[-2:])} and the model takes {self.layout.image_size}",
+                "use the processor that belongs to the model",
+            )
+        return batch
 
     @abstractmethod
     def _preprocess(self, images: Sequence[Any]) -> Tensor:

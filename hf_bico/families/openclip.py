@@ -53,15 +53,18 @@ class OpenClip(Family):
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), weight))
         patch = shapes[f"{root}conv1.weight"][-1]
         positions = shapes[f"{root}positional_embedding"][0]
-        image_size = config.get("model_cfg", {}).get("vision_cfg", {}).get("image_size")
+        image_size = _section(_section(config, "model_cfg"), "vision_cfg").get("image_size")
         tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision transformer")
         taken = {slot.tensor for site in sites for slot in site.slots}
         others = {name: _reason(name, root) for name in shapes if name not in taken}
         return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        if not (folder / self.config_file).is_file():
-            raise RepoError(f"'{folder.name}' has no {self.config_file}", "name a folder in open_clip's Hub layout")
+        config = self.read_config(folder)
+        if not _section(config, "model_cfg"):
+            raise RepoError(
+                f"'{folder.name}' has no {self.config_file} with a model_cfg", "name a folder in open_clip's Hub layout"
+            )
         import open_clip
         from open_clip.transform import PreprocessCfg, image_transform_v2
 
@@ -71,18 +74,27 @@ class OpenClip(Family):
                 f"the open_clip weights of '{folder.name}' are in shards, which open_clip does not read",
                 "save them as one open_clip_model.safetensors",
             )
-        # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
-        with _silenced_logging():
-            bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
-            model = open_clip.create_model(f"local-dir:{folder}", **bare).to(device=device, dtype=dtype).eval()
+        try:
+            # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
+            with _silenced_logging():
+                bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
+                model = open_clip.create_model(f"local-dir:{folder}", **bare).to(device=device, dtype=dtype).eval()
+            transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+            raise RepoError(
+                f"open_clip cannot build a model from '{self.config_file}' of '{folder.name}': {error}",
+                "copy the file again, or use the open_clip release that it was made for",
+            ) from error
         try:
             open_clip.load_checkpoint(model, str(weights[0]))
         except RuntimeError as error:
             raise weights_do_not_fit(folder, error) from error
-        live = self._live(model, self.read_config(folder))
-        live.transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+        live = self._live(model, config)
+        live.transform = transform
+        from_hub_library = _section(_section(config, "model_cfg"), "text_cfg").get("hf_tokenizer_name")
+        no_code = {"trust_remote_code": False} if from_hub_library else {}
         try:
-            live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+            live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **no_code)
         except (OSError, ValueError, TypeError) as error:
             raise MissingProcessorError(
                 f"'{folder.name}' has no tokenizer that can be loaded", "copy it from the repo that the model came from"
@@ -248,6 +260,11 @@ def _silenced_logging() -> Iterator[None]:
         logging.disable(before)
 
 
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def _optional(module: Any, name: str) -> Any:
     return getattr(module, name, None) or (lambda x: x)
 
@@ -284,4 +301,5 @@ def _reason(name: str, root: str) -> str:
         return "positions"
     if name.startswith(f"{root}conv1."):
         return "patch stem"
-    return "LayerNorm" if ".ln_" in name or ".ln." in name else "no linear site"
+    is_norm = any(part == "ln" or part.startswith("ln_") for part in name.split("."))
+    return "LayerNorm" if is_norm else "no linear site"

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.errors import MissingProcessorError, MissingTextTowerError
+from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError
 from hf_bico.families.base import (
     TOKENIZER_FILES,
     WHOLE_MODEL,
@@ -61,7 +61,7 @@ class TransformersClip(Family):
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), Slot(projection)))
         patch = shapes[f"{root}embeddings.patch_embedding.weight"][-1]
         positions = shapes[f"{root}embeddings.position_embedding.weight"][0]
-        image_size = config.get("vision_config", config).get("image_size")
+        image_size = (config.get("vision_config") or config).get("image_size")
         tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision tower")
         taken = {slot.tensor for site in sites for slot in site.slots}
         others = {name: _reason(name, root) for name in shapes if name not in taken}
@@ -69,7 +69,10 @@ class TransformersClip(Family):
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
         import transformers
+        from huggingface_hub.errors import StrictDataclassError
 
+        if not (folder / self.config_file).is_file():
+            raise RepoError(f"'{folder.name}' has no {self.config_file}", "name a folder in transformers' layout")
         config = self.read_config(folder)
         named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
         # old repos do not name their class: `text_config` is what only the whole model has
@@ -78,7 +81,7 @@ class TransformersClip(Family):
             module, report = getattr(transformers, name).from_pretrained(
                 folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
             raise weights_do_not_fit(folder, error) from error
         if report["missing_keys"]:  # transformers has made these up at random
             raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
@@ -144,7 +147,8 @@ class TransformersClipModel(LiveModel):
                 f"'{self.folder.name}' has no {what}", "copy it from the repo that the model came from"
             )
         try:
-            return getattr(transformers, loader).from_pretrained(self.folder, local_files_only=True)
+            auto = getattr(transformers, loader)
+            return auto.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise MissingProcessorError(
                 f"'{self.folder.name}' has no {what} that can be loaded",
