@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,9 @@ TASK_NAMES = [task.name for task in TASKS]
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], World]:
     """The world of a seed, made once a test run whatever the number of workers."""
-    folder = tmp_path_factory.getbasetemp().parent / "small-worlds"
+    own = tmp_path_factory.getbasetemp()
+    # workers share the folder above their own; alone, that one would outlive the test run
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "small-worlds"
 
     def make(seed: int) -> World:
         with FileLock(f"{folder}-{seed}.lock"):
