@@ -80,6 +80,11 @@ class DataSet:
         kinds = _column_kinds(self.splits[split])
         return self.columns.image in kinds and self.columns.label in kinds and bool(self.labels(split))
 
+    def order(self, split: str, seed: int) -> list[int]:
+        """The labelled rows of a split in the order in which the seed draws them."""
+        labels = self.labels(split)
+        return [index for index in draw_order(len(self.splits[split]), seed) if index in labels]
+
     def samples(self, split: str, indices: Sequence[int]) -> Samples:
         labels = self.labels(split)
         chosen = tuple(labels[index] for index in indices)
@@ -174,7 +179,7 @@ def _choose_split(data: DataSet, split: str | None, preferred: Sequence[str]) ->
 def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int | None, seed: int) -> Samples:
     """`n` samples drawn uniformly, or `per_class` of each class; the same ones on every machine."""
     labels = data.labels(split)
-    order = [index for index in draw_order(len(data.splits[split]), seed) if index in labels]
+    order = data.order(split, seed)
     if per_class is None:
         wanted = DEFAULT_SAMPLES if n is None else n
         if wanted > len(labels):
@@ -197,17 +202,19 @@ def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int
     return data.samples(split, [index for index in order if index in picked])
 
 
-def evaluation_samples(data: DataSet, calibration: Samples | None, split: str, seed: int) -> tuple[str, Samples]:
-    """Up to 1,000 held-out samples: of test, else validation, else what calibration did not use."""
+def evaluation_samples(data: DataSet, calibration: Samples, split: str, seed: int) -> tuple[str, Samples]:
+    """Up to 1,000 held-out samples: of test, else validation, else what calibration on `split` did not use.
+
+    Where calibration used all of its split, any other labelled split will do.
+    """
     others = [name for name in EVALUATION_SPLITS if name != split and data.can_measure_on(name)]
-    held_out = others[0] if others else split
-    used = set(calibration.indices) if calibration is not None and held_out == split else set()
-    free = data.labels(held_out).keys() - used
-    if not free:
-        held_out = next((name for name in data.splits if name != split and data.can_measure_on(name)), split)
-        free = data.labels(held_out).keys() - (used if held_out == split else set())
-    order = [index for index in draw_order(len(data.splits[held_out]), seed) if index in free]
-    return held_out, data.samples(held_out, order[:EVALUATION_LIMIT])
+    used = set(calibration.indices)
+    unused = [index for index in data.order(split, seed) if index not in used]
+    if not others and not unused:
+        others = [name for name in data.splits if name != split and data.can_measure_on(name)]
+    if not others:
+        return split, data.samples(split, unused[:EVALUATION_LIMIT])
+    return others[0], data.samples(others[0], data.order(others[0], seed)[:EVALUATION_LIMIT])
 
 
 def draw_order(size: int, seed: int) -> list[int]:

@@ -17,9 +17,10 @@ class BicoError(Exception):
     """
 
     def __init__(self, cause: str, remedy: str) -> None:
-        super().__init__(f"{cause}\nRemedy: {remedy}")
-        self.cause = cause
+        # libraries' own messages, quoted in a cause, may have many lines
+        self.cause = " ".join(line.strip() for line in cause.splitlines() if line.strip())
         self.remedy = remedy
+        super().__init__(f"{self.cause}\nRemedy: {remedy}")
 
 
 class UsageError(BicoError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.calibration import Samples, draw_order, evaluation_split, open_data
+from hf_bico.calibration import Samples, evaluation_split, open_data
 from hf_bico.checkpoints import DELTA_FILE
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
 from hf_bico.errors import BaseMismatchError, DataNotFoundError
@@ -48,12 +48,11 @@ def evaluate_model(
     whole, vector, name = _open(model, base)
     samples_from = open_data(data, settings)
     split = evaluation_split(samples_from, settings.split)
-    labels = samples_from.labels(split)
-    if not labels:
+    order = samples_from.order(split, settings.seed)
+    if not order:
         raise DataNotFoundError(
             f"split '{split}' of '{samples_from.name}' has no labels", "choose another with --split"
         )
-    order = [index for index in draw_order(len(samples_from.splits[split]), settings.seed) if index in labels]
     samples = samples_from.samples(split, order[: settings.n])
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     with vector.applied_to(live.module) if vector is not None else nullcontext():

@@ -63,14 +63,17 @@ def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 def _replace(folder: Path, new: Path) -> None:
     """Put `new` in the folder's place; if that fails, the folder is back where it was."""
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    old = folder.rename(aside / "old")
     try:
-        new.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
+        old = folder.rename(aside / "old")
+        try:
+            new.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        shutil.rmtree(old)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if not any(aside.iterdir()):  # an old result that could not be put back is kept here
+            aside.rmdir()
 
 
 def write_full(target: FileCheckpoint, vector: TaskVector, folder: Path) -> list[Path]:

@@ -5,7 +5,7 @@ Knows task vectors, sites and methods; not models, samples or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -35,9 +35,11 @@ def _read(vector: TaskVector, slot: Slot) -> Tensor | None:
     return part if bool(part.any()) else None
 
 
-def require_plausible(vector: TaskVector, sites: Iterable[Site], base: Checkpoint, force: bool) -> None:
-    """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give."""
-    sites = [site for site in sites if any(_read(vector, slot) is not None for slot in site.slots)]
+def require_plausible(vector: TaskVector, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
+    """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give.
+
+    `sites` are those that it changes.
+    """
     if not sites:
         where = "only in tensors that are not carried" if len(vector) else "nowhere"
         raise EmptyTaskVectorError(

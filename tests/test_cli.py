@@ -278,6 +278,16 @@ def unknown_config_key(scene: Scene, folder: Path) -> list[str]:
     return replaced(scene.arguments, "--to", str(folder / "newer"))
 
 
+def text_tower_from_the_hub(scene: Scene, folder: Path) -> list[str]:
+    """Offline, transformers explains this in many lines."""
+    shutil.copytree(scene.target, folder / "hub-text")
+    file = folder / "hub-text" / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    config["model_cfg"]["text_cfg"] = {"hf_model_name": "xlm-roberta-base", "context_length": 16}
+    file.write_text(json.dumps(config))
+    return replaced(scene.arguments, "--to", str(folder / "hub-text"))
+
+
 def broken_data_card(scene: Scene, folder: Path) -> list[str]:
     shutil.copytree(scene.data, folder / "data")
     (folder / "data" / "README.md").write_text("---\na: [\n---\n")
@@ -329,10 +339,11 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (empty_reference, 1, "the target: the reference is empty", "name a folder"),
     (adapter, 1, "is a PEFT adapter", "merge_and_unload"),
     (long_name, 1, "there is no folder", "check the path"),
-    (unknown_user, 1, "there is no folder", ""),
+    (unknown_user, 1, "there is no folder", "check the path"),
     (config_without_model, 1, "has no open_clip_config.json with a model_cfg", "open_clip"),
     (unknown_config_key, 1, "invented_later", "open_clip release"),
-    (broken_data_card, 1, "cannot be read as a data set", ""),
+    (text_tower_from_the_hub, 1, "open_clip cannot build a model", "open_clip release"),
+    (broken_data_card, 1, "cannot be read as a data set", "give a folder"),
     (overflow, 1, "beyond what torch.float32 holds", "--alpha"),
     (dry_run_of_nonsense, 2, "--alpha is nan", "finite"),
     (missing_split, 1, "'pictures' has no split 'nope'", "use one of: train, test"),

@@ -197,6 +197,23 @@ def test_old_result_stays_when_it_cannot_be_replaced(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scene"]
 
 
+def test_old_result_that_cannot_be_put_back_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ported = port(make_scene(tmp_path / "scene"))
+    out = ported.save(tmp_path / "out")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if Path(target) == out:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OutputError):
+        ported.save(out, overwrite=True)
+    [aside] = [path for path in tmp_path.iterdir() if path.name.startswith(".out-")]
+    assert (aside / "old" / "bico.json").is_file()
+
+
 def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
