@@ -18,8 +18,9 @@ from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METH
 from hf_bico.version import __version__
 
 if TYPE_CHECKING:
-    from hf_bico.pipeline import Ported
     from hf_bico.planning import Plan
+    from hf_bico.record import Record
+    from hf_bico.report import Report
 
 Command = Callable[..., Any]
 
@@ -175,13 +176,13 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         with _progress(quiet or as_json) as progress:
             ported = pipeline.port(source, target, base=base, data=data, progress=progress, **settings)
             ported.save(folder, format_, overwrite)
+        record = read_record(folder)
         if as_json:
-            record = json.loads(read_record(folder).to_json())
-            click.echo(json.dumps({"folder": str(folder), "record": record}))
+            click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
         elif not quiet:
-            _print_ported(ported, folder)
-        if (as_json or quiet) and is_worse(ported.record):
-            click.echo(f"Warning: {headline(ported.record)}", err=True)
+            _print_ported(record, ported.report, folder)
+        if (as_json or quiet) and is_worse(record):
+            click.echo(f"Warning: {headline(record)}", err=True)
 
 
 @main.command()
@@ -316,10 +317,9 @@ def _size(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _print_ported(ported: Ported, folder: Path) -> None:
+def _print_ported(record: Record, report: Report, folder: Path) -> None:
     from hf_bico.report import VALUE_NAMES, format_table, headline
 
-    record, report = ported.record, ported.report
     result = headline(record)
     if result:
         click.echo(result + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +82,13 @@ def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names >= {"open_clip_model.safetensors", "open_clip_config.json", "bico.json", "README.md", "tokenizer.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "no scratch folder stays"
+
+
+def test_rounding_of_a_half_precision_target_is_said(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path / "scene", dtype=torch.bfloat16)
+    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--alpha", "0.02", "--no-eval")
+    assert result.exit_code == 0, result.output
+    assert "of the change is lost by rounding to the target's own precision." in result.stdout
 
 
 def test_port_as_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
@@ -407,14 +413,16 @@ def test_eval_of_a_delta_over_its_target(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hf_bico", "port", *scene.arguments, "-o", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    """A real SIGINT, at a known moment: when calibration begins."""
+    arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
+    code = (
+        "import signal, hf_bico.cli, hf_bico.pipeline\n"
+        "hf_bico.pipeline.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        f"hf_bico.cli.main({arguments!r})"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 130
-    assert stderr == "Interrupted: nothing was written.\n"
+    assert process.stderr == "Interrupted: nothing was written.\n"
     assert list(tmp_path.iterdir()) == []
 
 
