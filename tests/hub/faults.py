@@ -1,0 +1,73 @@
+"""Faults that a test plants in the server, and the log line of each request. Knows no route."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["status", "cut", "slow", "drop", "lost"]
+
+
+@dataclass
+class Request:
+    """One request that the server saw; `status` is 0 when the connection was closed without an answer.
+
+    `path` is as sent (percent-encoded, without the query), `sent` and `received` count body bytes.
+    """
+
+    method: str
+    path: str
+    query: str = ""
+    status: int = 0
+    sent: int = 0
+    received: int = 0
+    range: str | None = None
+    user: str | None = None
+
+
+@dataclass
+class Fault:
+    """What goes wrong with requests whose method and address (path and query, searched as a regex) match.
+
+    - `status`: answers `status` with `headers`, without carrying the request out.
+    - `cut`: sends the headers and `part` of the body (a fraction, or a number of bytes), then closes.
+    - `slow`: waits `seconds` before carrying the request out.
+    - `drop`: closes without an answer and without carrying the request out.
+    - `lost`: carries the request out, then closes without an answer.
+
+    The first `after` matching requests pass; then it fires `times` times (None: always).
+    """
+
+    method: str | None = None
+    path: str = ""
+    kind: Kind = "status"
+    times: int | None = 1
+    after: int = 0
+    status: int = 503
+    headers: Mapping[str, str] = field(default_factory=dict)
+    message: str = "planted by the test"
+    part: float | int = 0.5
+    seconds: float = 1.0
+    fired: int = 0
+    passed: int = 0
+
+    def due(self, method: str, target: str) -> bool:
+        """Whether the fault fires for this request; counts it either way."""
+        if self.spent or (self.method or method) != method or not re.search(self.path, target):
+            return False
+        if self.passed < self.after:
+            self.passed += 1
+            return False
+        self.fired += 1
+        return True
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has fired as often as it should."""
+        return self.times is not None and self.fired >= self.times
+
+    def body_bytes(self, size: int) -> int:
+        """How much of a body of this size goes out before the cut."""
+        return min(size, self.part) if isinstance(self.part, int) else int(size * self.part)
