@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test cards lint format clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -15,6 +15,9 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 
 test: lint  ## linters, types, then every test, one thread each so that the workers do not fight over the cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+cards: $(READY)  ## the gallery of model cards, from real ports between repos of a loopback Hub
+	OMP_NUM_THREADS=1 $(BIN)/python tests/gallery.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

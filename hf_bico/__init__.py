@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from hf_bico.pipeline import port as port
     from hf_bico.planning import Plan as Plan
     from hf_bico.planning import plan as plan
+    from hf_bico.pushing import Pushed as Pushed
+    from hf_bico.pushing import PushOptions as PushOptions
+    from hf_bico.rerunning import rerun as rerun
     from hf_bico.settings import Settings as Settings
     from hf_bico.task_vector import TaskVector as TaskVector
 
@@ -22,11 +25,14 @@ _HOMES = {
     "BicoError": "hf_bico.errors",
     "Plan": "hf_bico.planning",
     "Ported": "hf_bico.pipeline",
+    "PushOptions": "hf_bico.pushing",
+    "Pushed": "hf_bico.pushing",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",
     "evaluate_model": "hf_bico.evaluation",
     "plan": "hf_bico.planning",
     "port": "hf_bico.pipeline",
+    "rerun": "hf_bico.rerunning",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,19 +1,18 @@
-"""Which samples: opening a data set, finding its columns and classes, and drawing from it by a seed.
+"""Which samples: opening a data set as far as they need it, and drawing from it by a seed.
 
-Knows rows, columns and labels; not models. Takes anything that `datasets` loads, or a plain list of rows.
+Knows splits, rows and labels; neither models nor files. Takes anything that `datasets` loads, or a list of rows.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import expanded
+from hf_bico.columns import Columns, Rows, class_names, column, column_kinds, feature_kinds, find_columns
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
@@ -21,20 +20,15 @@ from hf_bico.errors import (
     SampleCountError,
     UnreadableSampleError,
 )
+from hf_bico.hub import Hub, HubRepo
+from hf_bico.hub_data import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.record import PartRecord
+from hf_bico.references import parse
+from hf_bico.row_groups import UNLABELLED, Chosen, RowGroups, Wanted
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val")
 EVALUATION_LIMIT = 1000
-UNLABELLED = -1
-
-Rows = Any
-"""Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    image: str
-    label: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,10 @@ class DataSet:
     class_names: tuple[str, ...]
     named: bool = False
     """Whether it was opened by a name, and not passed as rows."""
+    repo: HubRepo | None = None
+    config: str | None = None
+    parts: Mapping[str, list[PartRecord]] = field(default_factory=dict)
+    """The row groups that the rows of a split are, where it was not read whole."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
     def labels(self, split: str) -> dict[int, int]:
@@ -56,11 +54,11 @@ class DataSet:
         return self._labels[split]
 
     def _read_labels(self, split: str) -> dict[int, int]:
-        if self.columns.label not in _column_kinds(self.splits[split]):
+        if self.columns.label not in column_kinds(self.splits[split]):
             raise ColumnError(f"split '{split}' has no column '{self.columns.label}'", "choose another with --split")
         index_of = {name: index for index, name in enumerate(self.class_names)}
         labels = {}
-        for row, value in enumerate(_column(self.splits[split], self.columns.label)):
+        for row, value in enumerate(column(self.splits[split], self.columns.label)):
             if value is None or value == UNLABELLED:
                 continue
             label = index_of.get(value, UNLABELLED) if isinstance(value, str) else int(value)
@@ -77,7 +75,7 @@ class DataSet:
         """Whether a split is there, with images and labels."""
         if split not in self.splits:
             return False
-        kinds = _column_kinds(self.splits[split])
+        kinds = column_kinds(self.splits[split])
         return self.columns.image in kinds and self.columns.label in kinds and bool(self.labels(split))
 
     def order(self, split: str, seed: int) -> list[int]:
@@ -133,47 +131,118 @@ class Drawn:
     samples: Samples
 
 
-def draw(data: Any, settings: Settings) -> Drawn:
+def draw(data: Any, settings: Settings, hub: Hub | None = None, *, known_names: Sequence[str] | None = None) -> Drawn:
     """Open a data set and draw the calibration samples that the settings ask for."""
-    opened = open_data(data, settings)
+    opened = open_data(data, settings, hub, known_names=known_names)
     split = calibration_split(opened, settings.split)
     return Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
 
 
-def open_data(data: Any, settings: Settings | None = None) -> DataSet:
-    """Open a data set: a folder of images or parquet files, a parquet file, a `datasets` object, or a list of rows.
+def open_data(
+    data: Any,
+    settings: Settings | None = None,
+    hub: Hub | None = None,
+    *,
+    known_names: Sequence[str] | None = None,
+    measure: bool = False,
+) -> DataSet:
+    """Open a data set: a Hub id, a folder of images or parquet files, a `datasets` object, or a list of rows.
 
-    Columns and class names are those of the settings, or found by their types.
+    Columns and class names are those of the settings, or found by their types; `known_names` stand for numbers that
+    nothing else names. Of a large Hub repo only what the settings need is read: for calibration and its evaluation,
+    or, to `measure` a model, `n` rows or all of one split.
     """
     settings = settings or Settings()
-    name, splits = _splits(data)
-    columns = _find_columns(next(iter(splits.values())), settings.image_column, settings.label_column)
-    names = _class_names(splits.values(), columns.label, settings)
-    return DataSet(name, splits, columns, names, named=isinstance(data, str | Path))
+    if not isinstance(data, str | Path):
+        return _described("data", _given_splits(data), settings, known_names)
+    place = parse(data, "the data set", files=True)
+    if isinstance(place, Path):
+        opened = open_folder(place, place.name, settings.config)
+        return _described(place.name, opened.splits, settings, known_names, named=True, config=opened.config)
+    repo = (hub or Hub()).repo(place, "the data set", "dataset")
+    files = large_parquet(repo, settings.config)
+    if files is not None:
+        return _read_in_part(files, settings, known_names, measure)
+    opened = open_whole(repo, settings.config, settings.max_download)
+    return _described(repo.id, opened.splits, settings, known_names, named=True, repo=repo, config=opened.config)
+
+
+def _described(
+    name: str, splits: Mapping[str, Rows], settings: Settings, known_names: Sequence[str] | None, **where: Any
+) -> DataSet:
+    kinds = column_kinds(next(iter(splits.values())))
+    columns = find_columns(kinds, settings.image_column, settings.label_column)
+    return DataSet(name, splits, columns, class_names(splits.values(), columns.label, settings, known_names), **where)
+
+
+def _read_in_part(files: ParquetFiles, settings: Settings, known_names: Sequence[str] | None, measure: bool) -> DataSet:
+    """Those rows of a large data set that are needed."""
+    groups = RowGroups(files, settings.seed, settings.max_download)
+    preferred = (*EVALUATION_SPLITS, "train") if measure else ("train",)
+    split = _choose_split(files.repo.id, files.splits, settings.split, preferred)
+    kinds = feature_kinds(groups.features(split))
+    columns = find_columns(kinds, settings.image_column, settings.label_column)
+    if kinds[columns.label] == "string" and settings.class_names is None:
+        settings = replace(settings, class_names=groups.names(columns.label))
+    if measure and settings.n is None:
+        rows = {split: groups.read_whole(split, *columns)}
+        return _described(files.repo.id, rows, settings, known_names, named=True, repo=files.repo, config=files.config)
+
+    chosen = _choose_row_groups(groups, split, columns, settings, known_names, measure)
+    labels = {name: some.labels for name, some in chosen.items()}
+    names = class_names(labels.values(), columns.label, settings, known_names)
+    data = DataSet(files.repo.id, labels, columns, names, named=True, repo=files.repo, config=files.config)
+    if not measure:  # labels are enough to draw by: what cannot be drawn is not downloaded
+        calibration_samples(data, split, settings.n, settings.per_class, settings.seed)
+    rows = {name: groups.read(name, some, *columns) for name, some in chosen.items()}
+    return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items()})
+
+
+def _choose_row_groups(
+    groups: RowGroups,
+    split: str,
+    columns: Columns,
+    settings: Settings,
+    known_names: Sequence[str] | None,
+    measure: bool,
+) -> dict[str, Chosen]:
+    """Row groups of the split with enough samples in them, and of the split that `evaluation_samples` will take."""
+    features = groups.features(split)
+    names = settings.class_names or getattr(features[columns.label], "names", None) or known_names or ()
+    wanted = Wanted(settings.n or DEFAULT_SAMPLES)
+    if settings.per_class is not None:
+        classes = names if feature_kinds(features)[columns.label] == "string" else range(len(names))
+        wanted = Wanted(settings.per_class * len(names), settings.per_class, classes)
+    chosen = {split: groups.choose(split, *columns, wanted)}
+    if measure or not settings.evaluate or not settings.zero_shot:
+        return chosen
+    for other in (name for name in EVALUATION_SPLITS if name in groups.splits and name != split):
+        held_out = groups.choose(other, *columns, Wanted(0), after=chosen[split])
+        if held_out.labelled:
+            return chosen | {other: held_out}
+    return chosen
 
 
 def calibration_split(data: DataSet, split: str | None) -> str:
     """The split to calibrate on: the one asked for, else `train`, else the only one."""
-    return _choose_split(data, split, ("train",))
+    return _choose_split(data.name, data.splits, split, ("train",))
 
 
 def evaluation_split(data: DataSet, split: str | None) -> str:
     """The split to measure on: the one asked for, else test, else validation, else train, else the only one."""
-    return _choose_split(data, split, (*EVALUATION_SPLITS, "train"))
+    return _choose_split(data.name, data.splits, split, (*EVALUATION_SPLITS, "train"))
 
 
-def _choose_split(data: DataSet, split: str | None, preferred: Sequence[str]) -> str:
+def _choose_split(name: str, splits: Collection[str], split: str | None, preferred: Sequence[str]) -> str:
     if split is not None:
-        if split not in data.splits:
-            raise DataNotFoundError(f"'{data.name}' has no split '{split}'", f"use one of: {', '.join(data.splits)}")
+        if split not in splits:
+            raise DataNotFoundError(f"'{name}' has no split '{split}'", f"use one of: {', '.join(splits)}")
         return split
-    only = list(data.splits) if len(data.splits) == 1 else []
-    for name in (*preferred, *only):
-        if name in data.splits:
-            return name
-    raise DataNotFoundError(
-        f"'{data.name}' has no split '{preferred[0]}'", f"choose one with --split: {', '.join(data.splits)}"
-    )
+    only = list(splits) if len(splits) == 1 else []
+    for candidate in (*preferred, *only):
+        if candidate in splits:
+            return candidate
+    raise DataNotFoundError(f"'{name}' has no split '{preferred[0]}'", f"choose one with --split: {', '.join(splits)}")
 
 
 def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int | None, seed: int) -> Samples:
@@ -228,136 +297,9 @@ def draw_order(size: int, seed: int) -> list[int]:
     return sorted(range(size), key=lambda index: hashlib.blake2b(f"{seed}:{index}".encode()).digest())
 
 
-def _splits(data: Any) -> tuple[str, Mapping[str, Rows]]:
-    if isinstance(data, str | Path):
-        return _open_local(expanded(data))
+def _given_splits(data: Any) -> Mapping[str, Rows]:
     if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
-        return "data", dict(data)
+        return dict(data)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
-    return "data", {str(getattr(data, "split", None) or "train"): data}
-
-
-def _open_local(path: Path) -> tuple[str, Mapping[str, Rows]]:
-    if not os.path.exists(path):
-        raise DataNotFoundError(
-            f"there is no data set at '{path}'",
-            "name a local folder or parquet file with --data; "
-            "'hf download ORG/NAME --repo-type dataset --local-dir FOLDER' fetches one from the Hub",
-        )
-    import datasets
-    import yaml
-
-    datasets.disable_progress_bars()
-    try:
-        if path.is_file():
-            loaded = datasets.load_dataset("parquet", data_files=str(path))
-        elif (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path))
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataNotFoundError(
-            f"'{path.name}' cannot be read as a data set: {reason}",
-            "give a folder with one sub-folder of images a class, or parquet files",
-        ) from error
-    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
-    return path.name, splits
-
-
-def _column(rows: Rows, name: str) -> list[Any]:
-    return list(rows[name]) if hasattr(rows, "features") else [row[name] for row in rows]
-
-
-def _find_columns(rows: Rows, image: str | None, label: str | None) -> Columns:
-    kinds = _column_kinds(rows)
-    for given, option in ((image, "--image-column"), (label, "--label-column")):
-        if given is not None and given not in kinds:
-            raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
-    if image is not None and kinds[image] != "image":
-        raise ColumnError(f"the column '{image}' holds {kinds[image]}, not images", "name another with --image-column")
-    if label is not None and kinds[label] not in ("class", "integer", "string"):
-        raise ColumnError(f"the column '{label}' holds {kinds[label]}, not labels", "name another with --label-column")
-    image = image or _only(kinds, ("image",), "image", "name it with --image-column")
-    remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
-    if label is None and "class" in kinds.values():
-        label = _only(kinds, ("class",), "label", remedy)
-    return Columns(image, label or _only(kinds, ("integer", "string"), "label", remedy))
-
-
-def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, remedy: str) -> str:
-    found = [name for name, kind in kinds.items() if kind in wanted]
-    if len(found) == 1:
-        return found[0]
-    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    problem = "several columns could be" if found else "no column looks like"
-    raise ColumnError(f"{problem} the {what} column; the columns are: {seen}", remedy)
-
-
-def _column_kinds(rows: Rows) -> dict[str, str]:
-    """What each column holds, by its declared type or by the first row's value."""
-    if not hasattr(rows, "features"):
-        if len(rows) == 0:
-            return {}
-        if not isinstance(rows[0], Mapping):
-            raise ColumnError(
-                f"the rows are of type {type(rows[0]).__name__}, without named columns",
-                "give rows as dictionaries: [{'image': ..., 'label': ...}, ...]",
-            )
-        return {name: _kind_of_value(value) for name, value in rows[0].items()}
-    import datasets
-
-    kinds = {}
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            kinds[name] = "image"
-        elif isinstance(feature, datasets.ClassLabel):
-            kinds[name] = "class"
-        else:
-            dtype = str(getattr(feature, "dtype", type(feature).__name__))
-            kinds[name] = "integer" if "int" in dtype else dtype
-    return kinds
-
-
-def _kind_of_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    if hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's integers too
-        return "integer"
-    if isinstance(value, str):
-        return "string"
-    is_image = hasattr(value, "convert") or getattr(value, "ndim", 0) == 3  # PIL, or a prepared tensor
-    return "image" if is_image else type(value).__name__
-
-
-def _class_names(splits: Any, label: str, settings: Settings) -> tuple[str, ...]:
-    """Names as given, from the features, or the sorted distinct strings of all splits.
-
-    An objective of the caller's own needs no names: numbers then stand for themselves.
-    """
-    splits, given = list(splits), settings.class_names
-    declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
-    declared = declarations[0]
-    if any(names is not None and names != declared for names in declarations):
-        raise ClassNamesError(
-            f"the splits name the classes of '{label}' differently", "give a data set whose splits agree"
-        )
-    if given is not None and declared is not None and len(given) != len(declared):
-        raise ClassNamesError(
-            f"{len(given)} class names were given and the data set has {len(declared)} classes",
-            "give one name for each class, in the order of the labels",
-        )
-    known = given or declared
-    if known:
-        return tuple(known)
-    columns = [_column(rows, label) for rows in splits if label in _column_kinds(rows)]
-    values = {value for column in columns for value in column if value is not None}
-    if values and all(isinstance(value, str) for value in values):
-        return tuple(sorted(values))
-    if values and not settings.zero_shot:
-        return tuple(str(number) for number in range(int(max(values)) + 1))
-    raise ClassNamesError(
-        f"the column '{label}' holds numbers without names",
-        "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
-    )
+    return {str(getattr(data, "split", None) or "train"): data}

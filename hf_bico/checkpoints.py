@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,8 @@ WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_mod
 DELTA_FILE = "task_vector.safetensors"
 """The file of the delta format."""
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin")
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -58,6 +59,19 @@ class MemoryCheckpoint:
         return self.tensors[name]
 
 
+@dataclass(frozen=True)
+class HeaderCheckpoint:
+    """Names, shapes and dtypes of weights that are not on this machine yet."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    size: int
+    """Bytes of the files."""
+
+    def tensor(self, name: str) -> Tensor:
+        raise LookupError(f"'{name}' has not been downloaded")
+
+
 class FileCheckpoint:
     """The safetensors of one folder, opened lazily: a single file or shards with their index."""
 
@@ -81,26 +95,8 @@ class FileCheckpoint:
     @classmethod
     def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
         """The weights of a model folder, in the layout of `library` where there are two; pickles are refused."""
-        for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
-            if (folder / name).is_file():  # first, as transformers has it
-                return cls([folder / name])
-            index = folder / f"{name}.index.json"
-            if index.is_file():
-                return cls(_shards(index), index)
-        found = sorted(folder.glob("*.safetensors"))
-        if len(found) == 1 and found[0].name != "adapter_model.safetensors":
-            return cls(found)
-        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        if pickles:
-            raise PickledWeightsError(
-                f"'{folder.name}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
-                "save the model again as safetensors: load it in the library that made it and call "
-                "save_pretrained or safetensors.torch.save_file",
-            )
-        raise WeightsNotFoundError(
-            f"there are no weights in '{folder.name}' (looked for {' and '.join(WEIGHT_FILES.values())})",
-            "name the folder that holds the model's safetensors",
-        )
+        found = find_weights(folder, {file.name for file in folder.iterdir()}, library)
+        return cls([folder / name for name in found.names], None if found.index is None else folder / found.index)
 
     def tensor(self, name: str) -> Tensor:
         file = self._file_of[name]
@@ -242,17 +238,51 @@ def _with_prefix(own: list[str], known: set[str], dropped: str, added: str) -> d
     return {name: other for name, other in pairs if other in known}
 
 
-def _shards(index: Path) -> list[Path]:
+@dataclass(frozen=True)
+class WeightFiles:
+    """The names of the files that hold a model's weights."""
+
+    names: tuple[str, ...]
+    index: str | None = None
+
+
+def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
+    """Choose among a repo's files, in the layout of `library` where there are two; pickles are refused.
+
+    Only an index of shards is read, from `folder`: the weights themselves may be elsewhere.
+    """
+    called = called or folder.name
+    for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
+        if name in names:  # first, as transformers has it
+            return WeightFiles((name,))
+        if f"{name}.index.json" in names:
+            return WeightFiles(_shards(folder / f"{name}.index.json", names, called), f"{name}.index.json")
+    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    if len(found) == 1 and found[0] != "adapter_model.safetensors":
+        return WeightFiles(tuple(found))
+    pickles = sorted(name for name in names if name.endswith(PICKLES) and "/" not in name and name not in NO_WEIGHTS)
+    if pickles:
+        raise PickledWeightsError(
+            f"'{called}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
+            "--allow-pickle loads tensors and nothing else from them; or save the model again as safetensors",
+        )
+    raise WeightsNotFoundError(
+        f"there are no weights in '{called}' (looked for {' and '.join(WEIGHT_FILES.values())})",
+        "name a repo or folder that holds the model's safetensors",
+    )
+
+
+def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenWeightsError(
-            f"the index '{index.name}' in '{index.parent.name}' cannot be read: {error!r}", "copy it again"
+            f"the index '{index.name}' of '{called}' cannot be read: {error!r}", "copy it again"
         ) from error
-    for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
+    for name in shards:
+        if Path(name).name != name or name not in names:
             raise BrokenWeightsError(
-                f"the index '{index.name}' names the shard '{name}', which is not in '{index.parent.name}'",
+                f"the index '{index.name}' names the shard '{name}', which is not in '{called}'",
                 "copy or download the missing shard",
             )
-    return [index.parent / name for name in names]
+    return tuple(shards)

@@ -9,18 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hf_bico.errors import BicoError, UsageError
 from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METHOD_NAMES
+from hf_bico.sizes import read_size
 from hf_bico.version import __version__
-
-if TYPE_CHECKING:
-    from hf_bico.planning import Plan
-    from hf_bico.record import Record
-    from hf_bico.report import Report
 
 Command = Callable[..., Any]
 
@@ -64,9 +60,45 @@ def _output_options(command: Command) -> Command:
     return click.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings.")(command)
 
 
+def _hub_options(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--allow-pickle", is_flag=True, help="Read pickled weights, tensors alone, where nothing else is."
+        ),
+        click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN."),
+    ):
+        command = option(command)
+    return command
+
+
+def _push_options(command: Command) -> Command:
+    for option in reversed(
+        [
+            click.option(
+                "--private/--public",
+                "private",
+                default=None,
+                help="Visibility of a new repo; private by default if anything it was made from is private or gated.",
+            ),
+            click.option("--create-pr", is_flag=True, help="Open a pull request on an existing repo."),
+            click.option("--revision", help="Branch to push to; main by default."),
+            click.option("--message", help="Commit message."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 def _data_options(command: Command) -> Command:
     for option in reversed(
         [
+            click.option("--config", help="Configuration of the data set, where it has several."),
+            click.option(
+                "--max-download",
+                default="2GB",
+                show_default=True,
+                help="Most to download of a data set; large ones are sampled.",
+            ),
             click.option("--image-column", help="The column with the images, when it cannot be found by its type."),
             click.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
             click.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
@@ -99,17 +131,24 @@ def main() -> None:
 
     \b
     Examples:
-      hf-bico plan my-finetune --base model-A --to model-B
-      hf-bico port my-finetune --base model-A --to model-B --data eurosat -n 100
-      hf-bico eval my-finetune-to-model-B --data eurosat
+      hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
+      hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
+
+    Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders.
     """
+
+
+_TARGET = click.option("--to", "target", required=True, help="The pretrained model to carry to.")
+_BASE = click.option("--base", help="The model that SOURCE was fine-tuned from; by default what its card says.")
+_CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet files; by default what the card says."
 
 
 @main.command()
 @click.argument("source")
-@click.option("--to", "target", required=True, help="The pretrained model to carry to.")
-@click.option("--base", help="The pretrained model that SOURCE was fine-tuned from.")
-@click.option("--data", help="Calibration data: a folder of images or parquet files, or a parquet file.")
+@_TARGET
+@_BASE
+@click.option("--data", help=_CALIBRATION_DATA)
 @click.option("--split", help="Split to calibrate on; train by default.")
 @click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
 @click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
@@ -139,91 +178,125 @@ def main() -> None:
 )
 @click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
 @click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
-@click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
-@click.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@click.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
+@_push_options
+@click.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
+@click.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
+@click.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
 @click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@_hub_options
 @_output_options
 def port(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
     """Carry SOURCE's task vector to another pretrained model.
 
     \b
     Examples:
-      hf-bico port my-finetune --base model-A --to model-B --data eurosat
+      hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
       hf-bico port my-finetune --base model-A --to model-B --data eurosat -k 10 -o out --json
       hf-bico port my-finetune --base model-A --to model-B --data eurosat --format delta
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    output, overwrite, format_ = options.pop("output"), options.pop("overwrite"), options.pop("format_")
-    if options.pop("dry_run"):
-        with _edge():
-            _settings(options)
-        _show_plan(source, target, base, as_json, quiet, _typed("port", leave_out="dry_run"))
-        return
+    output, format_, overwrite = options.pop("output"), options.pop("format_"), options["overwrite"]
+    token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
+    push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
     with _edge():
+        push = _push(options)
         settings = _settings(options)
-        from hf_bico.checkpoints import expanded
-        from hf_bico.models import find_folder
+        if dry_run:
+            command = _typed("port", leave_out="dry_run")
+            _show_plan(source, target, base, data, token, allow_pickle, as_json, quiet, command)
+            return
+        from hf_bico.hub import Hub
+        from hf_bico.output import require_free
 
-        names = find_folder(source, "the fine-tuned model").name, find_folder(target, "the target").name
-        folder = expanded(output or f"{names[0]}-to-{names[1]}")
+        folder = Path(output or f"{_last(source)}-to-{_last(target)}").expanduser()
+        require_free(folder, overwrite)
+        if push_to is not None:
+            from hf_bico.pushing import require_pushable
+
+            push_to = require_pushable(push_to, push, Hub(token))
         # what takes seconds to import comes after what a typo would stop
         from hf_bico import pipeline
-        from hf_bico.output import require_free
+        from hf_bico.console import print_ported, print_pushed, shown_progress
+        from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
         from hf_bico.report import headline, is_worse
 
-        require_free(folder, overwrite)
-        with _progress(quiet or as_json) as progress:
-            ported = pipeline.port(source, target, base=base, data=data, progress=progress, **settings)
-            ported.save(folder, format_, overwrite)
+        with shown_progress(quiet or as_json) as progress:
+            ported = pipeline.port(
+                source,
+                target,
+                base=base,
+                data=data,
+                target_id=target_id,
+                token=token,
+                allow_pickle=allow_pickle,
+                progress=progress,
+                **settings,
+            )
+            ported.save(folder, format_, overwrite, repo=push_to)
         record = read_record(folder)
-        if as_json:
-            click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
-        elif not quiet:
-            _print_ported(record, ported.report, folder)
-        if (as_json or quiet) and is_worse(record):
+        if not (as_json or quiet):
+            print_ported(record, ported.report, folder)
+        elif is_worse(record):
             click.echo(f"Warning: {headline(record)}", err=True)
+        pushed = None if push_to is None else push_folder(folder, push_to, push, Hub(token))
+        if as_json:
+            result = {"folder": str(folder), "record": json.loads(record.to_json())}
+            click.echo(json.dumps(result if pushed is None else {**result, "pushed": vars(pushed)}))
+        elif pushed is not None and not quiet:
+            print_pushed(pushed)
 
 
 @main.command()
 @click.argument("source")
-@click.option("--to", "target", required=True, help="The pretrained model to carry to.")
-@click.option("--base", help="The pretrained model that SOURCE was fine-tuned from.")
-@click.option("--data", help="Calibration data, for the port line at the end.")
+@_TARGET
+@_BASE
+@click.option("--data", help=_CALIBRATION_DATA)
+@_hub_options
 @_output_options
-def plan(source: str, target: str, base: str | None, data: str | None, as_json: bool, quiet: bool) -> None:
-    """Say what a port would carry and leave behind, without reading a weight.
+def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+    """Say what a port would carry and leave behind, without downloading or reading a weight.
 
     \b
-    Example:
+    Examples:
+      hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico plan my-finetune --base model-A --to model-B
     """
-    command = ["hf-bico", "port", source, "--base", str(base), "--to", target, "--data", data or "DATA"]
-    _show_plan(source, target, base, as_json, quiet, shlex.join(command))
+    command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
+    command += ["--data", data] if data else []
+    with _edge():
+        _show_plan(
+            *(source, target, base, data, options["token"], options["allow_pickle"]),
+            *(options["as_json"], options["quiet"], shlex.join(command)),
+        )
 
 
 @main.command("eval")
 @click.argument("model")
-@click.option("--data", required=True, help="A folder of images or parquet files, or a parquet file.")
+@click.option("--data", required=True, help="A Hub id, a folder of images or parquet files, or a parquet file.")
 @click.option("--base", help="The whole model, where MODEL is a fine-tuned vision tower or a task vector.")
 @click.option("--split", help="Split to measure on; test by default, else validation, else train.")
 @click.option("-n", "n", type=int, help="Samples at most; all of the split by default.")
 @_data_options
+@_hub_options
 @_output_options
 def evaluate(model: str, data: str, base: str | None, n: int | None, **options: Any) -> None:
     """Measure the zero-shot accuracy of MODEL.
 
     \b
     Examples:
-      hf-bico eval my-finetune-to-model-B --data eurosat
+      hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
       hf-bico eval my-delta --base model-B --data eurosat
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
     with _edge():
         settings = _settings(options)
         from hf_bico.evaluation import evaluate_model
 
-        result = evaluate_model(model, data, base=base, n=n, **settings)
+        result = evaluate_model(model, data, base=base, n=n, **hub, **settings)
         if as_json:
             click.echo(json.dumps(vars(result)))
         elif not quiet:
@@ -232,10 +305,112 @@ def evaluate(model: str, data: str, base: str | None, n: int | None, **options: 
             )
 
 
+@main.command()
+@click.argument("ported")
+@click.option("-o", "output", help="Keep the result in this folder.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@_hub_options
+@_output_options
+def rerun(ported: str, output: str | None, device: str, **options: Any) -> None:
+    """Repeat a port from its record alone, and compare the weights' SHA-256.
+
+    PORTED is a folder or Hub repo that hf-bico wrote. Exit code 1 when a file differs.
+
+    \b
+    Example:
+      hf-bico rerun user/vit-b16-plus-eurosat
+    """
+    with _edge():
+        from hf_bico import rerunning
+        from hf_bico.console import print_rerun, shown_progress
+        from hf_bico.output import require_free
+
+        if output is not None:
+            require_free(Path(output).expanduser(), False)
+        with shown_progress(options["quiet"] or options["as_json"]) as progress:
+            again = rerunning.rerun(
+                ported,
+                folder=output,
+                device=device,
+                token=options["token"],
+                allow_pickle=options["allow_pickle"],
+                progress=progress,
+            )
+        if options["as_json"]:
+            click.echo(json.dumps({"same": again.same, **vars(again)}))
+        elif not options["quiet"] or not again.same:
+            print_rerun(again)
+        sys.exit(0 if again.same else 1)
+
+
+@main.command()
+@click.argument("folder")
+@_output_options
+def card(folder: str, as_json: bool, quiet: bool) -> None:
+    """Write the model card of FOLDER again, from its record alone.
+
+    \b
+    Example:
+      hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
+    """
+    with _edge():
+        from hf_bico.card import write_card
+        from hf_bico.record import read_record
+
+        place = Path(folder).expanduser()
+        file = write_card(read_record(place), place)
+        if as_json:
+            click.echo(json.dumps({"card": str(file)}))
+        elif not quiet:
+            click.echo(f"Written to {file}")
+
+
+@main.command()
+@click.argument("folder")
+@click.argument("repo")
+@_push_options
+@click.option("--overwrite", is_flag=True, help="Replace the files of a repo that is there already.")
+@click.option("--force", is_flag=True, help="Push although the port measured worse than its target.")
+@click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
+@_output_options
+def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Push FOLDER, which hf-bico wrote, to the Hub repo REPO as one commit.
+
+    \b
+    Examples:
+      hf-bico push vit-b16-eurosat-to-ViT-B-16-plus user/vit-b16-plus-eurosat
+      hf-bico push out user/vit-b16-plus-eurosat --create-pr
+    """
+    with _edge():
+        from hf_bico.console import print_pushed
+        from hf_bico.hub import Hub
+        from hf_bico.pushing import PushOptions, push_folder
+
+        pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
+        if as_json:
+            click.echo(json.dumps(vars(pushed)))
+        elif not quiet:
+            print_pushed(pushed)
+
+
+def _push(options: dict[str, Any]) -> Any:
+    """The options of a push, taken out of a port's."""
+    from hf_bico.pushing import PushOptions
+
+    own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
+    return PushOptions(**own, force=options["force"])
+
+
+def _last(reference: str) -> str:
+    """The last part of a reference, without its revision: what to call an output folder after."""
+    return Path(reference.rstrip("/").partition("@")[0]).name or "model"
+
+
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """Options as `Settings` takes them: files read, and checked before anything heavy is imported."""
     from hf_bico.settings import Settings
 
+    options["max_download"] = read_size(options["max_download"], "--max-download")
     if "no_eval" in options:
         options["evaluate"] = not options.pop("no_eval")
     for name in ("class_names", "templates"):
@@ -270,89 +445,25 @@ def _typed(command: str, leave_out: str) -> str:
     return shlex.join(words)
 
 
-def _show_plan(source: str, target: str, base: str | None, as_json: bool, quiet: bool, command: str) -> None:
-    with _edge():
-        from hf_bico import planning
+def _show_plan(
+    source: str,
+    target: str,
+    base: str | None,
+    data: str | None,
+    token: str | None,
+    allow_pickle: bool,
+    as_json: bool,
+    quiet: bool,
+    command: str,
+) -> None:
+    from hf_bico import planning
+    from hf_bico.console import print_plan
+    from hf_bico.hub import Hub
 
-        planned = planning.plan(source, target, base=base)
-        if as_json:
-            click.echo(json.dumps({**planned.as_dict(), "command": command}))
-        elif not quiet:
-            _print_plan(planned, command)
-
-
-def _print_plan(planned: Plan, command: str) -> None:
-    from collections import Counter
-
-    lineage = planned.lineage
-    click.echo(f"source  {lineage.source.name} ({lineage.source.family.name}), fine-tuned from {lineage.base.name}")
-    click.echo(f"target  {lineage.target.name} ({lineage.target.family.name})")
-    click.echo(
-        f"blocks  {lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, taken from {list(planned.blocks)}"
-    )
-    grids = [" x ".join(map(str, model.layout.tokens.grid)) for model in (lineage.base, lineage.target)]
-    click.echo(f"tokens  {grids[0]} -> {grids[1]} patches")
-    roles = Counter(pair.target.role for pair in planned.pairs)
-    click.echo(f"carried {len(planned.pairs)} sites: " + ", ".join(f"{role} x{count}" for role, count in roles.items()))
-    reasons = Counter(planned.left.values())
-    click.echo("left    " + (", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "nothing"))
-    if planned.missing:
-        click.echo(f"missing {len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
-    if planned.extra:
-        click.echo(
-            f"extra   {len(planned.extra)} tensors of the source are not in the base: {', '.join(planned.extra[:3])}"
-        )
-    verdict = "fits" if planned.fits else "does NOT fit"
-    click.echo(f"memory  about {_size(planned.memory_bytes)} and a batch's activations: {verdict} this machine")
-    click.echo(f"writes  {_size(planned.output_bytes)} as a full model")
-    click.echo(f"\nNext: {command}")
-
-
-def _size(count: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
-def _print_ported(record: Record, report: Report, folder: Path) -> None:
-    from hf_bico.report import VALUE_NAMES, format_table, headline
-
-    result = headline(record)
-    if result:
-        click.echo(result + "\n")
-        first = record.evaluation[0]
-        rows = [("model", first.metric)]
-        rows += [(VALUE_NAMES[entry.model], f"{entry.value:.1%}") for entry in record.evaluation]
-        click.echo(format_table(rows))
-        click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
-    click.echo(report.table())
-    click.echo(f"\n{report.summary()}")
-    for notice in record.notices:
-        click.echo(f"Notice: {notice}")
-    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
-    click.echo(f"seconds: {seconds}")
-    click.echo(f"\nWritten to {folder}")
-
-
-@contextmanager
-def _progress(off: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Bars on stderr when it is a terminal."""
-    if off or not sys.stderr.isatty():
-        yield lambda stage, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield show
+    planned = planning.plan(source, target, base=base, data=data, hub=Hub(token), allow_pickle=allow_pickle)
+    if planned.lineage.data is None:
+        command += " --data DATA"
+    if as_json:
+        click.echo(json.dumps({**planned.as_dict(), "command": command}))
+    elif not quiet:
+        print_plan(planned, command)

@@ -13,16 +13,11 @@ from typing import TypeVar
 import torch
 
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
+from hf_bico.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "open_clip_torch", "safetensors", "datasets")
 
 Result = TypeVar("Result")
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, steps done, steps in all)."""
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """No progress shown."""
 
 
 @dataclass

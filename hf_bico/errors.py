@@ -35,8 +35,52 @@ class RepoNotFoundError(RepoError):
     """There is no such folder or repo."""
 
 
-class BaseUnknownError(RepoError):
+class RevisionNotFoundError(RepoError):
+    """The repo has no such branch, tag or commit."""
+
+
+class WrongRepoTypeError(RepoError):
+    """A data set where a model was expected, or the other way round."""
+
+
+class EmptyRepoError(RepoError):
+    """The repo holds no files."""
+
+
+class AccessError(RepoError):
+    """The repo is gated or private, and this account may not read it."""
+
+
+class TokenError(RepoError):
+    """There is no token, or the Hub does not know it, or it may not do this."""
+
+
+class NotCachedError(RepoError):
+    """Offline, and the cache does not hold what is needed."""
+
+
+class HubUnavailableError(RepoError):
+    """The Hub cannot be reached, or fails."""
+
+
+class LineageError(BicoError):
+    """Where a fine-tuned model comes from cannot be found out."""
+
+
+class BaseUnknownError(LineageError):
     """The base of the fine-tuned model is not known."""
+
+
+class SeveralBasesError(LineageError):
+    """The card names several bases."""
+
+
+class DataUnknownError(LineageError):
+    """No calibration data was given and the card names none."""
+
+
+class SeveralDataSetsError(LineageError):
+    """The card names several data sets."""
 
 
 class WeightsError(BicoError):
@@ -115,6 +159,10 @@ class SampleCountError(DataError):
     """More samples were asked for than there are."""
 
 
+class DownloadTooLargeError(DataError):
+    """The samples cannot be had without downloading more than was allowed."""
+
+
 class UnreadableSampleError(DataError):
     """An image that cannot be decoded."""
 
@@ -133,6 +181,18 @@ class OutputError(BicoError):
 
 class OutputExistsError(OutputError):
     """The output folder is there already."""
+
+
+class PushError(BicoError):
+    """The result cannot be pushed; the repo is as it was."""
+
+
+class PushRefusedError(PushError):
+    """The result should not be pushed as it is: worse than the target, or more public than what it was made from."""
+
+
+class RemoteExistsError(PushError):
+    """The Hub repo is there already."""
 
 
 class MemoryExhaustedError(BicoError):

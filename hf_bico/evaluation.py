@@ -11,11 +11,13 @@ import torch
 from hf_bico.calibration import Samples, evaluation_split, open_data
 from hf_bico.checkpoints import DELTA_FILE
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
-from hf_bico.errors import BaseMismatchError, DataNotFoundError
+from hf_bico.errors import BaseMismatchError, BaseUnknownError, DataNotFoundError
 from hf_bico.families import LiveModel
-from hf_bico.models import Model, ModelReference, find_folder
+from hf_bico.hub import Hub
+from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
 from hf_bico.record import EvaluationRecord
+from hf_bico.repos import Place, locate
 from hf_bico.settings import Settings
 from hf_bico.statistics import exact_float32
 from hf_bico.task_vector import TaskVector
@@ -38,15 +40,23 @@ def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, b
 @torch.inference_mode(False)
 @exact_float32()
 def evaluate_model(
-    model: ModelReference, data: Any, *, base: ModelReference | None = None, n: int | None = None, **options: Any
+    model: ModelReference,
+    data: Any,
+    *,
+    base: ModelReference | None = None,
+    n: int | None = None,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> EvaluationRecord:
     """The accuracy of a model on a split of a data set; `base` completes a task vector or a part of a model.
 
     The split is the one asked for, else test, else validation, else train; all of it unless `n` is given.
     """
     settings = Settings(n=n, **options)
-    whole, vector, name = _open(model, base)
-    samples_from = open_data(data, settings)
+    hub = Hub(token)
+    whole, vector, name = _open(model, base, hub, allow_pickle)
+    samples_from = open_data(data, settings, hub, known_names=whole.origin.class_names or None, measure=True)
     split = evaluation_split(samples_from, settings.split)
     order = samples_from.order(split, settings.seed)
     if not order:
@@ -61,20 +71,37 @@ def evaluate_model(
     return EvaluationRecord(name, samples_from.name, split, len(samples), "accuracy", value)
 
 
-def _open(model: ModelReference, base: ModelReference | None) -> tuple[Model, TaskVector | None, str]:
-    """The whole model to load, what to add to it, and the name of the result."""
-    if base is None:
-        opened = Model.open(model, "the model")
-        return opened, None, opened.name
-    if isinstance(model, str | Path) and (folder := find_folder(model, "the model") / DELTA_FILE).is_file():
-        vector = TaskVector.load(folder)
-        whole = Model.open(base, "the base", str(vector.about.get("library", "transformers")))
+def _open(
+    model: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
+) -> tuple[Model, TaskVector | None, str]:
+    """The whole model to load, what to add to it, and the name of the result; all of it on this machine."""
+
+    def opened(reference: ModelReference | Place, what: str, library: str = "transformers") -> Model:
+        return Model.open(reference, what, library, hub, allow_pickle).fetched()
+
+    place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
+    if place is not None and DELTA_FILE in place.sizes:
+        place.fetch([DELTA_FILE])
+        vector = TaskVector.load(place.folder)
+        whole = opened(
+            base or _base_of(vector, place.name), "the base", str(vector.about.get("library", "transformers"))
+        )
         if whole.sha256 and vector.about.get("base_sha256", whole.sha256) != whole.sha256:
             raise BaseMismatchError(
-                f"the task vector '{folder.parent.name}' was made for other weights than those of '{whole.name}'",
+                f"the task vector '{place.name}' was made for other weights than those of '{whole.name}'",
                 f"name the model that it was made for, '{vector.about.get('base')}', with --base",
             )
-        return whole, vector, folder.parent.name
-    opened = Model.open(model, "the model")
-    whole = Model.open(base, "the base", opened.family.library)
-    return whole, TaskVector.from_models(opened.checkpoint, whole.checkpoint), opened.name
+        return whole, vector, place.name
+    tuned = opened(place or model, "the model")
+    if base is None:
+        return tuned, None, tuned.name
+    whole = opened(base, "the base", tuned.family.library)
+    return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name
+
+
+def _base_of(vector: TaskVector, name: str) -> str:
+    """The Hub model that a task vector was made for, as its file says."""
+    base, commit = vector.about.get("base"), vector.about.get("base_commit")
+    if not commit:
+        raise BaseUnknownError(f"'{name}' is a task vector over a local model", "name that model with --base")
+    return f"{base}@{commit}"

@@ -1,4 +1,4 @@
-"""Writing a result: a folder that appears whole or not at all. Knows files and tensors; not how they were made."""
+"""Writing a result: a folder that appears whole or not at all. Knows folders; not what is written into them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
-from hf_bico.checkpoints import FileCheckpoint, tensor_offsets
 from hf_bico.errors import OutputError, OutputExistsError
 from hf_bico.record import RECORD_FILE
-from hf_bico.task_vector import TaskVector, add_delta
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
@@ -74,21 +71,3 @@ def _replace(folder: Path, new: Path) -> None:
     finally:
         if not any(aside.iterdir()):  # an old result that could not be put back is kept here
             aside.rmdir()
-
-
-def write_full(target: FileCheckpoint, vector: TaskVector, folder: Path) -> list[Path]:
-    """Copies of the target's files with the changed tensors overwritten in place.
-
-    Headers, order and every other tensor are the target's, bit for bit, and memory holds one tensor at a time.
-    """
-    written = [Path(shutil.copyfile(file, folder / file.name)) for file in target.files]
-    for file, copy in zip(target.files, written, strict=True):
-        offsets = tensor_offsets(file)
-        with copy.open("r+b") as stream:
-            for name in offsets.keys() & vector.keys():
-                changed = add_delta(target.tensor(name), vector[name], name)
-                stream.seek(offsets[name])
-                stream.write(changed.contiguous().flatten().view(torch.uint8).numpy().data)
-    if target.index is not None:
-        shutil.copyfile(target.index, folder / target.index.name)
-    return written

@@ -6,6 +6,7 @@ Computes and returns data classes; prints nothing.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from hf_bico.calibration import Drawn, Samples, draw, evaluation_samples
 from hf_bico.card import write_card
 from hf_bico.checkpoints import FileCheckpoint, expanded, sha256_of
+from hf_bico.deltas import Deltas
 from hf_bico.environment import (
-    Progress,
     Stopwatch,
     choose_device,
     choose_dtype,
@@ -27,16 +28,19 @@ from hf_bico.environment import (
     halving_batches,
     installed_versions,
     peak_memory,
-    silent,
 )
-from hf_bico.errors import DataNotFoundError, ObjectiveError, OutputError, UsageError
+from hf_bico.errors import DataUnknownError, ObjectiveError, OutputError, UsageError
 from hf_bico.evaluation import zero_shot_accuracy
 from hf_bico.families import LiveModel
+from hf_bico.hub import Hub
 from hf_bico.methods import METHODS
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
-from hf_bico.output import whole_folder, write_full
+from hf_bico.output import whole_folder
+from hf_bico.patching import write_full
 from hf_bico.planning import Plan, plan
+from hf_bico.progress import Progress, silent
+from hf_bico.pushing import Pushed, PushOptions, push_folder
 from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
 from hf_bico.recording import Findings, make_record, with_output
 from hf_bico.report import Report
@@ -71,23 +75,38 @@ class Ported:
         module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
         return self.task_vector.apply_to(module.to(device, torch.float32))
 
-    def save(self, folder: str | Path, format: str = "full", overwrite: bool = False) -> Path:
-        """Write weights, `bico.json` and the model card; the folder appears whole or not at all."""
+    def save(self, folder: str | Path, format: str = "full", overwrite: bool = False, repo: str | None = None) -> Path:
+        """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
+
+        `repo` is the Hub id that the card is for, when it will be pushed.
+        """
         folder = expanded(folder)
         with whole_folder(folder, overwrite) as scratch:
             weights = self._write_weights(scratch, format)
-            output = OutputRecord(format, sha256_of(weights), self.rounding_lost if format == "full" else None)
-            record = with_output(self.record, output)
+            lost = self.rounding_lost if format == "full" else None
+            record = with_output(self.record, OutputRecord(format, sha256_of(weights), lost, repo))
             record.write(scratch)
             write_card(record, scratch)
         return folder
+
+    def push_to_hub(self, repo_id: str, *, format: str = "full", token: str | None = None, **options: Any) -> Pushed:
+        """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`.
+
+        private, create_pr, revision, message, overwrite, force.
+        """
+        wanted = PushOptions(**options)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.save(Path(scratch) / "ported", format, repo=repo_id)
+            return push_folder(folder, repo_id, wanted, Hub(token))
 
     def _write_weights(self, folder: Path, format: str) -> list[Path]:
         if format not in FORMATS:
             raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
         if format == "delta":
-            about = {"base": self.target.name, "base_sha256": self.target.sha256, "library": self.target.family.library}
-            return [self.task_vector.save(folder, **about)]
+            about: dict[str, Any] = {"base": self.target.name, "base_sha256": self.target.sha256}
+            if self.target.commit is not None:
+                about["base_commit"] = self.target.commit
+            return [self.task_vector.save(folder, library=self.target.family.library, **about)]
         checkpoint, origin = self.target.checkpoint, self.target.folder
         if origin is None or not isinstance(checkpoint, FileCheckpoint):
             raise OutputError(
@@ -107,35 +126,44 @@ def port(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    target_id: str | None = None,
+    token: str | None = None,
+    allow_pickle: bool = False,
     progress: Progress = silent,
     **options: Any,
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
-    Models are folders, or loaded modules for an objective of your own; `data` is a folder of images or parquet
-    files, a `datasets` object or a list of rows. The options, with what they mean, are those of `hf_bico.Settings`:
-    n, per_class, split, seed, method, completion, alpha, objective, image_column, label_column, class_names,
-    templates, batch_size, device, dtype, evaluate, force.
+    Models are Hub ids, folders, or loaded modules for an objective of your own; `data` is a Hub id, a folder of images
+    or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's card
+    names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card. The
+    options, with what they mean, are those of `hf_bico.Settings`: n, per_class, config, split, seed,
+    max_download, method, completion, alpha, objective, image_column, label_column, class_names, templates,
+    batch_size, device, dtype, evaluate, force.
 
-    >>> ported = hf_bico.port("my-finetune", to="model-B", base="model-A", data="eurosat", n=100)  # doctest: +SKIP
-    >>> ported.save("my-finetune-on-B")  # doctest: +SKIP
+    >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
+    >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
     settings = Settings(**options)
-    started, watch = datetime.now(UTC), Stopwatch(progress)
+    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
     device = choose_device(settings.device)
     method = METHODS[settings.method](settings)
 
     with watch("plan"):
-        planned = plan(source, to, base=base)
+        planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+        if planned.lineage.data is None and method.needs_statistics:
+            raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
+    with watch("sample"):
+        drawn = _draw(planned, settings, hub)
+    with watch("download"):
+        planned = planned.fetched(progress)
+        if target_id is not None:
+            planned = planned.with_target_id(target_id, hub)
     lineage = planned.lineage
     with watch("read"):
         vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
         pairs = [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
         require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
-    with watch("sample"):
-        drawn = draw(data, settings) if data is not None else None
-        if drawn is None and method.needs_statistics:
-            raise DataNotFoundError("no calibration data was given", "name a data set with --data")
     with watch("load"):
         two = _load_pair(planned, device, settings, drawn)
 
@@ -147,7 +175,7 @@ def port(
         method.prepare(pairs, statistics)
     with watch("transport"):
         carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
-        ported = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
+        ported = TaskVector(gather(carried, pairs, lineage.target.checkpoint, settings.alpha))
         stored, rounding_lost = as_stored(ported, lineage.target.checkpoint)
         report = account(vector, carried, pairs, planned.left)
     evaluation: list[EvaluationRecord] = []
@@ -161,6 +189,7 @@ def port(
         peak_memory=peak_memory(device),
         device=device_name(device),
         dtype=str(two.source.dtype).removeprefix("torch."),
+        batch_size=settings.batch_size,
         processes=1,
         versions=installed_versions(),
     )
@@ -168,6 +197,12 @@ def port(
         found = Findings(vector, report, tuple(evaluation))
         record = make_record(planned, settings, drawn, found, run)
     return Ported(ported, report, record, lineage.target, rounding_lost)
+
+
+def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
+    data = planned.lineage.data
+    known = planned.lineage.source.origin.class_names
+    return None if data is None else draw(data, settings, hub, known_names=known or None)
 
 
 @dataclass(frozen=True)
@@ -235,7 +270,7 @@ def _loss(
 
 
 def _evaluate(
-    two: _Pair, drawn: Drawn, vector: TaskVector, ported: TaskVector, settings: Settings, progress: Progress
+    two: _Pair, drawn: Drawn, vector: Deltas, ported: Deltas, settings: Settings, progress: Progress
 ) -> list[EvaluationRecord]:
     """Target zero-shot, ported, and source fine-tuned, on the same held-out samples."""
     split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, settings.seed)

@@ -1,31 +1,63 @@
 """The plan: what a port would carry and leave behind, and what it needs, from metadata alone.
 
-Reads names, shapes and configurations; no weights, no torch.
+Resolves the lineage and matches the sites by names, shapes and configurations; no weights, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import FileCheckpoint, overlap
-from hf_bico.errors import BaseMismatchError, BaseUnknownError, ModelError
+from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint, overlap
+from hf_bico.errors import (
+    BaseMismatchError,
+    BaseUnknownError,
+    DataUnknownError,
+    LineageError,
+    ModelError,
+    RepoNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from hf_bico.hub import Hub, HubRepo
+from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model, ModelReference
+from hf_bico.progress import Progress, silent
+from hf_bico.references import HubReference, parse
+from hf_bico.repos import Place, locate
 from hf_bico.sites import Layout, SitePair
 
 UNMATCHED = "no counterpart in the target"
+_MOST_PARENTS = 4
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The three models of a port."""
+    """The three models of a port, and the data set to calibrate on."""
 
     source: Model
     base: Model
     target: Model
+    data: Any = None
+    """A reference, or rows that were passed."""
+    data_repo: HubRepo | None = None
+    no_data: LineageError | None = None
+    """Why no data set is known."""
+    notices: tuple[str, ...] = ()
+    """What was found out on the way and should be known."""
+
+    @property
+    def models(self) -> tuple[Model, Model, Model]:
+        return self.source, self.base, self.target
+
+    @property
+    def restricted(self) -> list[str]:
+        """The Hub repos among them that are private or gated."""
+        repos = [model.place.repo for model in self.models if model.place is not None]
+        return [repo.id for repo in (*repos, self.data_repo) if repo is not None and repo.restricted]
 
 
 @dataclass(frozen=True)
@@ -58,10 +90,53 @@ class Plan:
         return models + 2 * 8 * covariances + carried
 
     @property
+    def download_bytes(self) -> int:
+        """What is not on this machine yet of the three models; the data set's samples come on top."""
+        source, base, target = self.lineage.models
+        places = {(model.name, model.commit): (model.place, model.needed()) for model in (base, target)}
+        places.setdefault((source.name, source.commit), (source.place, source.needed(beside=False)))
+        return sum(place.to_download(names) for place, names in places.values() if place is not None)
+
+    def fetched(self, progress: Progress = silent) -> Plan:
+        """The same plan with the models' files on this machine."""
+        total, done = self.download_bytes, 0
+
+        def downloaded(count: int) -> None:
+            nonlocal done
+            done += count
+            progress("download", done, total)
+
+        if total:
+            progress("download", 0, total)
+        source, base, target = self.lineage.models
+        local = replace(
+            self.lineage,
+            source=source.fetched(downloaded, beside=False),
+            base=base.fetched(downloaded),
+            target=target.fetched(downloaded),
+        )
+        return replace(self, lineage=local)
+
+    def with_target_id(self, repo_id: str, hub: Hub) -> Plan:
+        """The plan with a local target known by its Hub id, which must hold the same weights."""
+        target = self.lineage.target
+        found = parse(f"hf-hub:{repo_id}", "the target's id")
+        if target.place is None or not isinstance(found, HubReference):
+            raise UsageError(f"--target-id is '{repo_id}'", "give the OWNER/NAME of a target that is a folder")
+        repo = hub.repo(found, "the target's id")
+        if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
+            raise BaseMismatchError(
+                f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
+                "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
+            )
+        named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))
+        return replace(self, lineage=replace(self.lineage, target=named))
+
+    @property
     def output_bytes(self) -> int:
         """Size of the written model; a full port is as large as its target."""
         checkpoint = self.lineage.target.checkpoint
-        if isinstance(checkpoint, FileCheckpoint):
+        if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):
             return checkpoint.size
         return 4 * _elements(self.lineage.target)
 
@@ -73,9 +148,11 @@ class Plan:
         """Plain data, for JSON."""
         lineage = self.lineage
         return {
-            "source": lineage.source.name,
-            "base": lineage.base.name,
-            "target": lineage.target.name,
+            "source": _named(lineage.source.name, lineage.source.commit),
+            "base": _named(lineage.base.name, lineage.base.commit),
+            "target": _named(lineage.target.name, lineage.target.commit),
+            "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
+            "notices": list(lineage.notices),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
             "sites": [
@@ -92,6 +169,7 @@ class Plan:
             "missing": list(self.missing),
             "extra": list(self.extra),
             "tokens": {"source": asdict(lineage.base.layout.tokens), "target": asdict(lineage.target.layout.tokens)},
+            "download_bytes": self.download_bytes,
             "memory_bytes": self.memory_bytes,
             "machine_bytes": machine_memory(),
             "output_bytes": self.output_bytes,
@@ -99,20 +177,104 @@ class Plan:
         }
 
 
-def plan(source: ModelReference, to: ModelReference, *, base: ModelReference | None = None) -> Plan:
-    """What `port` would do with these models; opens them, but reads no weight.
+def plan(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    hub: Hub | None = None,
+    allow_pickle: bool = False,
+) -> Plan:
+    """What `port` would do with these models; resolves and opens them, but reads no weight.
 
-    >>> hf_bico.plan("my-finetune", to="model-B", base="model-A").pairs  # doctest: +SKIP
+    >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").pairs  # doctest: +SKIP
     """
-    if base is None:
+    return make_plan(resolve(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle))
+
+
+def resolve(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    hub: Hub | None = None,
+    allow_pickle: bool = False,
+) -> Lineage:
+    """Find the base and the data set that were not named, pin every repo, and make sure that all can be read."""
+    hub = hub or Hub()
+    place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
+    origin = Origin() if place is None else read_origin(place.folder, place.name)
+    name = type(source).__name__ if place is None else place.name
+    start: ModelReference | Place = base if base is not None else _named_base(origin, name, hub)
+    notices: list[str] = []
+    if isinstance(start, str | Path | Place):
+        start = _unquantised(start, hub, notices)
+    target = locate(to, "the target", hub) if isinstance(to, str | Path) else to
+    data_repo, no_data = None, None
+    if data is None:
+        data, data_repo, no_data = _named_data(origin, name, hub)
+    elif isinstance(data, str | Path) and isinstance(found := parse(data, "the data set", files=True), HubReference):
+        data_repo = hub.repo(found, "the data set", "dataset")
+
+    tuned = Model.open(place or source, "the fine-tuned model", "transformers", hub, allow_pickle)
+    first = Model.open(start, "the base", tuned.family.library, hub, allow_pickle)
+    last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
+    notices += [model.notice for model in (tuned, first, last) if model.notice]
+    repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
+    notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
+    return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
+
+
+def find_base(place: Place, hub: Hub) -> Place:
+    """The base that a repo names, where it is found."""
+    return _named_base(read_origin(place.folder, place.name), place.name, hub)
+
+
+def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
+    base = base_of(origin, name)
+    try:
+        return locate(base, "the base", hub)
+    except RepoNotFoundError as error:
         raise BaseUnknownError(
-            f"the base of '{source if isinstance(source, str | Path) else type(source).__name__}' is not known",
+            f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
             "name the model that was fine-tuned with --base",
-        )
-    tuned = Model.open(source, "the fine-tuned model")
-    start = Model.open(base, "the base", tuned.family.library)
-    target = Model.open(to, "the target", start.family.library)
-    return make_plan(Lineage(tuned, start, target))
+        ) from error
+
+
+def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[str | None, HubRepo | None, LineageError | None]:
+    data = data_of(origin, name)
+    if isinstance(data, LineageError):
+        return None, None, data
+    try:
+        return data, hub.repo(HubReference(data), "the data set", "dataset"), None
+    except RepoNotFoundError as error:
+        cause = f"the card of '{name}' names the data set '{data}': {error.cause}"
+        return None, None, DataUnknownError(cause, "name a data set with --data")
+
+
+def _unquantised(start: str | Path | Place, hub: Hub, notices: list[str]) -> Place:
+    """The base, or the model that it was quantised from; a base that was fine-tuned itself is noticed."""
+    place = start if isinstance(start, Place) else locate(start, "the base", hub)
+    for _ in range(_MOST_PARENTS):
+        origin = read_origin(place.folder, place.name)
+        if not origin.quantized:
+            if origin.bases:
+                notices.append(
+                    f"The base {place.name} was itself made from {', '.join(origin.bases)}: what it learnt over that "
+                    "is not carried."
+                )
+            return place
+        if len(origin.bases) != 1:
+            break
+        parent = _named_base(origin, place.name, hub)
+        notices.append(f"The base {place.name} is quantised: its parent {parent.name} is used.")
+        place = parent
+    raise UnsupportedModelError(
+        f"the base '{place.name}' is quantised, and its card does not name the one model that it was made from",
+        "name the unquantised model with --base",
+    )
 
 
 def make_plan(lineage: Lineage) -> Plan:
@@ -133,6 +295,10 @@ def make_plan(lineage: Lineage) -> Plan:
     left = {slot.tensor: UNMATCHED for slot in base.layout.slots() if slot.tensor not in carried}
     left.update(base.layout.others)
     return Plan(lineage, tuple(blocks), tuple(pairs), left, shared.missing, shared.extra)
+
+
+def _named(name: str, commit: str | None) -> dict[str, str]:
+    return {"id": name} if commit is None else {"id": name, "commit": commit}
 
 
 def machine_memory() -> int:

@@ -18,15 +18,35 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class ModelRecord:
+    """One model; `commit` is there for a Hub repo, and then `id` is its Hub id, else the name of a local folder.
+
+    `license` (with `license_name` where it is "other") and `language` are what its own card says.
+    """
+
     id: str
+    commit: str | None = None
     sha256: dict[str, str] = field(default_factory=dict)
     family: str | None = None
     kind: str | None = None
     base: ModelRecord | None = None
+    license: str | None = None
+    license_name: str | None = None
+    language: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """The row groups that were read of one parquet file, and how many rows they have in all."""
+
+    file: str
+    row_groups: list[int]
+    rows: int
 
 
 @dataclass(frozen=True)
 class DataRecord:
+    """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other."""
+
     id: str
     split: str
     n: int
@@ -36,7 +56,10 @@ class DataRecord:
     columns: dict[str, str]
     labels: str
     class_names: list[str]
+    commit: str | None = None
+    config: str | None = None
     per_class: int | None = None
+    parts: list[PartRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,11 +108,15 @@ class LeftRecord:
 
 @dataclass(frozen=True)
 class OutputRecord:
-    """What was written; `rounding_lost` is the share of the change that rounding to half precision took away."""
+    """What was written, and the Hub `repo` it was made for.
+
+    `rounding_lost` is the share of the change that rounding to half precision took away.
+    """
 
     format: str
     files: dict[str, str]
     rounding_lost: float | None = None
+    repo: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +138,7 @@ class RunRecord:
     peak_memory: int
     device: str
     dtype: str
+    batch_size: int
     processes: int
     versions: dict[str, str]
 
@@ -178,6 +206,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (Record, "output"): OutputRecord,
     (Record, "evaluation"): EvaluationRecord,
     (ModelRecord, "base"): ModelRecord,
+    (DataRecord, "parts"): PartRecord,
 }
 
 

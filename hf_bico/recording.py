@@ -6,6 +6,8 @@ import shlex
 from dataclasses import dataclass, replace
 
 from hf_bico.calibration import Drawn
+from hf_bico.deltas import Deltas
+from hf_bico.models import Model
 from hf_bico.planning import Lineage, Plan
 from hf_bico.record import (
     DataRecord,
@@ -19,7 +21,6 @@ from hf_bico.record import (
 )
 from hf_bico.report import Report
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
-from hf_bico.task_vector import TaskVector
 from hf_bico.version import __version__
 
 NOTABLE_ROUNDING = 0.05
@@ -30,7 +31,7 @@ NOTABLE_ROUNDING = 0.05
 class Findings:
     """What a run found out."""
 
-    vector: TaskVector
+    vector: Deltas
     report: Report
     evaluation: tuple[EvaluationRecord, ...]
 
@@ -44,14 +45,8 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     return Record(
         hf_bico=__version__,
         command=_command(planned, settings, drawn),
-        source=ModelRecord(
-            lineage.source.name,
-            lineage.source.sha256,
-            lineage.source.family.name,
-            kind="full",
-            base=ModelRecord(lineage.base.name, lineage.base.sha256),
-        ),
-        target=ModelRecord(lineage.target.name, lineage.target.sha256, lineage.target.family.name),
+        source=replace(_model_record(lineage.source), kind="full", base=_model_record(lineage.base)),
+        target=_model_record(lineage.target),
         data=None if drawn is None else _data_record(drawn, settings),
         objective=ObjectiveRecord("zero-shot" if settings.zero_shot else own_name, templates),
         method=MethodRecord(settings.method, settings.alpha, list(planned.blocks), completion),
@@ -63,9 +58,22 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     )
 
 
+def _model_record(model: Model) -> ModelRecord:
+    origin = model.origin
+    return ModelRecord(
+        model.name,
+        model.commit,
+        model.sha256,
+        model.family.name,
+        license=origin.license,
+        license_name=origin.license_name,
+        language=list(origin.language),
+    )
+
+
 def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: Findings) -> list[str]:
     """What a reader of the result should know and would not see."""
-    notices = []
+    notices = list(lineage.notices)
     target = lineage.target.sha256
     for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
         if target and target == model.sha256:
@@ -78,8 +86,11 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
             listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             notices.append(f"Tensors {what}: {len(names)} ({listed}).")
     if drawn is not None:
-        if len(set(drawn.samples.labels)) == 1:
+        seen, known = len(set(drawn.samples.labels)), len(drawn.data.class_names)
+        if seen == 1:
             notices.append("All calibration samples are of one class.")
+        elif drawn.split in drawn.data.parts and 2 * seen < min(known, len(drawn.samples)):
+            notices.append(f"The samples are of {seen} of {known} classes, read from a part of the data set: see -k.")
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
     if settings.evaluate and not found.evaluation:
@@ -105,13 +116,23 @@ def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
         split=drawn.split,
         n=len(drawn.samples),
         per_class=settings.per_class,
-        sampling="random",
+        sampling="row groups" if drawn.split in drawn.data.parts else "random",
         seed=settings.seed,
         indices=list(drawn.samples.indices),
         columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},
         labels="dataset",
         class_names=list(drawn.data.class_names),
+        commit=None if drawn.data.repo is None else drawn.data.repo.commit,
+        config=drawn.data.config,
+        parts=list(drawn.data.parts.get(drawn.split, [])),
     )
+
+
+def _reference(model: Model) -> str:
+    """What to type for a model: its Hub id, with the revision that was asked for, or the folder's name."""
+    repo = None if model.place is None else model.place.repo
+    revision = None if repo is None else repo.asked.revision
+    return model.name if revision is None else f"{model.name}@{revision}"
 
 
 def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | None:
@@ -123,12 +144,15 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
     models = (lineage.source, lineage.base, lineage.target)
     if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None
-    words = ["hf-bico", "port", lineage.source.name, "--base", lineage.base.name, "--to", lineage.target.name]
+    source, base, target = (_reference(model) for model in models)
+    words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
-        words += ["--data", drawn.data.name, "--split", drawn.split]
+        repo = drawn.data.repo
+        words += ["--data", drawn.data.name if repo is None else str(repo.asked), "--split", drawn.split]
         words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
     for option, value, default in (
         ("--seed", settings.seed, None),
+        ("--config", drawn.data.config if drawn else None, None),
         ("--image-column", settings.image_column, None),
         ("--label-column", settings.label_column, None),
         ("--class-names", "FILE" if settings.class_names else None, None),

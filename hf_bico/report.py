@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from hf_bico.record import LeftRecord, Record, SiteRecord
 from hf_bico.sites import ROLES
@@ -109,6 +110,20 @@ def is_worse(record: Record) -> bool:
     return target is not None and ported is not None and ported < target
 
 
+def gap_closed(record: Record) -> float | None:
+    """The share of the way from the target's own accuracy to the fine-tuned source's; None where there is no way."""
+    target, ported, source = (record.value(name) for name in ("target", "ported", "source"))
+    if target is None or ported is None or source is None or source <= target:
+        return None
+    return (ported - target) / (source - target)
+
+
+def sampling_error(record: Record) -> float | None:
+    """Half the width of the 95% interval of the least certain accuracy, by the number of its samples."""
+    counted = [entry for entry in record.evaluation if entry.metric == "accuracy" and entry.n > 0]
+    return max((1.96 * sqrt(max(0.0, e.value * (1 - e.value)) / e.n) for e in counted), default=None)
+
+
 def headline(record: Record) -> str | None:
     """The result in one sentence: what the port did to the target's accuracy; None when nothing was measured."""
     target, ported, source = (record.value(name) for name in ("target", "ported", "source"))
@@ -119,6 +134,7 @@ def headline(record: Record) -> str | None:
     if ported == target:
         return f"The port changed nothing in the target's accuracy of {target:.1%}."
     sentence = f"Accuracy {ported:.1%}, up from the target's {target:.1%}"
-    if source is not None and source > target:
-        sentence += f": {(ported - target) / (source - target):.0%} of the way to the fine-tuned source's {source:.1%}"
+    closed = gap_closed(record)
+    if closed is not None:
+        sentence += f": {closed:.0%} of the way to the fine-tuned source's {source:.1%}"
     return sentence + ", with no training step."

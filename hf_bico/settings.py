@@ -15,14 +15,16 @@ FORMATS = ("full", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_SAMPLES = 100
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
+DEFAULT_DOWNLOAD = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of a port.
 
-    Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` by `seed`; `image_column`,
-    `label_column` and `class_names` where they cannot be found; prompts from `templates`, with {} for the class.
+    Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` of the data set's `config` by
+    `seed`, with at most `max_download` bytes of it downloaded; `image_column`, `label_column` and `class_names` where
+    they cannot be found; prompts from `templates`, with {} for the class.
     Loss: `objective` is "auto" (zero-shot), or a callable (model, batch) -> loss that sums over the samples of
     `batch.pixels` and `batch.labels`.
     Method: "bico", or "naive" for comparison; `completion` says what the maps do where calibration saw nothing: "drop"
@@ -31,6 +33,7 @@ class Settings:
     although the base looks wrong.
     """
 
+    config: str | None = None
     split: str | None = None
     n: int | None = None
     per_class: int | None = None
@@ -43,6 +46,7 @@ class Settings:
     label_column: str | None = None
     class_names: Sequence[str] | None = None
     templates: Sequence[str] = DEFAULT_TEMPLATES
+    max_download: int = DEFAULT_DOWNLOAD
     batch_size: int = 32
     device: str = "auto"
     dtype: str = "auto"

@@ -1,45 +1,52 @@
-"""TaskVector: what fine-tuning changed, as named deltas over one base model.
+"""TaskVector: what fine-tuning changed, taken from two models, saved and loaded, pulled and pushed.
 
-A vector is a weighted sum of sources that are read when asked for, so arithmetic costs nothing and a difference
-of two checkpoints never stands in memory as a whole. Knows tensors and safetensors, not models or the Hub.
+The arithmetic is that of `deltas`; here is how a task vector comes in and goes out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hf_bico.card import CARD_FILE
 from hf_bico.checkpoints import (
     DELTA_FILE,
+    WEIGHT_FILES,
     Checkpoint,
     FileCheckpoint,
     MemoryCheckpoint,
     Overlap,
-    align_names,
     expanded,
     open_safetensors,
-    overlap,
     save_tensors,
+    sha256_of,
 )
-from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
+from hf_bico.deltas import Deltas, Difference, Lazy
+from hf_bico.errors import BaseUnknownError, RecordError
+from hf_bico.hub import Hub
+from hf_bico.models import fetch_checkpoint
+from hf_bico.planning import find_base
+from hf_bico.pushing import Pushed, PushOptions, RepoName, push_folder
+from hf_bico.repos import Place, locate
+from hf_bico.vector_card import render_vector_card
 
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1
 
 ModelLike = str | Path | nn.Module | Checkpoint
-"""A model folder, a loaded model, or an opened checkpoint."""
+"""A Hub id, a model folder, a loaded model, or an opened checkpoint."""
 
 
-class TaskVector(Mapping[str, Tensor]):
-    """Named changes of weights over one base model.
+class TaskVector(Deltas):
+    """Named changes of weights over one base model; `about` says which, as far as it is known.
 
+    >>> import torch
+    >>> from hf_bico.checkpoints import MemoryCheckpoint
     >>> base = {"w": torch.zeros(2), "same": torch.ones(2)}
     >>> tuned = {"w": torch.ones(2), "same": torch.ones(2)}
     >>> tau = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
@@ -50,226 +57,84 @@ class TaskVector(Mapping[str, Tensor]):
     def __init__(
         self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None, about: Mapping[str, Any] | None = None
     ) -> None:
-        self._terms: tuple[tuple[float, Mapping[str, Tensor]], ...] = ((1.0, deltas),)
-        self.overlap = overlap or Overlap()
+        super().__init__(deltas, overlap)
         self.about = dict(about or {})
 
     @classmethod
-    def from_models(cls, fine_tuned: ModelLike, base: ModelLike) -> TaskVector:
+    def from_models(cls, fine_tuned: ModelLike, base: ModelLike | None = None, token: str | None = None) -> TaskVector:
         """Fine-tuned minus base, tensor by tensor; tensors that are equal in both do not appear.
 
-        The names are the base's. A fine-tuned model that holds only a part of its base (a vision tower) or
-        spells its names with another prefix is lined up with it; what one side lacks is in `overlap`.
+        The base may be left out where the fine-tuned model's card names it. The names are the base's. A fine-tuned
+        model that holds only a part of its base (a vision tower) or spells its names with another prefix is lined up
+        with it; what one side lacks is in `overlap`.
         """
-        difference = Difference.between(as_checkpoint(fine_tuned), as_checkpoint(base))
-        return cls(difference, difference.overlap)
+        hub = Hub(token)
+        tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
+        if base is None:
+            if not isinstance(tuned, Place):
+                raise BaseUnknownError("the base of a loaded model is not known", "pass base=")
+            start: Place | nn.Module | Checkpoint = find_base(tuned, hub)
+        else:
+            start = locate(base, "the base", hub) if isinstance(base, str | Path) else base
+        tuned_checkpoint, about = _opened(tuned, "source")
+        start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"))
+        difference = Difference.between(tuned_checkpoint, start_checkpoint)
+        return cls(difference, difference.overlap, {**about, **more})
 
     @classmethod
-    def load(cls, path: str | Path) -> TaskVector:
-        """Read back what `save` wrote: a folder with `task_vector.safetensors`, or that file."""
+    def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
+        """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
         file = expanded(path)
-        file = file / DELTA_FILE if file.is_dir() else file
         if not file.is_file():
-            raise RecordError(f"there is no task vector at '{path}'", f"name a folder that holds {DELTA_FILE}")
+            place = locate(path, "the task vector", Hub(token))
+            if DELTA_FILE not in place.sizes:
+                raise RecordError(
+                    f"there is no task vector in '{place.name}'", f"name a repo or folder that holds {DELTA_FILE}"
+                )
+            place.fetch([DELTA_FILE])
+            file = place.folder / DELTA_FILE
         with open_safetensors(file, "pt") as reader:
             header = json.loads((reader.metadata() or {}).get("hf_bico", "{}"))
-        if header.get("format") != _FORMAT or header.get("schema") != _SCHEMA:
+        if header.pop("format", None) != _FORMAT or header.pop("schema", None) != _SCHEMA:
             raise RecordError(f"'{file.name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
-        return cls(_Lazy(FileCheckpoint([file])), about=header)
+        return cls(Lazy(FileCheckpoint([file])), about=header)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about}, sort_keys=True)
+        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **self.about, **about}, sort_keys=True)
         # one metadata entry: safetensors does not promise an order of several
         save_tensors(self, file, {"hf_bico": header})
         return file
 
-    def __getitem__(self, name: str) -> Tensor:
-        parts = [
-            source[name] if weight == 1.0 else weight * source[name] for weight, source in self._terms if name in source
-        ]
-        if not parts:
-            raise KeyError(name)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+    def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
+        """Push the delta format with a short card, as one commit; the options are those of `PushOptions`.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(name for _, source in self._terms for name in source))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in source for _, source in self._terms)
-
-    def __repr__(self) -> str:
-        return f"TaskVector of {len(self)} tensors"
-
-    def __add__(self, other: TaskVector) -> TaskVector:
-        return self._combined(self._terms + other._terms, Overlap())
-
-    def __radd__(self, other: int) -> TaskVector:
-        """`sum` of vectors begins with 0."""
-        return self if other == 0 else NotImplemented
-
-    def __mul__(self, factor: float) -> TaskVector:
-        return self._combined(tuple((factor * weight, source) for weight, source in self._terms), self.overlap)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> TaskVector:
-        return self * (1 / divisor)
-
-    def __neg__(self) -> TaskVector:
-        return -1.0 * self
-
-    def __sub__(self, other: TaskVector) -> TaskVector:
-        return self + -other
-
-    def energy(self, name: str) -> float:
-        """The squared norm of one delta."""
-        return float(self[name].double().square().sum())
-
-    def apply_to(self, model: nn.Module) -> nn.Module:
-        """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
-        self._apply(model)
-        return model
-
-    @contextmanager
-    def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
-        originals = self._apply(model)
-        try:
-            yield model
-        finally:
-            _put_back(originals)
-
-    def _apply(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """Change the parameters; returns them with what they held before."""
-        parameters = dict(model.named_parameters())
-        places = align_names(self, parameters)
-        unplaced = [name for name in self if name not in places]
-        if unplaced:
-            raise BaseMismatchError(
-                f"the model has no parameter '{unplaced[0]}' ({len(unplaced)} of {len(self)} deltas have no place)",
-                "apply the task vector to the model that it was made for",
-            )
-        originals: list[tuple[nn.Parameter, Tensor]] = []
-        try:
-            for name, place in places.items():
-                parameter = parameters[place]
-                changed = add_delta(parameter.data, self[name], name)
-                originals.append((parameter, parameter.data))
-                parameter.data = changed
-        except BaseException:
-            _put_back(originals)
-            raise
-        return originals
-
-    @classmethod
-    def _combined(cls, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap) -> TaskVector:
-        vector = cls({}, overlap)
-        vector._terms = terms
-        return vector
+        private, create_pr, revision, message, overwrite, force.
+        """
+        wanted = PushOptions(**options)
+        parts = [part for part in ("source", "base") if self.about.get(f"{part}_commit")]
+        made_from: list[RepoName] = [("model", str(self.about[part])) for part in parts]
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.save(Path(scratch) / "task-vector").parent
+            card = render_vector_card(self.about, len(self), repo_id)
+            (folder / CARD_FILE).write_text(card, encoding="utf-8")
+            return push_folder(folder, repo_id, wanted, Hub(token), made_from)
 
 
-def _put_back(originals: list[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, data in originals:
-        parameter.data = data
-
-
-def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
-    """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
-    if weight.shape != delta.shape:
-        raise BaseMismatchError(
-            f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
-            "apply the task vector to the model that it was made for",
-        )
-    wide = torch.promote_types(torch.promote_types(weight.dtype, delta.dtype), torch.float32)
-    return (weight.to(wide) + delta.to(weight.device, wide)).to(weight.dtype)
-
-
-def as_checkpoint(model: ModelLike) -> Checkpoint:
-    if isinstance(model, str | Path):
-        return FileCheckpoint.in_folder(expanded(model))
-    return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model
-
-
-@dataclass
-class Difference(Mapping[str, Tensor]):
-    """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
-
-    fine_tuned: Checkpoint
-    base: Checkpoint
-    overlap: Overlap
-    changed: dict[str, None]
-    """The base's names of the tensors that differ, in order."""
-    _last: tuple[str, Tensor] | None = None
-    """The latest delta: q, k and v read the same tensor one after the other."""
-
-    @classmethod
-    def between(cls, fine_tuned: Checkpoint, base: Checkpoint) -> Difference:
-        shared = overlap(fine_tuned.shapes, base.shapes)
-        changed = (
-            name for name, own in shared.names.items() if _changed(fine_tuned.tensor(own), base.tensor(name), name)
-        )
-        return cls(fine_tuned, base, shared, dict.fromkeys(changed))
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
-        if self._last is None or self._last[0] != name:
-            tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
-            wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
-            # what a narrower fine-tuned copy lost by rounding is no change
-            start = start.to(tuned.device, tuned.dtype) if _narrower(tuned, start) else start.to(tuned.device)
-            self._last = (name, tuned.to(wide) - start.to(wide))
-        return self._last[1]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.changed
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.changed)
-
-    def __len__(self) -> int:
-        return len(self.changed)
-
-
-def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
-    if not tuned.is_floating_point():
-        return False
-    for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteWeightsError(
-                f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
-            )
-    wide = tuned.dtype if _narrower(tuned, start) else torch.promote_types(tuned.dtype, start.dtype)
-    return not torch.equal(tuned.to(wide), start.to(tuned.device, wide))
-
-
-def _narrower(tensor: Tensor, other: Tensor) -> bool:
-    return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
-
-
-@dataclass
-class _Lazy(Mapping[str, Tensor]):
-    """A checkpoint as a mapping."""
-
-    checkpoint: Checkpoint
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.checkpoint.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.checkpoint.shapes)
-
-    def __len__(self) -> int:
-        return len(self.checkpoint.shapes)
+def _opened(
+    model: Place | nn.Module | Checkpoint, part: str, library: str = "transformers"
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """A model's weights on this machine, and what to remember of a repo."""
+    if isinstance(model, nn.Module):
+        return MemoryCheckpoint.of(model), {}
+    if not isinstance(model, Place):
+        return model, {}
+    checkpoint = fetch_checkpoint(model, library)
+    about: dict[str, Any] = {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
+    if model.commit is not None:
+        about[f"{part}_commit"] = model.commit
+    names = {file.name for file in checkpoint.files}
+    layouts = [layout for layout, name in WEIGHT_FILES.items() if name in names]
+    return checkpoint, {**about, "library": layouts[0]} if layouts else about

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import Checkpoint
+from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError, NonFiniteWeightsError
 from hf_bico.methods import Carried, SiteDelta
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
 from hf_bico.sites import Site, SitePair, Slot
-from hf_bico.task_vector import TaskVector, add_delta
 
 IMPLAUSIBLE = 0.9
 """The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""
 
 
-def site_delta(vector: TaskVector, site: Site) -> SiteDelta:
+def site_delta(vector: Deltas, site: Site) -> SiteDelta:
     """What the vector changes at one site."""
     return SiteDelta(_read(vector, site.weight), None if site.bias is None else _read(vector, site.bias))
 
 
-def _read(vector: TaskVector, slot: Slot) -> Tensor | None:
+def _read(vector: Deltas, slot: Slot) -> Tensor | None:
     if slot.tensor not in vector:
         return None
     part: Tensor = slot.view(vector[slot.tensor])
     return part if bool(part.any()) else None
 
 
-def require_plausible(vector: TaskVector, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
+def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
     """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give.
 
     `sites` are those that it changes.
@@ -55,7 +55,7 @@ def require_plausible(vector: TaskVector, sites: Sequence[Site], base: Checkpoin
         )
 
 
-def _ratio(vector: TaskVector, slot: Slot, base: Checkpoint) -> float:
+def _ratio(vector: Deltas, slot: Slot, base: Checkpoint) -> float:
     """|tau| / |W| of one weight."""
     change = _read(vector, slot)
     if change is None:
@@ -64,7 +64,7 @@ def _ratio(vector: TaskVector, slot: Slot, base: Checkpoint) -> float:
     return float(change.norm() / start.to(change.dtype).norm())
 
 
-def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> TaskVector:
+def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> Deltas:
     """alpha times the carried changes, put into the target's tensors."""
     deltas: dict[str, Tensor] = {}
     for pair in pairs:
@@ -75,10 +75,10 @@ def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Ch
                     wide = torch.promote_types(target.tensor(slot.tensor).dtype, torch.float32)
                     deltas[slot.tensor] = torch.zeros(target.shapes[slot.tensor], dtype=wide)
                 slot.view(deltas[slot.tensor]).copy_(alpha * change)
-    return TaskVector(deltas)
+    return Deltas(deltas)
 
 
-def as_stored(vector: TaskVector, target: Checkpoint) -> tuple[TaskVector, float | None]:
+def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
     """The change that is left once the sum is rounded to the target's own dtype, and the share that is lost.
 
     The share is None where the target is stored in full precision.
@@ -96,11 +96,11 @@ def as_stored(vector: TaskVector, target: Checkpoint) -> tuple[TaskVector, float
         lost += _energy(stored[name] - delta)
         total += _energy(delta)
     halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)
-    return TaskVector(stored), lost / total if halved and total else None
+    return Deltas(stored), lost / total if halved and total else None
 
 
 def account(
-    vector: TaskVector, carried: Mapping[str, Carried], pairs: Iterable[SitePair], left: Mapping[str, str]
+    vector: Deltas, carried: Mapping[str, Carried], pairs: Iterable[SitePair], left: Mapping[str, str]
 ) -> Report:
     """Where the task vector's energy went: into which sites, how much unseen, and what stayed behind."""
     total = sum(vector.energy(name) for name in vector)

@@ -18,7 +18,7 @@ from hf_bico.calibration import (
     evaluation_split,
     open_data,
 )
-from hf_bico.errors import ClassNamesError, ColumnError, DataNotFoundError, SampleCountError
+from hf_bico.errors import ClassNamesError, ColumnError, DataNotFoundError, RepoNotFoundError, SampleCountError
 from hf_bico.settings import Settings
 
 NAMES = ["cat", "dog", "owl"]
@@ -63,6 +63,20 @@ def test_parquet_file_and_folder(tmp_path: Path) -> None:
         assert data.columns.image == "image"
         assert data.class_names == tuple(NAMES)
         assert len(data.labels("train")) == 30
+
+
+def test_configurations_of_a_folder(tmp_path: Path) -> None:
+    entries = "".join(f"- config_name: {name}\n  data_files: {name}.parquet\n" for name in ("few", "many"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    table(3).to_parquet(tmp_path / "few.parquet")
+    table(30).to_parquet(tmp_path / "many.parquet")
+    with pytest.raises(DataNotFoundError, match="has several configurations") as caught:
+        open_data(tmp_path)
+    assert caught.value.remedy == "choose one with --config: few, many"
+    data = open_data(tmp_path, Settings(config="few"))
+    assert (len(data.splits["train"]), data.config, data.repo) == (3, "few", None)
+    with pytest.raises(DataNotFoundError, match="no configurations"):
+        open_data(tmp_path / "few.parquet", Settings(config="few"))
 
 
 def test_saved_to_disk(tmp_path: Path) -> None:
@@ -110,6 +124,15 @@ def test_numbers_without_names_ask_for_them() -> None:
     assert open_data(rows, Settings(class_names=NAMES)).labels("train") == {i: i % 3 for i in range(9)}
     with pytest.raises(ClassNamesError, match="label 2, outside of the 2 classes"):
         open_data(rows, Settings(class_names=NAMES[:2])).labels("train")
+
+
+def test_known_names_are_for_numbers_without_names() -> None:
+    rows = [{"image": picture(i), "label": i % 3} for i in range(9)]
+    assert open_data(rows, known_names=NAMES).class_names == tuple(NAMES)
+    assert open_data(rows, Settings(class_names=["a", "b", "c"]), known_names=NAMES).class_names == ("a", "b", "c")
+    assert open_data(table(), known_names=["a", "b", "c", "d"]).class_names == tuple(NAMES)
+    with pytest.raises(ClassNamesError, match="label 2, outside of the 2 classes"):
+        open_data(rows, known_names=NAMES[:2]).labels("train")
 
 
 def test_draw_is_fixed_for_ever() -> None:
@@ -165,7 +188,7 @@ def test_evaluation_never_uses_a_calibration_sample() -> None:
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataNotFoundError, match="no data set at"):
+    with pytest.raises(RepoNotFoundError, match="the data set: there is no folder"):
         open_data(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataNotFoundError, match="cannot be read as a data set"):

@@ -69,7 +69,7 @@ def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
     assert raw["layers"] == [0, 1]
     assert raw["fits"] is True
     dry = run("port", *paths, "--dry-run", "--alpha", "0.5", "-k", "3").stdout
-    typed = f"hf-bico port {scene.tuned} --to {scene.target} --base {scene.base} -k 3 --alpha 0.5"
+    typed = f"hf-bico port {scene.tuned} --to {scene.target} --base {scene.base} -k 3 --alpha 0.5 --data DATA"
     assert dry.endswith(f"Next: {typed}\n")
     assert dry.splitlines()[:-1] == text.splitlines()[:-1]
 
@@ -318,11 +318,11 @@ def n_and_k(scene: Scene, folder: Path) -> list[str]:
 
 MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (missing_folder, 1, "the target: there is no folder", "check the path"),
-    (hub_id, 1, "there is no folder 'laion/ViT-B-16-plus'", "hf download laion/ViT-B-16-plus"),
+    (hub_id, 1, "the target 'laion/ViT-B-16-plus' is not on the Hub", "did you mean 'ViT-B-16-plus-240/laion400m_e32'"),
     (wrong_family, 1, "the target 'bert' is of no known family", "open_clip ViT, transformers CLIP"),
-    (no_base, 1, "the base of", "--base"),
+    (no_base, 1, "does not say which model it was fine-tuned from", "--base"),
     (other_base, 1, "in the fine-tuned model and", "--base"),
-    (no_data, 1, "there is no data set at", "--data"),
+    (no_data, 1, "the data set: there is no folder", "check the path"),
     (no_label_column, 1, "no column looks like the label column", "--label-column"),
     (
         too_many_samples,
@@ -342,7 +342,7 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (mistyped_folder, 1, "there is no folder", "did you mean"),
     (too_few_class_names, 1, "2 class names were given and the data set has 4 classes", "one name for each class"),
     (no_gpu, 1, "CUDA", "--device cpu"),
-    (empty_reference, 1, "the target: the reference is empty", "name a folder"),
+    (empty_reference, 1, "the target: the reference is empty", "name a Hub repo or a folder"),
     (adapter, 1, "is a PEFT adapter", "merge_and_unload"),
     (long_name, 1, "there is no folder", "check the path"),
     (unknown_user, 1, "there is no folder", "check the path"),
@@ -409,7 +409,7 @@ def test_eval_of_a_delta_over_its_target(scene: Scene, tmp_path: Path) -> None:
         values.append(json.loads(run("eval", str(out), "--data", str(scene.data), "--json", *extra).stdout)["value"])
     assert values[0] == values[1]
     alone = run("eval", str(tmp_path / "delta"), "--data", str(scene.data))
-    assert "is a task vector, not a model" in alone.stderr
+    assert "is a task vector over a local model" in alone.stderr
 
 
 def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:

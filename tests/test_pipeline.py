@@ -17,7 +17,7 @@ from toys import CLASS_NAMES, build_tokenizer, random_rows
 import hf_bico
 from hf_bico.errors import (
     BaseMismatchError,
-    DataNotFoundError,
+    DataUnknownError,
     EmptyTaskVectorError,
     ImplausibleTaskVectorError,
     MemoryExhaustedError,
@@ -320,7 +320,7 @@ def test_blocks_that_share_a_source_count_its_energy_once(tmp_path: Path) -> Non
 
 def test_equal_models_have_nothing_to_carry(scene: Scene) -> None:
     with pytest.raises(EmptyTaskVectorError, match="differs from its base nowhere"):
-        hf_bico.port(scene.base, to=scene.target, base=scene.base, data=scene.data)
+        hf_bico.port(scene.base, to=scene.target, base=scene.base, data=scene.data, n=24)
 
 
 def test_unrelated_base_of_the_same_shape_is_refused(scene: Scene, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_unrelated_base_of_the_same_shape_is_refused(scene: Scene, tmp_path: Pat
 
 
 def test_bico_needs_data(scene: Scene) -> None:
-    with pytest.raises(DataNotFoundError, match="no calibration data"):
+    with pytest.raises(DataUnknownError, match="no calibration data"):
         port(scene, data=None)
 
 

@@ -232,7 +232,7 @@ def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
     raw = json.loads((ported.save(tmp_path / "out") / "bico.json").read_text())
     assert raw["schema"] == 1
     assert raw["source"].keys() == {"id", "sha256", "family", "kind", "base"}
-    assert raw["source"]["base"].keys() == {"id", "sha256"}
+    assert raw["source"]["base"].keys() == {"id", "sha256", "family"}
     assert raw["target"].keys() == {"id", "sha256", "family"}
     data = {"id", "split", "n", "sampling", "seed", "indices", "columns", "labels", "class_names"}
     assert raw["data"].keys() == data
@@ -245,7 +245,8 @@ def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
     assert {entry["reason"] for entry in raw["left"]} == {"LayerNorm", "class token", "positions", "patch stem"}
     assert raw["output"]["files"].keys() == {"open_clip_model.safetensors"}
     assert [entry["model"] for entry in raw["evaluation"]] == ["target", "ported", "source"]
-    assert raw["run"].keys() == {*("started", "seconds", "peak_memory", "device", "dtype", "processes", "versions")}
+    run = ("started", "seconds", "peak_memory", "device", "dtype", "batch_size", "processes", "versions")
+    assert raw["run"].keys() == {*run}
 
 
 def test_card_says_what_was_measured(tmp_path: Path) -> None:
@@ -254,5 +255,5 @@ def test_card_says_what_was_measured(tmp_path: Path) -> None:
     card = (ported.save(tmp_path / "out") / "README.md").read_text()
     for entry in ported.record.evaluation:
         assert f"{entry.value:.1%}" in card
-    assert ported.record.command in card
+    assert "hf-bico port SOURCE --base BASE --to TARGET --data DATA --split train -n 24 --seed 0" in card
     assert "Measured on 20 samples of split `test`" in card

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,30 +13,15 @@ import open_clip
 import pytest
 import torch
 from click.testing import CliRunner
-from filelock import FileLock
 from safetensors.torch import load_file
 
 import hf_bico
 from hf_bico.cli import main
-from hf_bico.demo import TASKS, World, build, fine_tune, pretrain
+from hf_bico.demo import TASKS, World, fine_tune, pretrain
 from hf_bico.evaluation import evaluate_model
 
 SEEDS = (0, 1, 2)
 TASK_NAMES = [task.name for task in TASKS]
-
-
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], World]:
-    """The world of a seed, made once a test run whatever the number of workers."""
-    own = tmp_path_factory.getbasetemp()
-    # workers share the folder above their own; alone, that one would outlive the test run
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "small-worlds"
-
-    def make(seed: int) -> World:
-        with FileLock(f"{folder}-{seed}.lock"):
-            return build(folder, seed=seed)
-
-    return make
 
 
 def accuracies(world: World, task: str, method: str) -> dict[str, float]:

@@ -70,10 +70,14 @@ class Family(ABC):
     def wrap(self, module: nn.Module) -> LiveModel:
         """A model that the caller has loaded."""
 
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        """The files beside the weights that a written model may need: configuration, tokenizer, processor, licence."""
+        return (self.config_file, *self.processor_files, *TOKENIZER_FILES, *LICENCE_FILES)
+
     def side_files(self, folder: Path) -> list[Path]:
-        """The files beside the weights that a written model needs: configuration, tokenizer, processor, licence."""
-        names = (self.config_file, *self.processor_files, *TOKENIZER_FILES, *LICENCE_FILES)
-        return [folder / name for name in names if (folder / name).is_file()]
+        """Those of them that a folder has."""
+        return [folder / name for name in self.side_names if (folder / name).is_file()]
 
 
 class LiveModel(ABC):

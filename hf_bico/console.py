@@ -1,0 +1,158 @@
+"""What the command line shows: plans, results and progress, as text. Computes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hf_bico.progress import Progress, silent
+from hf_bico.report import VALUE_NAMES, Report, format_table, headline
+from hf_bico.sizes import size_text
+
+if TYPE_CHECKING:
+    from hf_bico.models import Model
+    from hf_bico.planning import Plan
+    from hf_bico.pushing import Pushed
+    from hf_bico.record import Record
+    from hf_bico.rerunning import Rerun
+
+
+def print_plan(planned: Plan, command: str) -> None:
+    lineage = planned.lineage
+    click.echo(f"source  {_known(lineage.source)}")
+    click.echo(f"base    {_known(lineage.base)}")
+    click.echo(f"target  {_known(lineage.target)}")
+    click.echo(f"data    {_data(planned)}")
+    for notice in lineage.notices:
+        click.echo(f"note    {notice}")
+    click.echo(
+        f"blocks  {lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, taken from {list(planned.blocks)}"
+    )
+    grids = [" x ".join(map(str, model.layout.tokens.grid)) for model in (lineage.base, lineage.target)]
+    click.echo(f"tokens  {grids[0]} -> {grids[1]} patches")
+    roles = Counter(pair.target.role for pair in planned.pairs)
+    click.echo(f"carried {len(planned.pairs)} sites: " + ", ".join(f"{role} x{count}" for role, count in roles.items()))
+    click.echo(f"shapes  {_shapes(planned)}")
+    reasons = Counter(planned.left.values())
+    click.echo("left    " + (", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "nothing"))
+    if planned.missing:
+        click.echo(f"missing {len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
+    if planned.extra:
+        click.echo(
+            f"extra   {len(planned.extra)} tensors of the source are not in the base: {', '.join(planned.extra[:3])}"
+        )
+    samples = ", and samples" if lineage.data_repo else ""
+    click.echo(f"fetches {size_text(planned.download_bytes)} of models{samples}")
+    fits = "fits" if planned.fits else "does NOT fit"
+    click.echo(f"memory  about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine")
+    click.echo(f"writes  {size_text(planned.output_bytes)} as a full model")
+    click.echo(f"\n{_verdict(planned)}\nNext: {command}")
+
+
+def _known(model: Model) -> str:
+    commit = "" if model.commit is None else f" at {model.commit[:12]}"
+    licence = f", licence {model.origin.license}" if model.origin.license else ""
+    return f"{model.name}{commit} ({model.family.name}{licence})"
+
+
+def _data(planned: Plan) -> str:
+    lineage = planned.lineage
+    if lineage.data_repo is not None:
+        return f"{lineage.data_repo.id} at {lineage.data_repo.commit[:12]}"
+    if lineage.data is None:
+        return "not known"
+    return Path(str(lineage.data)).name if isinstance(lineage.data, str | Path) else "rows"
+
+
+def _shapes(planned: Plan) -> str:
+    """The shape of each role, source to target."""
+    shapes = {
+        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}"
+        for pair in planned.pairs
+    }
+    return ", ".join(shapes.values())
+
+
+def _by(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _verdict(planned: Plan) -> str:
+    problems = [] if planned.fits else ["the models do not fit this machine's memory"]
+    if planned.lineage.data is None:
+        problems.append("the data set to calibrate on is not known (--data)")
+    return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
+
+
+def print_ported(record: Record, report: Report, folder: Path) -> None:
+    result = headline(record)
+    if result:
+        click.echo(result + "\n")
+        first = record.evaluation[0]
+        rows = [("model", first.metric)]
+        rows += [(VALUE_NAMES[entry.model], f"{entry.value:.1%}") for entry in record.evaluation]
+        click.echo(format_table(rows))
+        click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
+    click.echo(report.table())
+    click.echo(f"\n{report.summary()}")
+    for notice in record.notices:
+        click.echo(f"Notice: {notice}")
+    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
+    click.echo(f"seconds: {seconds}")
+    click.echo(f"\nWritten to {folder}")
+
+
+def print_pushed(pushed: Pushed) -> None:
+    seen = "private" if pushed.private else "public"
+    if pushed.pull_request:
+        click.echo(f"Opened {pushed.pull_request}")
+    elif pushed.changed:
+        click.echo(f"Pushed to {pushed.url} ({seen}), commit {pushed.commit[:12]}")
+    else:
+        click.echo(f"{pushed.url} ({seen}) holds these files already, commit {pushed.commit[:12]}")
+
+
+def print_rerun(again: Rerun) -> None:
+    if again.same:
+        click.echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
+    else:
+        click.echo(f"Different: {', '.join(name for name, same in again.files.items() if not same)}")
+    for difference in again.differences:
+        click.echo(f"Note: {difference}")
+
+
+@contextmanager
+def shown_progress(off: bool) -> Iterator[Progress]:
+    """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
+    if off:
+        yield silent
+        return
+    if not sys.stderr.isatty():
+        yield _announced
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), *Bars.get_default_columns(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            label = f"{stage} {size_text(total)}" if stage == "download" and total > 1 else stage
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(label)
+            bars.update(tasks[stage], description=label, completed=done, total=total)
+
+        yield show
+
+
+def _announced(stage: str, done: int, total: int) -> None:
+    if stage == "download" and done == 0 and total > 1:
+        click.echo(f"Downloading {size_text(total)} of models", err=True)

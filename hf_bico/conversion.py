@@ -1,0 +1,82 @@
+"""Pickled weights, made safetensors: only tensors are read from them, and no code runs.
+
+Knows files and tensors; whether that may be done at all is decided by who calls.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.checkpoints import WEIGHT_FILES, save_tensors, sha256_of
+from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PICKLES = {
+    "transformers": ("pytorch_model.bin",),
+    "open_clip": ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pt"),
+}
+_WRAPPERS = ("state_dict", "model")
+
+
+def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple[str, list[str]]:
+    """The library whose layout the pickles have, and their names; `folder` holds the index of shards, if any."""
+    for layout in dict.fromkeys((library, *_PICKLES)):
+        for name in _PICKLES[layout]:
+            if name in names:
+                return layout, [name]
+            index = f"{name}.index.json"
+            if index in names:
+                shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+                return layout, sorted(shard for shard in shards if shard in names)
+    raise WeightsNotFoundError(
+        f"none of the pickles of '{folder.name}' is a whole model",
+        f"looked for {', '.join(name for files in _PICKLES.values() for name in files)}; save it as safetensors",
+    )
+
+
+def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[str]) -> Path:
+    """A folder with the same weights as safetensors, and the files `beside` them; made once, kept in the cache."""
+    from huggingface_hub import constants
+
+    from hf_bico.output import whole_folder
+
+    digest = "-".join(value[:16] for value in sha256_of(folder / name for name in names).values())[:80]
+    converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / f"{library}-{digest}"
+    if not converted.is_dir():
+        tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
+        with whole_folder(converted) as scratch:
+            # safetensors keeps no two names for one memory
+            save_tensors(
+                {key: value.clone() for key, value in tensors.items()},
+                scratch / WEIGHT_FILES[library],
+                {"format": "pt"},
+            )
+            for name in beside:
+                if (folder / name).is_file():
+                    (scratch / name).write_bytes((folder / name).read_bytes())
+    return converted
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise BrokenWeightsError(
+            f"'{file.name}' cannot be read as tensors alone: {' '.join(str(error).split())[:200]}",
+            "load it in the library that made it and save it as safetensors",
+        ) from error
+    for wrapper in _WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    found = {str(key): value for key, value in content.items() if isinstance(value, torch.Tensor)}
+    if not found:
+        raise BrokenWeightsError(f"there are no tensors in '{file.name}'", "name a repo that holds a model's weights")
+    return found

@@ -1,0 +1,212 @@
+"""Deltas: named changes of weights, their arithmetic, and how they are added to a model.
+
+A sum of weighted sources that are read when asked for, so arithmetic costs nothing and a difference of two
+checkpoints never stands in memory as a whole. Knows tensors; not files, models or the Hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from hf_bico.checkpoints import Checkpoint, Overlap, align_names, overlap
+from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
+
+
+class Deltas(Mapping[str, Tensor]):
+    """Named changes of weights over one base model.
+
+    >>> tau = Deltas({"w": torch.ones(2)})
+    >>> (0.5 * tau + tau)["w"]
+    tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None) -> None:
+        self._terms: tuple[tuple[float, Mapping[str, Tensor]], ...] = ((1.0, deltas),)
+        self.overlap = overlap or Overlap()
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = [
+            source[name] if weight == 1.0 else weight * source[name] for weight, source in self._terms if name in source
+        ]
+        if not parts:
+            raise KeyError(name)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for _, source in self._terms for name in source))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in source for _, source in self._terms)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} tensors"
+
+    def __add__(self, other: Self) -> Self:
+        return self._combined(self._terms + other._terms, Overlap())
+
+    def __radd__(self, other: int) -> Self:
+        """`sum` of vectors begins with 0."""
+        return self if other == 0 else NotImplemented
+
+    def __mul__(self, factor: float) -> Self:
+        return self._combined(tuple((factor * weight, source) for weight, source in self._terms), self.overlap)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Self:
+        return self * (1 / divisor)
+
+    def __neg__(self) -> Self:
+        return -1.0 * self
+
+    def __sub__(self, other: Self) -> Self:
+        return self + -other
+
+    def energy(self, name: str) -> float:
+        """The squared norm of one delta."""
+        return float(self[name].double().square().sum())
+
+    def apply_to(self, model: nn.Module) -> nn.Module:
+        """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
+        self._apply(model)
+        return model
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
+        originals = self._apply(model)
+        try:
+            yield model
+        finally:
+            _put_back(originals)
+
+    def _apply(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        """Change the parameters; returns them with what they held before."""
+        parameters = dict(model.named_parameters())
+        places = align_names(self, parameters)
+        unplaced = [name for name in self if name not in places]
+        if unplaced:
+            raise BaseMismatchError(
+                f"the model has no parameter '{unplaced[0]}' ({len(unplaced)} of {len(self)} deltas have no place)",
+                "apply the task vector to the model that it was made for",
+            )
+        originals: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for name, place in places.items():
+                parameter = parameters[place]
+                changed = add_delta(parameter.data, self[name], name)
+                originals.append((parameter, parameter.data))
+                parameter.data = changed
+        except BaseException:
+            _put_back(originals)
+            raise
+        return originals
+
+    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap) -> Self:
+        vector = type(self)({}, overlap)
+        vector._terms = terms
+        return vector
+
+
+def _put_back(originals: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, data in originals:
+        parameter.data = data
+
+
+def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
+    """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
+    if weight.shape != delta.shape:
+        raise BaseMismatchError(
+            f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
+            "apply the task vector to the model that it was made for",
+        )
+    wide = torch.promote_types(torch.promote_types(weight.dtype, delta.dtype), torch.float32)
+    return (weight.to(wide) + delta.to(weight.device, wide)).to(weight.dtype)
+
+
+@dataclass
+class Difference(Mapping[str, Tensor]):
+    """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
+
+    fine_tuned: Checkpoint
+    base: Checkpoint
+    overlap: Overlap
+    changed: dict[str, None]
+    """The base's names of the tensors that differ, in order."""
+    _last: tuple[str, Tensor] | None = None
+    """The latest delta: q, k and v read the same tensor one after the other."""
+
+    @classmethod
+    def between(cls, fine_tuned: Checkpoint, base: Checkpoint) -> Difference:
+        shared = overlap(fine_tuned.shapes, base.shapes)
+        changed = (
+            name for name, own in shared.names.items() if _changed(fine_tuned.tensor(own), base.tensor(name), name)
+        )
+        return cls(fine_tuned, base, shared, dict.fromkeys(changed))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        if self._last is None or self._last[0] != name:
+            tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
+            wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
+            # what a narrower fine-tuned copy lost by rounding is no change
+            start = start.to(tuned.device, tuned.dtype) if _narrower(tuned, start) else start.to(tuned.device)
+            self._last = (name, tuned.to(wide) - start.to(wide))
+        return self._last[1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.changed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.changed)
+
+    def __len__(self) -> int:
+        return len(self.changed)
+
+
+def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
+    if not tuned.is_floating_point():
+        return False
+    for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteWeightsError(
+                f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
+            )
+    wide = tuned.dtype if _narrower(tuned, start) else torch.promote_types(tuned.dtype, start.dtype)
+    return not torch.equal(tuned.to(wide), start.to(tuned.device, wide))
+
+
+def _narrower(tensor: Tensor, other: Tensor) -> bool:
+    return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
+
+
+@dataclass
+class Lazy(Mapping[str, Tensor]):
+    """A checkpoint as a mapping."""
+
+    checkpoint: Checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint.shapes)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint.shapes)

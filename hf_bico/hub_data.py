@@ -1,0 +1,307 @@
+"""Data sets by name: folders and small Hub repos, opened whole, and which parquet files make up a larger one.
+
+Knows files, configurations and splits; not what is in the rows. No code of a repo is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
+from hf_bico.hub import HubRepo, is_offline
+from hf_bico.sizes import size_text
+
+SMALL = 64_000_000
+"""A repo of up to so many bytes is fetched whole, and then works without a network."""
+CONVERTED = "refs/convert/parquet"
+"""The revision at which the Hub keeps its own parquet copy of a data set."""
+_AT_A_TIME = 16
+_ABOUT = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+_NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
+_CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """All splits of a data set, and its configuration where that has a name."""
+
+    splits: dict[str, Any]
+    config: str | None = None
+
+
+@dataclass(frozen=True)
+class ParquetFiles:
+    """The files of a Hub data set by split, and the types of its columns where the card says them."""
+
+    repo: HubRepo
+    config: str | None
+    splits: Mapping[str, Sequence[str]]
+    features: Any = None
+
+
+def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bool = False) -> Opened:
+    """Open a folder of images or parquet files, one saved by `datasets`, or a parquet file; `name` is for errors.
+
+    The card of a `foreign` folder may not name files outside of it.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
+    if config is not None and (saved or path.is_file()):
+        raise DataNotFoundError(f"'{name}' has no configurations", "leave --config out")
+    with readable(name):
+        if path.is_file():
+            loaded, used = datasets.load_dataset("parquet", data_files=str(path)), None
+        elif saved:
+            loaded, used = datasets.load_from_disk(str(path)), None
+        else:
+            builder = _builder(path.resolve(), name, config)
+            if foreign:
+                _files_of(builder, path.resolve(), name)
+            builder.download_and_prepare()
+            loaded, used = builder.as_dataset(), builder.config.name
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    return Opened({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
+
+
+def open_whole(repo: HubRepo, config: str | None, limit: int) -> Opened:
+    """Fetch a repo through the cache, but for scripts and pickles, and open it as a folder."""
+    data = _data_files(repo)
+    names = [*(name for name in _ABOUT if name in repo.files), *data]
+    size = repo.to_download(names)
+    if size > limit:
+        raise DownloadTooLargeError(
+            f"'{repo.id}' can only be read whole, a download of {size_text(size)}; {size_text(limit)} are allowed",
+            f"allow more with --max-download, or use the Hub's parquet copy: --data {repo.id}@{CONVERTED}",
+        )
+    _require_all_shards(repo, data)
+    folder = fetch(repo, names)
+    converted = _converted(repo, data, config)
+    if converted is not None:
+        return _open_files(folder, converted)
+    try:
+        return open_folder(folder, repo.id, config, foreign=True)
+    except DataNotFoundError as error:
+        if error.__cause__ is not None and _scripts(repo):
+            raise _no_data(repo) from error
+        raise
+
+
+def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:
+    """The parquet files of a repo that is too large to be read whole; None for a small one, and for other formats."""
+    data = _data_files(repo)
+    # beside images, a metadata.parquet holds what belongs to them
+    names = [name for name in data if name.endswith(".parquet") and PurePosixPath(name).name != "metadata.parquet"]
+    size, parquet = (sum(repo.files[name] for name in some) for some in (data, names))
+    if size <= SMALL or parquet < size / 2:
+        return None
+    _require_all_shards(repo, names)
+    return _converted(repo, data, config) or _declared(repo, names, config)
+
+
+def _declared(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
+    """What `datasets` makes of the names of the files and of the card.
+
+    It is shown a folder of empty files: unlike its own view of the Hub, this asks nobody, is the same without a
+    network, and cannot be of another commit.
+    """
+    import datasets
+
+    about = [name for name in _ABOUT if name in repo.files]
+    source = fetch(repo, about)
+    with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch, readable(repo.id):
+        folder = Path(scratch).resolve() / "repo"
+        for name in (*about, *names):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        for name in about:
+            shutil.copyfile(source / name, folder / name)
+        try:
+            builder = _builder(folder, repo.id, config, Path(scratch) / "cache")
+        except datasets.exceptions.FileNotFoundDatasetsError:
+            return None  # the card names files of another format
+        splits = _files_of(builder, folder, repo.id)
+        return ParquetFiles(repo, _named(builder.config.name), splits, builder.info.features)
+
+
+def _converted(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
+    """Files that lie as in the Hub's parquet copies: CONFIGURATION/SPLIT/NUMBER.parquet."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        place = _CONVERTED_FILE.fullmatch(name)
+        if place is None:
+            return None
+        found.setdefault(place["config"], {}).setdefault(place["split"], []).append(name)
+    config = _choose_config(repo.id, list(found), config)
+    return ParquetFiles(repo, _named(config), found[config])
+
+
+def _open_files(folder: Path, files: ParquetFiles) -> Opened:
+    import datasets
+
+    datasets.disable_progress_bars()
+    with readable(files.repo.id):
+        paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
+        loaded = datasets.load_dataset("parquet", data_files=paths)
+    return Opened({str(split): _with_images(rows) for split, rows in loaded.items()}, files.config)
+
+
+def _builder(folder: Path, name: str, config: str | None, cache: Path | None = None) -> Any:
+    import datasets
+    from huggingface_hub.utils import logging
+
+    try:
+        with _quiet(logging):  # a card without metadata is no news
+            return datasets.load_dataset_builder(str(folder), config, cache_dir=None if cache is None else str(cache))
+    except ValueError:
+        _choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
+        raise
+
+
+def _choose_config(name: str, configs: Sequence[str], config: str | None) -> str:
+    """The configuration that was asked for, else the default or the only one."""
+    listed = ", ".join(configs[:20]) + (", ..." if len(configs) > 20 else "")
+    if config is not None and config not in configs:
+        raise DataNotFoundError(
+            f"'{name}' has no configuration '{config}'", f"use one of these with --config: {listed}"
+        )
+    if config is None and len(configs) > 1 and "default" not in configs:
+        raise DataNotFoundError(f"'{name}' has several configurations", f"choose one with --config: {listed}")
+    return config or ("default" if "default" in configs else configs[0])
+
+
+def _named(config: str | None) -> str | None:
+    return None if config == "default" else config
+
+
+def _files_of(builder: Any, folder: Path, name: str) -> dict[str, list[str]]:
+    """The data files by split, named from the folder; a card that names others is refused."""
+    splits: dict[str, list[str]] = {}
+    for split, files in builder.config.data_files.items():
+        for file in (Path(os.path.normpath(str(file))) for file in files):
+            if not file.is_relative_to(folder):
+                raise DataNotFoundError(
+                    f"the card of '{name}' names a file outside of the repo: '{file}'", "use another data set"
+                )
+            splits.setdefault(str(split), []).append(file.relative_to(folder).as_posix())
+    return splits
+
+
+def _data_files(repo: HubRepo) -> list[str]:
+    """The names of the files that may be data; a repo without any is refused."""
+    names = [name for name in repo.files if name not in _ABOUT and not name.lower().endswith(_NOT_DATA)]
+    names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    names = [name for name in names if PurePosixPath(name).suffix]
+    if not names:
+        raise _no_data(repo)
+    return names
+
+
+def _scripts(repo: HubRepo) -> list[str]:
+    return [name for name in repo.files if name.endswith(".py") and "/" not in name]
+
+
+def _no_data(repo: HubRepo) -> DataNotFoundError | NotCachedError:
+    if is_offline():
+        return _not_cached(repo)
+    if scripts := _scripts(repo):
+        return DataNotFoundError(
+            f"'{repo.id}' is a script, '{scripts[0]}': reading it runs code, which is not done",
+            f"use the Hub's parquet copy of it: --data {repo.id}@{CONVERTED}",
+        )
+    return DataNotFoundError(f"'{repo.id}' has no data files", "name a data set of parquet files or folders of images")
+
+
+def _not_cached(repo: HubRepo) -> NotCachedError:
+    return NotCachedError(
+        f"'{repo.id}' is not whole in the cache, and the Hub is off (HF_HUB_OFFLINE)",
+        f"unset HF_HUB_OFFLINE, or download it once: hf download {repo.id} --repo-type dataset",
+    )
+
+
+def _require_all_shards(repo: HubRepo, names: Sequence[str]) -> None:
+    """Offline only what is in the cache is seen, and some of the shards would silently be another data set."""
+    if not is_offline():
+        return
+    shards = Counter((found["stem"], int(found["count"])) for name in names if (found := _SHARD.fullmatch(name)))
+    if any(count != there for (_, count), there in shards.items()):
+        raise _not_cached(repo)
+
+
+def _with_images(rows: Any) -> Any:
+    for name, feature in image_features(rows.features).items():
+        if feature != rows.features[name]:
+            rows = rows.cast_column(name, feature)
+    return rows
+
+
+def image_features(features: Any) -> Any:
+    """Features in which bytes with a path are images, as the Hub takes them, where no file says what they are."""
+    import datasets
+
+    def is_image(feature: Any) -> bool:
+        return isinstance(feature, dict) and set(feature) == {"bytes", "path"}
+
+    return datasets.Features({name: datasets.Image() if is_image(one) else one for name, one in features.items()})
+
+
+def fetch(repo: HubRepo, names: Sequence[str]) -> Path:
+    """Have files in the cache, several at a time; returns their folder."""
+    in_parallel(lambda name: repo.fetch([name]), [name for name in names if repo.cached(name) is None])
+    if names:
+        repo.hub.remember(repo, names[0])
+    return repo.hub.snapshot(repo.id, repo.type, repo.commit)
+
+
+def in_parallel(call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results in order; each call waits for a round trip, so several are made at a time."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return list(pool.map(call, items))
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turn what `datasets` and pyarrow raise over a data set into our error."""
+    import datasets
+    import pyarrow
+    import yaml
+
+    broken = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
+    try:
+        with _quiet(datasets.logging):
+            yield
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, *broken) as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = str(cause or error).splitlines()[0] if str(cause or error) else type(error).__name__
+        raise DataNotFoundError(
+            f"'{name}' cannot be read as a data set: {reason}",
+            "give a folder with one sub-folder of images a class, or parquet files",
+        ) from error
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """No messages of a library whose failures we tell of ourselves."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

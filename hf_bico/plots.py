@@ -1,0 +1,144 @@
+"""The record to a picture of its alignment. Knows sites and their scores; neither models nor the card around it."""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from math import ceil, isfinite
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.record import Record, SiteRecord
+from hf_bico.sites import ROLES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURE_FILE = "alignment.png"
+PANELS = {
+    "score_in": "score in (1 is best)",
+    "score_out": "score out (1 is best)",
+    "unseen": "unseen energy (0 is best)",
+}
+SIDE_BY_SIDE = 16
+"""Up to so many blocks the panels stand beside each other, above it one over the other."""
+MOST_BLOCKS = 512
+"""No model has so many: a record that says so is not drawn."""
+_BLOCK = re.compile(r"blocks\.(\d{1,4})\.")
+# the font comes with matplotlib: the same on every machine
+_FONT: dict[str, Any] = {"fontfamily": "DejaVu Sans", "color": "#333333"}
+_NOT_CARRIED = "#e4e4e4"
+
+
+def has_alignment(record: Record) -> bool:
+    """Whether calibration left anything to draw: a method without statistics does not."""
+    return any(getattr(site, value) is not None for site in _drawable(record) for value in PANELS)
+
+
+def alignment_picture(record: Record) -> bytes | None:
+    """PNG: how well each site lines up, as one heat strip of roles by target blocks for each of the three values.
+
+    The same record gives the same bytes.
+    """
+    if not has_alignment(record):
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = _draw(record)
+    FigureCanvasAgg(figure)
+    stream = BytesIO()
+    figure.savefig(stream, format="png", dpi=180, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _draw(record: Record) -> Figure:
+    from matplotlib.figure import Figure
+
+    columns, roles = _columns(record), _roles(record)
+    beside = len(record.method.layers) <= SIDE_BY_SIDE
+    rows_of_panels, panels_a_row = (1, 3) if beside else (3, 1)
+    figure = Figure(figsize=(8, 0.62 + 0.28 * len(roles) if beside else 1.2 + 3 * (0.42 + 0.22 * len(roles))))
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(rows_of_panels, panels_a_row, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for axes, (value, title) in zip(panels, PANELS.items(), strict=True):
+        image = _panel(axes, _values(record, value, roles, columns))
+        axes.set_title(title, fontsize=10, loc="left", **_FONT)
+    for axes in grid[-1, :]:
+        _label_blocks(axes, columns)
+    for axes in grid[:, 0]:
+        axes.set_yticks(range(len(roles)), roles, fontsize=8.5, **_FONT)
+        axes.tick_params(which="major", labelleft=True)
+    bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.015, ticks=[0, 0.5, 1])
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=8.5, labelcolor="#333333", labelfontfamily="DejaVu Sans")
+    return figure
+
+
+def _panel(axes: Axes, values: np.ndarray[Any, Any]) -> Any:
+    """One strip; a site that was not carried is grey, a place where no site can be is empty."""
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    height, width = values.shape
+    style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+    axes.set_facecolor("white")
+    axes.imshow(np.where(np.isinf(values), np.nan, 0.0), cmap=ListedColormap([_NOT_CARRIED]), **style)
+    image = axes.imshow(np.ma.masked_invalid(values), cmap="viridis", vmin=0, vmax=1, **style)
+    axes.set_xticks(np.arange(-0.5, width), minor=True)
+    axes.set_yticks(np.arange(-0.5, height), minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.0 if width <= 30 else 0.5, linestyle="-")
+    axes.grid(which="major", visible=False)
+    axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return image
+
+
+def _label_blocks(axes: Axes, columns: list[int | None]) -> None:
+    """Block numbers, not more than fit."""
+    blocks = columns[: columns.index(None)] if None in columns else columns
+    step = max(1, ceil(len(blocks) / (8 if len(blocks) <= SIDE_BY_SIDE else 16)))
+    places = [*range(0, len(blocks), step), *range(len(blocks), len(columns))]
+    labels = ["proj" if columns[place] is None else str(columns[place]) for place in places]
+    axes.set_xticks(places, labels, fontsize=8.5, **_FONT)
+    axes.tick_params(which="major", labelbottom=True)
+    axes.set_xlabel("target block", fontsize=8.5, **_FONT)
+
+
+def _drawable(record: Record) -> list[SiteRecord]:
+    blocks = range(len(record.method.layers))
+    if len(blocks) > MOST_BLOCKS:
+        return []
+    return [site for site in record.sites if site.role in ROLES and (site.role == "proj" or _block(site) in blocks)]
+
+
+def _block(site: SiteRecord) -> int | None:
+    """The target block of a site; None for the projection, which stands outside the blocks."""
+    found = _BLOCK.match(site.name)
+    return int(found[1]) if found and site.role != "proj" else None
+
+
+def _roles(record: Record) -> list[str]:
+    present = {site.role for site in _drawable(record)}
+    return [role for role in ROLES if role in present]
+
+
+def _columns(record: Record) -> list[int | None]:
+    """The target blocks, then None for the projection."""
+    return [*range(len(record.method.layers)), *([None] if "proj" in _roles(record) else [])]
+
+
+def _values(record: Record, value: str, roles: list[str], columns: list[int | None]) -> np.ndarray[Any, Any]:
+    """Roles by columns; NaN where a site was not carried, infinity where there can be none."""
+    import numpy as np
+
+    values = np.full((len(roles), len(columns)), np.inf)
+    for row, role in enumerate(roles):
+        values[row, [(role == "proj") == (block is None) for block in columns]] = np.nan
+    for site in _drawable(record):
+        number = getattr(site, value)
+        if number is not None and isfinite(number):
+            values[roles.index(site.role), columns.index(_block(site))] = min(max(number, 0.0), 1.0)
+    return values

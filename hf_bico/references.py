@@ -1,0 +1,81 @@
+"""Repo references: what people write to name a model or a data set, told apart into folders and Hub ids.
+
+Knows names only: looks for folders on this machine, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from hf_bico.checkpoints import expanded
+from hf_bico.errors import RepoNotFoundError
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"(?P<id>{_PART}(?:/{_PART})?)(?:@(?P<revision>(?!.*\.\.)[\w./-]+))?")
+_HUB_ADDRESS = re.compile(
+    rf"https?://[^/]+/(?:datasets/)?(?P<id>{_PART}/{_PART})(?:/tree/(?P<revision>(?!.*\.\.)[\w./-]+?))?/?"
+)
+_LONGEST = 96
+_PATH_LIKE = ("/", "./", "../", "~", ".\\")
+
+
+@dataclass(frozen=True)
+class HubReference:
+    """A repo on the Hub, at a revision or at its main branch."""
+
+    id: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+
+def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | HubReference:
+    """A folder of this machine (or a file, where `files` are taken), else a Hub id; `what` names it in errors.
+
+    >>> str(parse("org/name@v2", "the model"))
+    'org/name@v2'
+    """
+    text = str(reference)
+    if not text:
+        raise RepoNotFoundError(f"{what}: the reference is empty", "name a Hub repo or a folder")
+    if isinstance(reference, Path) or text.startswith("local-dir:"):
+        return _local(text.removeprefix("local-dir:"), what, files)
+    if not text.startswith("hf-hub:") and os.path.exists(expanded(text)):
+        return _local(text, what, files)
+    named = _HUB_ADDRESS.fullmatch(text) or _HUB_ID.fullmatch(text.removeprefix("hf-hub:"))
+    if named is None or len(named["id"]) > _LONGEST or text.startswith(_PATH_LIKE):
+        return _local(text, what, files)
+    return HubReference(named["id"], named["revision"])
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text could be the id of a repo on the Hub, owner and name."""
+    named = _HUB_ID.fullmatch(text)
+    return named is not None and "/" in text and named["revision"] is None and len(text) <= _LONGEST
+
+
+def near_folder(text: str) -> str | None:
+    """A folder on this machine whose name is like this one's."""
+    folder = expanded(text)
+    if not os.path.isdir(folder.parent):
+        return None
+    near = get_close_matches(folder.name, [path.name for path in folder.parent.glob("*") if path.is_dir()], n=1)
+    return str(folder.parent / near[0]) if near else None
+
+
+def _local(text: str, what: str, files: bool) -> Path:
+    path = expanded(text)
+    # os.path answers for names that are too long, where pathlib raises
+    if os.path.isdir(path) or (files and os.path.isfile(path)):
+        return path.resolve()
+    if os.path.isfile(path):
+        raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{path.parent}'")
+    near = near_folder(text)
+    raise RepoNotFoundError(
+        f"{what}: there is no folder '{text}'", f"did you mean '{near}'?" if near else "check the path"
+    )

@@ -1,0 +1,152 @@
+"""The gallery of model cards: real ports of the small world between repos of the loopback Hub.
+
+`python tests/gallery.py` writes `model_cards/` again; a test holds the cards against their records and runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopback import HUB, TOKEN
+
+if TYPE_CHECKING:
+    from hub import Hub
+
+    from hf_bico.demo import World
+
+GALLERY = Path(__file__).parent.parent / "model_cards"
+OWNER, TASK = "small-world", "inverted"
+SHOWN = ("README.md", "bico.json", "alignment.png")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One card: what is ported, and under which name it is pushed."""
+
+    name: str
+    source: str = f"{OWNER}/narrow-{TASK}"
+    target: str = f"{OWNER}/wide"
+    format: str = "full"
+    local: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def repo(self) -> str:
+        return f"{OWNER}/{self.name}"
+
+
+ENTRIES = (
+    Entry("open-clip-port"),
+    Entry("transformers-port", f"{OWNER}/narrow-{TASK}-hf", f"{OWNER}/wide-hf", options={"per_class": 10}),
+    Entry("port-that-did-not-help", target=f"{OWNER}/wide-{TASK}"),
+    Entry("delta-port", format="delta", options={"n": 50}),
+    Entry("port-of-local-folders", local=True),
+)
+
+
+def publish(hub: Hub, world: World, folder: Path) -> None:
+    """The models of the small world as repos, in both layouts, and the data set."""
+    from hub_scenes import upload
+
+    data = f"{OWNER}/{TASK}"
+    models = {"narrow": None, "wide": None, f"narrow-{TASK}": "narrow", f"wide-{TASK}": "wide"}
+    for name, base in models.items():
+        for suffix in ("", "-hf"):
+            card = f"---\nlicense: {'mit' if name.startswith('narrow') else 'apache-2.0'}\n"
+            card += f"base_model: {OWNER}/{base}{suffix}\ndatasets: [{data}]\n" if base else ""
+            files = world.folder / "models" / name
+            files = files if not suffix else as_transformers(files, folder / name)
+            upload(hub, f"{OWNER}/{name}{suffix}", files, f"{card}---\n# {name}\n")
+    upload(hub, data, world.data(TASK), "---\nlicense: cc-by-4.0\n---\n# Inverted digits\n", type="dataset")
+
+
+def make(entry: Entry, world: World, folder: Path) -> Path:
+    """Port and push one entry; returns the folder that was pushed."""
+    import hf_bico
+    from hf_bico.hub import Hub as Client
+    from hf_bico.pushing import PushOptions, push_folder
+
+    source, target, local = entry.source, entry.target, {}
+    if entry.local:
+        source, target = str(world.fine_tuned("narrow", TASK)), str(world.base("wide"))
+        local = {"base": str(world.base("narrow")), "data": str(world.data(TASK))}
+    ported = hf_bico.port(source, target, device="cpu", **local, **entry.options)
+    written = ported.save(folder, entry.format, repo=entry.repo)
+    push_folder(written, entry.repo, PushOptions(force=True, private=False), Client(TOKEN))
+    return written
+
+
+def as_transformers(folder: Path, out: Path) -> Path:
+    """A model of the small world in transformers' layout."""
+    import json
+
+    from safetensors.torch import load_file
+    from toys import to_transformers
+    from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
+
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    model, vision, text = (config["model_cfg"], config["model_cfg"]["vision_cfg"], config["model_cfg"]["text_cfg"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shared = {"hidden_act": "gelu", "projection_dim": model["embed_dim"]}
+    vision_config = {
+        "hidden_size": vision["width"],
+        "intermediate_size": int(vision["width"] * vision["mlp_ratio"]),
+        "num_hidden_layers": vision["layers"],
+        "num_attention_heads": vision["width"] // vision["head_width"],
+        "image_size": vision["image_size"],
+        "patch_size": vision["patch_size"],
+    }
+    text_config = {
+        "hidden_size": text["width"],
+        "intermediate_size": int(text["width"] * text["mlp_ratio"]),
+        "num_hidden_layers": text["layers"],
+        "num_attention_heads": text["heads"],
+        "max_position_embeddings": text["context_length"],
+        "vocab_size": text["vocab_size"],
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    clip = CLIPModel(
+        CLIPConfig(text_config={**text_config, **shared}, vision_config={**vision_config, **shared}, **shared)
+    )
+    state = load_file(folder / "open_clip_model.safetensors")
+    clip.load_state_dict(to_transformers({name: tensor for name, tensor in state.items() if name != "attn_mask"}))
+    clip.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    size = vision["image_size"]
+    CLIPImageProcessor(
+        size={"shortest_edge": size},
+        crop_size={"height": size, "width": size},
+        image_mean=config["preprocess_cfg"]["mean"],
+        image_std=config["preprocess_cfg"]["std"],
+    ).save_pretrained(out)
+    return out
+
+
+def main() -> None:
+    from hf_bico.demo import build
+
+    HUB.add_user(OWNER, TOKEN)
+    os.environ["HF_TOKEN"] = TOKEN
+    with tempfile.TemporaryDirectory() as scratch:
+        world = build(Path(scratch) / "world", tasks=[TASK], report=print)
+        publish(HUB, world, Path(scratch) / "transformers")
+        for entry in ENTRIES:
+            written = make(entry, world, Path(scratch) / entry.name)
+            shutil.rmtree(GALLERY / entry.name, ignore_errors=True)
+            (GALLERY / entry.name).mkdir(parents=True)
+            for name in SHOWN:
+                if (written / name).is_file():
+                    shutil.copyfile(written / name, GALLERY / entry.name / name)
+            print(f"{entry.name}: {(written / 'README.md').stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

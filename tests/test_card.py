@@ -1,0 +1,675 @@
+"""The model card: what it says, what it never says, and that no text of a record can break it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hub import Hub
+from huggingface_hub import ModelCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from toys import WRITERS, Toy, random_state
+
+from hf_bico.card import clean, code, fenced, literal, plain, render_card, write_card
+from hf_bico.plots import alignment_picture
+from hf_bico.record import (
+    DataRecord,
+    EvaluationRecord,
+    LeftRecord,
+    MethodRecord,
+    ModelRecord,
+    ObjectiveRecord,
+    OutputRecord,
+    PartRecord,
+    Record,
+    RunRecord,
+    SiteRecord,
+)
+from hf_bico.sites import ROLES
+from hf_bico.task_vector import TaskVector
+
+SOURCE, BASE, TARGET = "alice/vit-b16-eurosat", "laion/CLIP-ViT-B-16-laion2B", "laion/CLIP-ViT-B-16-plus"
+DATA, REPO = "alice/eurosat", "alice/eurosat-on-plus"
+COMMITS = {SOURCE: "a1" * 20, BASE: "b2" * 20, TARGET: "c3" * 20, DATA: "d5" * 20}
+WEIGHTS = "open_clip_model.safetensors"
+COMMAND = f"hf-bico port {SOURCE} --base {BASE} --to {TARGET} --data {DATA} --split train -n 100 --seed 0"
+
+
+def a_model(name: str, **more: Any) -> ModelRecord:
+    digest = {SOURCE: "e6", BASE: "f7", TARGET: "a8"}[name] * 32
+    return ModelRecord(name, COMMITS[name], {WEIGHTS: digest}, family="open_clip ViT", license="mit", **more)
+
+
+def some_sites(blocks: int) -> list[SiteRecord]:
+    """Every role of every block, with scores that differ, and the projection."""
+    places = [(f"blocks.{block}.{role}", role) for block in range(blocks) for role in ROLES if role != "proj"]
+    return [
+        SiteRecord(name, role, name, (8, 8), (12, 12), 0.9 / (6 * blocks), 8, 7, 0.5 + i % 5 / 10, 0.3, 0.02)
+        for i, (name, role) in enumerate(places)
+    ] + [SiteRecord("proj", "proj", "proj", (8, 8), (8, 12), 0.05, 8, 6, 0.9, 0.5, 0.1)]
+
+
+def a_record(blocks: int = 2, **changes: Any) -> Record:
+    """A full port between repos of the Hub, with all that a record can hold."""
+    full = Record(
+        hf_bico="0.2.0",
+        command=COMMAND,
+        source=a_model(SOURCE, kind="full", base=a_model(BASE)),
+        target=a_model(TARGET, language=["en"]),
+        data=DataRecord(
+            id=DATA,
+            split="train",
+            n=100,
+            sampling="row groups, then random",
+            seed=0,
+            indices=[3, 1, 2],
+            columns={"image": "img", "label": "class"},
+            labels="dataset",
+            class_names=["annual crop", "forest", "highway", "river", "lake", "pasture"],
+            commit=COMMITS[DATA],
+            config="rgb",
+            parts=[PartRecord("data/train-00000-of-00002.parquet", [0, 3], 2000)],
+        ),
+        objective=ObjectiveRecord("zero-shot", ["a satellite photo of {}."]),
+        method=MethodRecord("bico", 1.0, list(range(blocks)), "drop"),
+        sites=some_sites(blocks),
+        left=[
+            LeftRecord("visual.conv1.weight", "patch stem", 0.03),
+            LeftRecord("visual.ln_pre.bias", "LayerNorm", 0.02),
+        ],
+        evaluation=[
+            EvaluationRecord(model, DATA, "test", 1000, "accuracy", value)
+            for model, value in (("target", 0.5), ("ported", 0.6), ("source", 0.9))
+        ],
+        notices=["The base was taken from the card."],
+        run=RunRecord(
+            started="2026-01-01T00:00:00+00:00",
+            seconds={"plan": 1.0, "calibrate": 2.5, "evaluate": 3.0},
+            peak_memory=2_000_000_000,
+            device="NVIDIA H200",
+            dtype="float32",
+            batch_size=32,
+            processes=1,
+            versions={"torch": "2.15.0", "open_clip_torch": "3.3.0"},
+        ),
+        output=OutputRecord("full", {WEIGHTS: "b9" * 32}, rounding_lost=0.01, repo=REPO),
+    )
+    return replace(full, **changes)
+
+
+def a_local_record(**changes: Any) -> Record:
+    """The same port between folders, each with a name that must not be told."""
+    full = a_record()
+    assert full.data is not None
+    assert full.source.base is not None
+    names = {SOURCE: "secret-tune", BASE: "secret-base", TARGET: "secret-target", DATA: "secret-data"}
+    command = COMMAND
+    for repo, name in names.items():
+        command = command.replace(repo, name)
+
+    def local(model: ModelRecord) -> ModelRecord:
+        return replace(model, id=names[model.id], commit=None, license=None, language=[])
+
+    record = replace(
+        full,
+        source=replace(local(full.source), base=local(full.source.base)),
+        target=local(full.target),
+        data=replace(full.data, id="secret-data", commit=None, parts=[]),
+        evaluation=[replace(entry, data="secret-data") for entry in full.evaluation],
+        notices=["The base secret-base was itself made from x.", "'secret-data' and secret-target."],
+        command=command,
+        output=OutputRecord("full", {WEIGHTS: "b9" * 32}),
+    )
+    return replace(record, **changes)
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """What a YAML reader makes of the front matter."""
+    assert card.startswith("---\n")
+    found = yaml.safe_load(card[4 : card.index("\n---\n")])
+    assert isinstance(found, dict)
+    return found
+
+
+@lru_cache(maxsize=4)
+def tokens(card: str) -> list[Token]:
+    """What a CommonMark reader with tables makes of the body."""
+    return MarkdownIt("commonmark").enable("table").parse(ModelCard(card).text)
+
+
+def inlines(card: str) -> Iterator[Token]:
+    return (child for token in tokens(card) for child in token.children or ())
+
+
+def headings(card: str) -> list[str]:
+    found = tokens(card)
+    return [after.content for token, after in pairwise(found) if token.type == "heading_open"]
+
+
+def fences(card: str) -> list[Token]:
+    return [token for token in tokens(card) if token.type == "fence"]
+
+
+def snippet(card: str) -> str:
+    return next(token.content for token in fences(card) if token.info == "python")
+
+
+def text_of(card: str) -> str:
+    """The body as a reader sees it, in one line."""
+    return " ".join("".join(part.content or " " * (part.type == "softbreak") for part in inlines(card)).split())
+
+
+def test_full_card_has_every_item_of_the_design() -> None:
+    card = render_card(a_record())
+    assert headings(card) == [
+        f"{SOURCE}, carried to {TARGET}",
+        *("Lineage", "Use", "Results", "How it was made", "What was carried", "Alignment", "Limits and risks"),
+        *("Licences", "Versions", "Citation"),
+    ]
+    links = {token.attrs["href"] for token in inlines(card) if token.type == "link_open"}
+    assert links == {
+        f"https://huggingface.co/{REPO}",
+        *(f"https://huggingface.co/{name}" for name in (SOURCE, BASE, TARGET)),
+        *(f"https://huggingface.co/{name}/tree/{COMMITS[name]}" for name in (SOURCE, BASE, TARGET)),
+        f"https://huggingface.co/datasets/{DATA}",
+        f"https://huggingface.co/datasets/{DATA}/tree/{COMMITS[DATA]}",
+    }
+    assert [token.attrs["src"] for token in inlines(card) if token.type == "image"] == ["alignment.png"]
+    read = text_of(card)
+    for said in (
+        "Accuracy 60.0%, up from the target's 50.0%: 25% of the way",
+        "Note: The base was taken from the card.",
+        "closed 25% of the gap between the target as it was and the fine-tuned source, in 3.5 seconds and with zero",
+        "Measured on 1,000 samples of split test of alice/eurosat, the same for every row; calibration saw none",
+        "uncertain by up to 3.1 points",
+        "100 samples of split train, configuration rgb, of alice/eurosat. Sampling: row groups, then random, seed 0.",
+        "img (image), class (label)",
+        "row groups 0, 3 of data/train-00000-of-00002.parquet (2,000 rows)",
+        "Classes: 6 (annual crop, forest, highway, river, lake, ...), labels of the data set.",
+        "Objective: zero-shot, prompts a satellite photo of {}.",
+        "Method: bico, completion drop, alpha 1.0, not tuned.",
+        "Source block of each target block: 0, 1.",
+        "13 linear sites, with 95.0% of the task vector's energy",
+        "Rounding to the target's own precision took away 1.0%",
+        "its biases included, travels along",
+        "torch 2.15.0",
+        "Bilinear Coordinate Alignment for Training-Free Task-Vector Transfer",
+    ):
+        assert said in read
+    blocks = {token.info: token.content for token in fences(card)}
+    assert blocks["sh"] == COMMAND + "\n"
+    assert "mlp.down" in blocks[""]
+    assert "author = {Son, Jungyong and Jung, Jinwook" in blocks["bibtex"]
+    assert REPO in blocks["python"]
+
+
+def test_metadata_of_a_full_port() -> None:
+    found = metadata(render_card(a_record()))
+    index = found.pop("model-index")
+    assert found == {
+        "base_model": TARGET,
+        "base_model_relation": "finetune",
+        "library_name": "open_clip",
+        "pipeline_tag": "zero-shot-image-classification",
+        "license": "mit",
+        "language": ["en"],
+        "datasets": [DATA],
+        "tags": ["hf-bico", "task-vector", "training-free", "clip", "bico"],
+        "metrics": ["accuracy"],
+    }
+    data = {"type": DATA, "name": DATA, "config": "rgb", "split": "test", "revision": COMMITS[DATA]}
+    task = {"type": "zero-shot-image-classification", "name": "Zero-Shot Image Classification"}
+    measured = [{"type": "accuracy", "value": 0.6, "name": "accuracy"}]
+    assert index == [{"name": "eurosat-on-plus", "results": [{"task": task, "dataset": data, "metrics": measured}]}]
+
+
+def test_hub_library_reads_the_card() -> None:
+    card = ModelCard(render_card(a_record()))
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.metric_value) == (DATA, 0.6)
+    assert card.data.base_model == TARGET
+
+
+def test_delta_is_an_adapter_of_this_library() -> None:
+    found = metadata(render_card(a_record(output=OutputRecord("delta", {}, repo=REPO))))
+    assert (found["base_model_relation"], found["library_name"]) == ("adapter", "hf-bico")
+    assert "pipeline_tag" not in found
+
+
+@pytest.mark.parametrize(
+    ("source", "base", "target", "expected"),
+    [
+        (("mit",), ("mit",), ("mit",), {"license": "mit"}),
+        (("mit",), (None,), ("mit",), {"license": "mit"}),
+        ((None,), ("mit",), (None,), {}),
+        (("mit",), (None,), (None,), {"license": "other", "license_name": "mit-and-unstated"}),
+        (("mit",), ("mit",), ("cc-by-4.0",), {"license": "other", "license_name": "mit-and-cc-by-4.0"}),
+        (("mit",), ("cc0-1.0",), ("mit",), {"license": "other", "license_name": "mit-and-cc0-1.0"}),
+        (("My Own",), (None,), ("My Own",), {"license": "other", "license_name": "my-own"}),
+        (("other", "x-1"), (None,), ("other", "x-1"), {"license": "other", "license_name": "x-1"}),
+        (("other", "x-1"), (None,), ("other", "y"), {"license": "other", "license_name": "x-1-and-y"}),
+        (("other",), (None,), ("other",), {"license": "other", "license_name": "unnamed-source-and-unnamed-target"}),
+    ],
+)
+def test_licence_is_carried_over_only_where_all_agree(
+    source: tuple[str, ...], base: tuple[str, ...], target: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    full = a_record()
+    assert full.source.base is not None
+
+    def licensed(model: ModelRecord, license: str | None, name: str | None = None) -> ModelRecord:
+        return replace(model, license=license, license_name=name)
+
+    tuned = replace(licensed(full.source, *source), base=licensed(full.source.base, *base))
+    card = render_card(replace(full, source=tuned, target=licensed(full.target, *target)))
+    if expected.get("license") == "other":
+        expected = {**expected, "license_link": f"https://huggingface.co/{REPO}#licences"}
+    assert {key: value for key, value in metadata(card).items() if key.startswith("license")} == expected
+    assert "Licences" in headings(card)
+    agree = len({source, target, *([base] if base[0] else [])}) == 1 and (source[0] != "other" or len(source) > 1)
+    assert ("They are not one and the same" in card) == (not agree)
+
+
+@pytest.mark.parametrize("format", ["full", "delta"])
+def test_local_folders_are_never_named(format: str) -> None:
+    card = render_card(a_local_record(output=OutputRecord(format, {WEIGHTS: "b9" * 32})))
+    assert "secret" not in card
+    assert "hf-bico port SOURCE --base BASE --to TARGET --data DATA --split train -n 100" in card
+    assert "e6" * 8 in card
+    assert headings(card)[0] == "A local fine-tuned model, carried to a local model"
+    assert "of split test of a local data set" in text_of(card)
+    assert [token.type for token in inlines(card) if token.type == "link_open"] == []
+    found = metadata(card)
+    assert not found.keys() & {"base_model", "base_model_relation", "datasets", "license"}
+    (result,) = found["model-index"][0]["results"]
+    assert result["dataset"] == {"type": "local", "name": "a local data set", "split": "test"}
+
+
+@pytest.mark.parametrize(
+    "id", ["org/na me", "../x", "a/b/c", "x--y", "org/x\n", "org/x.git", "org.x/y", "{{ 7*7 }}", ""]
+)
+def test_what_is_no_repo_id_counts_as_local(id: str) -> None:
+    full = a_record()
+    assert full.output is not None
+    card = render_card(replace(full, target=replace(full.target, id=id), output=replace(full.output, repo=id)))
+    assert "base_model" not in metadata(card)
+    assert 'folder = "."' in snippet(card)
+    assert not id or id not in card
+
+
+@pytest.mark.parametrize("commit", ["main", "a1](https://evil.example)", "A1" * 20, "a1" * 40, ""])
+def test_what_is_no_commit_is_not_linked(commit: str) -> None:
+    full = a_record()
+    card = render_card(replace(full, target=replace(full.target, commit=commit)))
+    assert TARGET not in card
+    assert "evil" not in card
+
+
+@pytest.mark.parametrize(
+    "command", [f"hf-bico port {SOURCE} 'open", "rm -rf secret", "hf-bico port --to secret x", "hf-bico port", None]
+)
+def test_command_that_cannot_be_read_is_left_out(command: str | None) -> None:
+    card = render_card(a_record(command=command))
+    assert [token.info for token in fences(card)] == ["python", "", "bibtex"]
+    assert "secret" not in card
+
+
+def test_command_names_revisions_and_hides_the_output_folder() -> None:
+    command = f"hf-bico port {SOURCE}@v2 --to={TARGET} --data secret -o /home/me/secret"
+    card = render_card(a_record(command=command))
+    assert f"hf-bico port {SOURCE}@v2 --to {TARGET} --data DATA -o FOLDER\n" in card
+    assert "secret" not in card
+
+
+def test_unknown_things_leave_no_empty_section() -> None:
+    bare = Record(
+        hf_bico="0.2.0",
+        source=ModelRecord("tuned"),
+        target=ModelRecord("target"),
+        objective=ObjectiveRecord("own"),
+        method=MethodRecord("naive", 1.0, []),
+        sites=[replace(site, score_in=None, score_out=None, unseen=None) for site in some_sites(1)],
+        left=[],
+        run=a_record().run,
+    )
+    card = render_card(bare)
+    assert headings(card)[1:] == [
+        *("Lineage", "How it was made", "What was carried", "Limits and risks", "Versions", "Citation")
+    ]
+    assert metadata(card) == {
+        "library_name": "hf-bico",
+        "tags": ["hf-bico", "task-vector", "training-free", "clip", "naive"],
+    }
+    for empty in ("None", "[]", "()", ": .", " ,", "\n\n\n"):
+        assert empty not in card
+
+
+def test_card_says_first_that_the_port_is_worse() -> None:
+    full = a_record()
+    worse = [replace(entry, value=0.4) if entry.model == "ported" else entry for entry in full.evaluation]
+    card = render_card(replace(full, evaluation=worse))
+    first = tokens(card)[4]
+    assert first.content == "**The port measured WORSE than the target: accuracy 40.0%, down from 50.0%.**"
+    assert "closed" not in card
+
+
+def test_measurements_of_different_samples_are_not_called_the_same() -> None:
+    full = a_record()
+    card = render_card(replace(full, evaluation=[*full.evaluation[:2], replace(full.evaluation[2], n=7)]))
+    assert "Measured on" not in card
+    assert "model-index" not in metadata(card)
+
+
+def test_data_that_the_record_does_not_describe_is_not_named() -> None:
+    full = a_record()
+    card = render_card(replace(full, evaluation=[replace(entry, data="secret") for entry in full.evaluation]))
+    assert "secret" not in card
+    (result,) = metadata(card)["model-index"][0]["results"]
+    assert result["dataset"] == {"type": "local", "name": "another data set", "split": "test"}
+
+
+def test_card_is_stable(tmp_path: Path) -> None:
+    assert render_card(a_record()) == render_card(a_record())
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        assert write_card(a_record(), folder) == folder / "README.md"
+    for name in ("README.md", "alignment.png"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+@pytest.mark.parametrize("blocks", [1, 12, 48])
+def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) -> None:
+    picture = alignment_picture(a_record(blocks))
+    assert picture is not None
+    assert picture == alignment_picture(a_record(blocks))
+    assert picture.startswith(b"\x89PNG\r\n")
+    width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
+    assert width == 1440
+    assert 300 < height < 1440
+    assert len(picture) < 200_000
+    assert b"tEXt" not in picture
+
+
+def test_no_picture_without_statistics(tmp_path: Path) -> None:
+    bare = [replace(site, score_in=None, score_out=None, unseen=None) for site in some_sites(2)]
+    assert alignment_picture(a_record(sites=bare)) is None
+    write_card(a_record(sites=bare), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_sites_and_values_that_cannot_be_drawn_are_left_out() -> None:
+    odd = {"blocks.99999.attn.q": 0.5, "</script>": 0.5, "blocks.1.attn.q": float("nan"), "blocks.1.attn.k": 7.0}
+    sites = [replace(some_sites(1)[0], name=name, score_in=value) for name, value in odd.items()]
+    assert alignment_picture(a_record(sites=[*some_sites(1), *sites])) is not None
+    assert alignment_picture(a_record(sites=sites[:2])) is None
+
+
+# The snippet runs as it stands
+
+SHOWN_NAMES = ["zero", 'it\'s "one" {}', "two"]
+
+
+def run_snippet(card: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.chdir(folder)
+    exec(compile(snippet(card), "the snippet of the card", "exec"), {})
+    printed = capsys.readouterr().out
+    assert re.findall(r"\d+\.\d%  (.*)", printed) == SHOWN_NAMES
+    return printed
+
+
+def toy_record(library: str, **changes: Any) -> Record:
+    family = {"open_clip": "open_clip ViT", "transformers": "transformers CLIP"}[library]
+    full = a_record()
+    assert full.data is not None
+    data = replace(full.data, class_names=SHOWN_NAMES)
+    return replace(full, target=replace(full.target, family=family), data=data, **changes)
+
+
+@pytest.mark.parametrize("library", ["open_clip", "transformers"])
+@pytest.mark.parametrize("repo", ["user/ported", None])
+def test_snippet_of_a_full_model_runs(
+    library: str,
+    repo: str | None,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = WRITERS[library](tmp_path / "model", Toy(), random_state(Toy(), 0))
+    if repo is not None:
+        hub.create(repo).commit_folder(folder)
+    card = render_card(toy_record(library, output=OutputRecord("full", {}, repo=repo)))
+    run_snippet(card, tmp_path if repo else folder, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("library", ["open_clip", "transformers"])
+def test_snippet_of_a_delta_changes_the_target_of_the_record(
+    library: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target's main branch has moved on since: the change fits only the commit of the record."""
+    repo = hub.create("laion/target")
+    commit = repo.commit_folder(WRITERS[library](tmp_path / "target", Toy(), random_state(Toy(), 0)))
+    newer = Toy(width=32)
+    repo.commit_folder(WRITERS[library](tmp_path / "newer", newer, random_state(newer, 1)))
+    name = {"open_clip": "visual.proj", "transformers": "visual_projection.weight"}[library]
+    shape = {"open_clip": (16, 12), "transformers": (12, 16)}[library]
+    printed = []
+    for scale in (0, 3):
+        change = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        TaskVector({name: change}).save(tmp_path / f"vector{scale}")
+        hub.create(f"user/delta{scale}").commit_folder(tmp_path / f"vector{scale}")
+        record = toy_record(library, output=OutputRecord("delta", {}, repo=f"user/delta{scale}"))
+        record = replace(record, target=replace(record.target, id="laion/target", commit=commit))
+        printed.append(run_snippet(render_card(record), tmp_path, monkeypatch, capsys))
+    assert printed[0] != printed[1]
+
+
+# Hostile texts
+
+BENIGN = "x y!"
+"""No repo id, no word, no digest: it takes the same branches as a hostile text."""
+
+
+def _models(record: Record, **changes: Any) -> Record:
+    """A change of source, base and target."""
+    assert record.source.base is not None
+    source = replace(record.source, base=replace(record.source.base, **changes), **changes)
+    return replace(record, source=source, target=replace(record.target, **changes))
+
+
+def _data(record: Record, **changes: Any) -> Record:
+    assert record.data is not None
+    return replace(record, data=replace(record.data, **changes))
+
+
+def _output(record: Record, **changes: Any) -> Record:
+    assert record.output is not None
+    return replace(record, output=replace(record.output, **changes))
+
+
+def _evaluation(record: Record, **changes: Any) -> Record:
+    return replace(record, evaluation=[replace(entry, **changes) for entry in record.evaluation])
+
+
+def _site(record: Record, **changes: Any) -> Record:
+    return replace(record, sites=[*record.sites, replace(record.sites[0], **changes)])
+
+
+FIELDS: dict[str, Callable[[Record, str], Record]] = {
+    "version": lambda record, text: replace(record, hf_bico=text),
+    "model id": lambda record, text: _models(record, id=text),
+    "model commit": lambda record, text: _models(record, commit=text),
+    "model files": lambda record, text: _models(record, sha256={text: "ab" * 32}),
+    "model digest": lambda record, text: _models(record, sha256={WEIGHTS: text}),
+    "licence": lambda record, text: _models(record, license=text),
+    "licence name": lambda record, text: _models(record, license="other", license_name=text),
+    "language": lambda record, text: _models(record, language=[text]),
+    "data id": lambda record, text: _data(record, id=text),
+    "data commit": lambda record, text: _data(record, commit=text),
+    "split": lambda record, text: _data(record, split=text),
+    "config": lambda record, text: _data(record, config=text),
+    "sampling": lambda record, text: _data(record, sampling=text),
+    "labels": lambda record, text: _data(record, labels=text),
+    "columns": lambda record, text: _data(record, columns={text: text}),
+    "class names": lambda record, text: _data(record, class_names=[text, text[:50], "dog"]),
+    "parts": lambda record, text: _data(record, parts=[PartRecord(text, [1], 2)]),
+    "objective": lambda record, text: replace(record, objective=ObjectiveRecord(text, [text, text[:150] + "{}"])),
+    "method": lambda record, text: replace(record, method=replace(record.method, name=text, completion=text)),
+    "site": lambda record, text: _site(record, name=text),
+    "role": lambda record, text: _site(record, role=text),
+    "reason": lambda record, text: replace(record, left=[LeftRecord(text, text, 0.1)]),
+    "repo": lambda record, text: _output(record, repo=text),
+    "files": lambda record, text: _output(record, files={text: "ab" * 32}),
+    "metric": lambda record, text: _evaluation(record, metric=text),
+    "measured split": lambda record, text: _evaluation(record, split=text),
+    "measured data": lambda record, text: _evaluation(record, data=text),
+    "notices": lambda record, text: replace(record, notices=[text, f"'{text}'"]),
+    "command": lambda record, text: replace(record, command=shlex.join([*COMMAND.split(), "--config", text])),
+    "device": lambda record, text: replace(record, run=replace(record.run, device=text, dtype=text)),
+    "versions": lambda record, text: replace(record, run=replace(record.run, versions={text: text})),
+}
+ATTACKS = [
+    "---\nlicense: evil\n---\n# Evil",
+    "{{ 7*7 }}{% raw %}",
+    "</script><script>alert(1)</script>",
+    "x <b>y</b> <!-- z",
+    "a | b | c\n|---|",
+    "```\n# Evil\n```",
+    "`` ` ```` x",
+    "~~~\nx",
+    "# Evil",
+    "\n\n# Evil\n\n> x",
+    "- x\n1. x",
+    "x\n===",
+    "![x](y)",
+    "[x](javascript:alert)",
+    "<https://evil.example>",
+    "https://evil.example www.evil.example a@evil.example",
+    "&lt;b&gt; &#35;",
+    "x\\",
+    "\\| x",
+    "'''\nimport os\n\"\"\"",
+    '"); import os #',
+    "a\u202eb\u2066c\u200bd\ufeff",
+    "\ud800x",
+    "x\x00\x1b[31m",
+    "\u05d0\u05d1\u05d2 x",
+    "\U0001f600 x",
+    "x" * 10_000,
+    "`" * 10_000 + "x",
+    "x \u2028 y\u2029 z\x85",
+    "$$x$$",
+    "*x* _y_ **z** ~~a~~",
+]
+HOSTILE = st.tuples(st.sampled_from(ATTACKS), st.text(st.characters(), max_size=40)).map("".join)
+
+
+def shape(value: Any, key: str = "") -> Any:
+    """Metadata with the places of free text blanked."""
+    if isinstance(value, dict):
+        return {name: shape(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return "..." if key in ("split", "config", "license_name") else value
+
+
+def skeleton(card: str) -> list[tuple[str, str, str]]:
+    """Every block of the body, every mark inside of one, and where links and pictures lead."""
+    parts = []
+    for token in tokens(card):
+        parts.append((token.type, token.tag, token.info))
+        for child in token.children or ():
+            if child.type not in ("text", "code_inline", "softbreak"):
+                parts.append((child.type, child.tag, str(child.attrs)))
+    return parts
+
+
+def python_without_texts(source: str) -> str:
+    """The syntax tree with strings blanked, and lists of strings emptied."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List):
+            assert all(isinstance(item, ast.Constant) for item in node.elts)
+            node.elts = []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.dump(tree)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    fields=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1),
+    text=HOSTILE,
+    format=st.sampled_from(["full", "delta"]),
+)
+def test_no_text_breaks_the_card(fields: set[str], text: str, format: str) -> None:
+    """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
+    hostile = benign = _output(a_record(), format=format)
+    for field in sorted(fields):
+        hostile, benign = FIELDS[field](hostile, text), FIELDS[field](benign, BENIGN)
+    card, expected = render_card(hostile), render_card(benign)
+    assert shape(metadata(card)) == shape(metadata(expected))
+    assert skeleton(card) == skeleton(expected)
+    assert headings(card) == headings(expected)
+    for block, other in zip(fences(card), fences(expected), strict=True):
+        if block.info == "python":
+            assert python_without_texts(block.content) == python_without_texts(other.content)
+        elif block.info == "sh":
+            assert block.content.count("\n") == 1
+        else:
+            assert block.content == other.content
+    wrong = {letter for letter in card if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
+    assert not wrong
+    assert len(card.encode()) < 60_000
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_no_text_is_run_as_a_template(field: str) -> None:
+    card = render_card(FIELDS[field](a_record(), "{{ 7*7 }}{% if true %}${7*7}"))
+    assert "49" not in card
+
+
+def read(markdown: str) -> list[str]:
+    """The texts of what a reader sees, one a block."""
+    found = MarkdownIt("commonmark").enable("table").parse(markdown)
+    return ["".join(part.content for part in token.children) for token in found if token.children is not None]
+
+
+@settings(max_examples=300, deadline=None)
+@given(HOSTILE)
+def test_escaped_text_reads_as_it_was_given(text: str) -> None:
+    shown = clean(text, 400)
+    assert len(shown) <= 400
+    assert read(f"Seen: {plain(text)}") == [f"Seen: {shown}".strip()]
+    assert read(f"| a | b |\n|---|---|\n| {plain(text)} | c |") == ["a", "b", shown, "c"]
+    assert read(f"Seen: {code(text, 400)}.") == [f"Seen: {shown or chr(34) * 2}."]
+    assert ast.literal_eval(literal([text, text])) == [text, text]
+    assert not re.search(r"(?i)://|www\.", plain(text)), "some readers make links of these"
+
+
+@pytest.mark.parametrize("text", ["x\n```\ny", "~~~\n````\nx", "x"])
+def test_nothing_ends_a_code_block(text: str) -> None:
+    (block,) = MarkdownIt("commonmark").parse(fenced(text, "sh"))
+    assert (block.type, block.info, block.content) == ("fence", "sh", text + "\n")
+
+
+def test_long_texts_are_cut() -> None:
+    record = a_record()
+    for field in FIELDS.values():
+        record = field(record, "x " * 5_000)
+    assert len(render_card(record)) < len(render_card(a_record())) + 10_000

@@ -1,0 +1,80 @@
+"""The gallery of model cards: true to their records, valid for the Hub, and their snippets run as they stand."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import gallery
+import numpy as np
+import pytest
+from hub import Hub
+from PIL import Image
+
+from hf_bico.card import render_card
+from hf_bico.demo import World
+from hf_bico.plots import alignment_picture
+from hf_bico.record import read_record
+
+CARDS = sorted(folder.name for folder in gallery.GALLERY.iterdir() if folder.is_dir())
+
+
+def test_the_gallery_shows_every_entry() -> None:
+    assert sorted(entry.name for entry in gallery.ENTRIES) == CARDS
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_is_what_its_record_gives(name: str) -> None:
+    """`make cards` writes them again."""
+    folder = gallery.GALLERY / name
+    record = read_record(folder)
+    assert (folder / "README.md").read_text(encoding="utf-8") == render_card(record)
+    drawn, kept = (
+        np.asarray(Image.open(file).convert("L"), dtype=float)
+        for file in (io.BytesIO(alignment_picture(record) or b""), folder / "alignment.png")
+    )
+    assert drawn.shape == kept.shape
+    assert np.abs(drawn - kept).mean() < 2  # fonts may differ by a hair
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_passes_the_hubs_own_validation(name: str, hub: Hub) -> None:
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(gallery.GALLERY / name / "README.md")
+    card.validate()
+    assert [entry.path for entry in hub.log if "validate-yaml" in entry.path]
+    assert "local" not in str(card.data.base_model)
+
+
+def test_a_port_that_did_not_help_says_so_first() -> None:
+    body = (gallery.GALLERY / "port-that-did-not-help" / "README.md").read_text().split("---\n", 2)[2]
+    lines = [line for line in body.splitlines() if line]
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("**The port measured WORSE than the target")
+
+
+@pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)
+def test_the_snippet_of_a_card_runs_as_it_stands(
+    entry: gallery.Entry, hub: Hub, worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same repos, ported and pushed anew; the code is that of the card in the gallery."""
+    from huggingface_hub import constants
+
+    hub.add_user(gallery.OWNER, gallery.TOKEN)
+    gallery.publish(hub, worlds(0), tmp_path / "transformers")
+    gallery.make(entry, worlds(0), tmp_path / "ported")
+    card = (gallery.GALLERY / entry.name / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert entry.repo in code
+    # a reader has nothing in the cache, and no token
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache-of-a-reader"))
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, f"{entry.name}/README.md", "exec"), {"__name__": "__main__"})
+    print(printed.getvalue())
+    assert "%" in printed.getvalue()
