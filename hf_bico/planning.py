@@ -148,9 +148,9 @@ class Plan:
         """Plain data, for JSON."""
         lineage = self.lineage
         return {
-            "source": _named(lineage.source.name, lineage.source.commit),
-            "base": _named(lineage.base.name, lineage.base.commit),
-            "target": _named(lineage.target.name, lineage.target.commit),
+            "source": {"kind": "full", **_about(lineage.source)},
+            "base": _about(lineage.base),
+            "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
             "notices": list(lineage.notices),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
@@ -295,6 +295,11 @@ def make_plan(lineage: Lineage) -> Plan:
     left = {slot.tensor: UNMATCHED for slot in base.layout.slots() if slot.tensor not in carried}
     left.update(base.layout.others)
     return Plan(lineage, tuple(blocks), tuple(pairs), left, shared.missing, shared.extra)
+
+
+def _about(model: Model) -> dict[str, str]:
+    known = {"license": model.origin.license, "pipeline": model.origin.pipeline}
+    return {**_named(model.name, model.commit), **{key: value for key, value in known.items() if value}}
 
 
 def _named(name: str, commit: str | None) -> dict[str, str]:

@@ -301,17 +301,16 @@ def _made_for(repo_id: str, record: Record, folder: Path) -> Record:
 def _goes_on(folder: Path, repo_id: str, options: PushOptions) -> Iterator[None]:
     """Any failure of a push says what to run to go on."""
     line = _push_line(folder, repo_id, options)
+    state = f"'{repo_id}' is as it was" if not options.create_pr else f"look at '{repo_id}' for a pull request"
     try:
         with translated(HubReference(repo_id), "model", f"'{repo_id}'"):
             yield
     except PushError:
         raise
     except BicoError as error:
-        raise PushError(
-            f"the push failed, and '{repo_id}' is as it was: {error.cause}", f"go on with: {line}"
-        ) from error
+        raise PushError(f"the push failed, and {state}: {error.cause}", f"go on with: {line}") from error
     except (ValueError, RuntimeError, OSError) as error:  # an invalid card, an upload that was refused
-        raise PushError(f"the push failed, and '{repo_id}' is as it was: {error}", f"go on with: {line}") from error
+        raise PushError(f"the push failed, and {state}: {error}", f"go on with: {line}") from error
 
 
 def _push_line(folder: Path, repo_id: str, options: PushOptions) -> str:
