@@ -207,7 +207,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             command = _typed("port", leave_out="dry_run")
             _show_plan(source, target, base, data, token, allow_pickle, as_json, quiet, command)
             return
-        from hf_bico.hub import Hub
+        from hf_bico.hub.client import Hub
         from hf_bico.output import require_free
 
         folder = Path(output or f"{_last(source)}-to-{_last(target)}").expanduser()
@@ -354,7 +354,7 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
       hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
     """
     with _edge():
-        from hf_bico.card import write_card
+        from hf_bico.cards.card import write_card
         from hf_bico.record import read_record
 
         place = Path(folder).expanduser()
@@ -383,7 +383,7 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
     """
     with _edge():
         from hf_bico.console import print_pushed
-        from hf_bico.hub import Hub
+        from hf_bico.hub.client import Hub
         from hf_bico.pushing import PushOptions, push_folder
 
         pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
@@ -458,7 +458,7 @@ def _show_plan(
 ) -> None:
     from hf_bico import planning
     from hf_bico.console import print_plan
-    from hf_bico.hub import Hub
+    from hf_bico.hub.client import Hub
 
     planned = planning.plan(source, target, base=base, data=data, hub=Hub(token), allow_pickle=allow_pickle)
     if planned.lineage.data is None:

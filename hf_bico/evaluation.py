@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hf_bico.calibration import Samples, evaluation_split, open_data
 from hf_bico.checkpoints import DELTA_FILE
+from hf_bico.data.calibration import Samples, evaluation_split, open_data
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
 from hf_bico.errors import BaseMismatchError, BaseUnknownError, DataNotFoundError
 from hf_bico.families import LiveModel
-from hf_bico.hub import Hub
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import Place, locate
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
 from hf_bico.record import EvaluationRecord
-from hf_bico.repos import Place, locate
 from hf_bico.settings import Settings
 from hf_bico.statistics import exact_float32
 from hf_bico.task_vector import TaskVector

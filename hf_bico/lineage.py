@@ -18,7 +18,7 @@ from hf_bico.errors import (
     SeveralBasesError,
     SeveralDataSetsError,
 )
-from hf_bico.references import is_hub_id
+from hf_bico.hub.references import is_repo_id
 
 ADAPTER_CONFIG = "adapter_config.json"
 LOADERS = (
@@ -58,7 +58,7 @@ def read_origin(folder: Path, own_name: str = "") -> Origin:
         ("card", _texts(card.get("base_model"))),
         ("config.json", _texts(config.get("_name_or_path"))),
     ]
-    usable = [(file, tuple(name for name in names if _is_repo(name) and name != own_name)) for file, names in named]
+    usable = [(file, tuple(name for name in names if is_repo_id(name) and name != own_name)) for file, names in named]
     bases_from, bases = next(((file, names) for file, names in usable if names), ("", ()))
     return Origin(
         adapter=bool(adapter),
@@ -92,7 +92,7 @@ def base_of(origin: Origin, name: str) -> str:
 
 def data_of(origin: Origin, name: str) -> str | LineageError:
     """The one data set that a repo's card names, or the error that says why there is none."""
-    repos = [data for data in origin.data_sets if data.lower() not in LOADERS and _is_repo(data)]
+    repos = [data for data in origin.data_sets if data.lower() not in LOADERS and is_repo_id(data)]
     if len(repos) == 1:
         return repos[0]
     if repos:
@@ -106,11 +106,6 @@ def data_of(origin: Origin, name: str) -> str | LineageError:
         f"no calibration data was given, and the card of '{name}' does not name{only}{because}",
         "name a data set with --data",
     )
-
-
-def _is_repo(name: str) -> bool:
-    """Whether a text names a repo of the Hub: owner and name, or one of the old one-word ids."""
-    return is_hub_id(name) or _WORD.fullmatch(name) is not None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from hf_bico.checkpoints import (
 )
 from hf_bico.errors import BrokenWeightsError, PickledWeightsError, RepoError
 from hf_bico.families import FAMILIES, Family, LiveModel, family_of
-from hf_bico.hub import Downloaded, Hub
+from hf_bico.hub.client import Downloaded, Hub
+from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import ADAPTER_CONFIG, Origin, read_origin
-from hf_bico.repos import Place, at_hub, locate
 from hf_bico.sites import Layout
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bico.calibration import Drawn, Samples, draw, evaluation_samples
-from hf_bico.card import write_card
+from hf_bico.cards.card import write_card
 from hf_bico.checkpoints import FileCheckpoint, expanded, sha256_of
+from hf_bico.data.calibration import Drawn, Samples, draw, evaluation_samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import (
     Stopwatch,
@@ -32,7 +32,7 @@ from hf_bico.environment import (
 from hf_bico.errors import DataUnknownError, ObjectiveError, OutputError, UsageError
 from hf_bico.evaluation import zero_shot_accuracy
 from hf_bico.families import LiveModel
-from hf_bico.hub import Hub
+from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss

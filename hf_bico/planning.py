@@ -21,13 +21,13 @@ from hf_bico.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from hf_bico.hub import Hub, HubRepo
+from hf_bico.hub.client import Hub, HubRepo
+from hf_bico.hub.references import HubReference, parse
+from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model, ModelReference
 from hf_bico.progress import Progress, silent
-from hf_bico.references import HubReference, parse
-from hf_bico.repos import Place, locate
 from hf_bico.sites import Layout, SitePair
 
 UNMATCHED = "no counterpart in the target"

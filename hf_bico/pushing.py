@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.card import CARD_FILE, render_card, write_card
+from hf_bico.cards.card import CARD_FILE, render_card, write_card
 from hf_bico.checkpoints import PICKLES, sha256_of
 from hf_bico.errors import (
     BicoError,
@@ -24,9 +24,9 @@ from hf_bico.errors import (
     TokenError,
     UsageError,
 )
-from hf_bico.hub import LOG_IN, MAIN, Hub, again, is_offline, translated
+from hf_bico.hub.client import LOG_IN, MAIN, Hub, again, is_offline, translated
+from hf_bico.hub.references import HubReference, is_hub_id
 from hf_bico.record import RECORD_FILE, Record, read_record
-from hf_bico.references import HubReference, is_hub_id
 from hf_bico.report import headline, is_worse
 
 if TYPE_CHECKING:

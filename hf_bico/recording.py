@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
-from hf_bico.calibration import Drawn
+from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.models import Model
 from hf_bico.planning import Lineage, Plan

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import RecordError
-from hf_bico.hub import Hub
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import locate
 from hf_bico.pipeline import port
 from hf_bico.progress import Progress, silent
 from hf_bico.record import RECORD_FILE, ModelRecord, Record, read_record
-from hf_bico.repos import locate
 
 
 @dataclass(frozen=True)

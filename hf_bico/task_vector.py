@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_bico.card import CARD_FILE
+from hf_bico.cards.card import CARD_FILE
+from hf_bico.cards.vector_card import render_vector_card
 from hf_bico.checkpoints import (
     DELTA_FILE,
     WEIGHT_FILES,
@@ -28,12 +29,11 @@ from hf_bico.checkpoints import (
 )
 from hf_bico.deltas import Deltas, Difference, Lazy
 from hf_bico.errors import BaseUnknownError, RecordError
-from hf_bico.hub import Hub
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import Place, locate
 from hf_bico.models import fetch_checkpoint
 from hf_bico.planning import find_base
 from hf_bico.pushing import Pushed, PushOptions, RepoName, push_folder
-from hf_bico.repos import Place, locate
-from hf_bico.vector_card import render_vector_card
 
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1

@@ -69,7 +69,7 @@ def publish(hub: Hub, world: World, folder: Path) -> None:
 def make(entry: Entry, world: World, folder: Path) -> Path:
     """Port and push one entry; returns the folder that was pushed."""
     import hf_bico
-    from hf_bico.hub import Hub as Client
+    from hf_bico.hub.client import Hub as Client
     from hf_bico.pushing import PushOptions, push_folder
 
     source, target, local = entry.source, entry.target, {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hf_bico.calibration import (
+from hf_bico.data.calibration import (
     calibration_samples,
     calibration_split,
     draw_order,

@@ -24,8 +24,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from toys import WRITERS, Toy, random_state
 
-from hf_bico.card import clean, code, fenced, literal, plain, render_card, write_card
-from hf_bico.plots import alignment_picture
+from hf_bico.cards.card import render_card, write_card
+from hf_bico.cards.markdown import clean, code, fenced, literal, plain
+from hf_bico.cards.plots import alignment_picture
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,

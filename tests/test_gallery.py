@@ -13,9 +13,9 @@ import pytest
 from hub import Hub
 from PIL import Image
 
-from hf_bico.card import render_card
+from hf_bico.cards.card import render_card
+from hf_bico.cards.plots import alignment_picture
 from hf_bico.demo import World
-from hf_bico.plots import alignment_picture
 from hf_bico.record import read_record
 
 CARDS = sorted(folder.name for folder in gallery.GALLERY.iterdir() if folder.is_dir())

@@ -21,9 +21,10 @@ from hub import Fault, Hub
 from huggingface_hub import hf_hub_download
 from PIL import Image
 
-import hf_bico.hub
-from hf_bico import hub_data, row_groups
-from hf_bico.calibration import DataSet, Drawn, draw, evaluation_samples, evaluation_split, open_data
+import hf_bico.hub.client
+from hf_bico.data import files as data_files
+from hf_bico.data import row_groups
+from hf_bico.data.calibration import DataSet, Drawn, draw, evaluation_samples, evaluation_split, open_data
 from hf_bico.errors import (
     BicoError,
     ClassNamesError,
@@ -101,7 +102,7 @@ def sample_paths(drawn: Drawn) -> list[str]:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
-    monkeypatch.setattr(hub_data, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL", 0)
     monkeypatch.setattr(row_groups, "LEAST_BUDGET", 4_000)
 
 
@@ -254,7 +255,7 @@ def test_max_download(hub: Hub, in_parts: None) -> None:
 
 
 def test_other_formats_are_downloaded_whole_or_not_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_data, "SMALL", 100)
+    monkeypatch.setattr(data_files, "SMALL", 100)
     hub.create("user/x", type="dataset").commit(image_files())
     with pytest.raises(DownloadTooLargeError, match="'user/x' can only be read whole") as caught:
         draw("user/x", Settings(max_download=1000))
@@ -287,7 +288,7 @@ def test_images_and_numbers_that_nothing_describes(hub: Hub, in_parts: None, mon
     assert next(drawn.samples.batches(1))[0][0].size == (4, 4)
     with pytest.raises(ClassNamesError, match="outside of the 2 classes"):
         draw("user/x", Settings(n=120), known_names=NAMES[:2])
-    monkeypatch.setattr(hub_data, "SMALL", 10**6)
+    monkeypatch.setattr(data_files, "SMALL", 10**6)
     small = draw("user/x", Settings(n=10, class_names=NAMES))
     assert next(small.samples.batches(1))[0][0].size == (4, 4)
 
@@ -331,7 +332,7 @@ def test_the_card_names_configurations_and_types(hub: Hub, in_parts: None) -> No
 
 @pytest.mark.parametrize("small", [0, 10**6])
 def test_parquet_copies_of_the_hub(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
-    monkeypatch.setattr(hub_data, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL", small)
     repo = hub.create("user/x", type="dataset")
     repo.commit({"x.py": "raise SystemExit"})
     repo.branch("refs/convert/parquet")
@@ -392,12 +393,12 @@ def test_small_parquet_is_pinned_to_its_revision(hub: Hub) -> None:
 
 OFFLINE = """
 import sys
-from hf_bico import hub_data
-from hf_bico.calibration import draw
+from hf_bico.data import files as data_files
+from hf_bico.data.calibration import draw
 from hf_bico.errors import BicoError
 from hf_bico.settings import Settings
 for name in sys.argv[1:]:
-    hub_data.SMALL = 0 if name == "user/large" else hub_data.SMALL
+    data_files.SMALL = 0 if name == "user/large" else data_files.SMALL
     try:
         print(draw(name, Settings(n=9)).samples.indices)
     except BicoError as error:
@@ -411,7 +412,7 @@ def test_what_is_in_the_cache_works_without_the_hub(hub: Hub, tmp_path: Path, mo
     for name in ("folder", "never"):
         hub.create(f"user/{name}", type="dataset").commit(image_files())
     samples = [draw(name, Settings(n=9)).samples.indices for name in ("user/folder", "user/table")]
-    monkeypatch.setattr(hub_data, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL", 0)
     samples.append(draw("user/large", Settings(n=9)).samples.indices)
     for name in sorted_files("train"):
         hf_hub_download("user/large", name, repo_type="dataset")
@@ -435,7 +436,7 @@ def test_a_private_data_set_is_read_with_the_token(hub: Hub, in_parts: None, mon
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(RepoNotFoundError):
         draw("user/x", Settings(n=10))
-    assert len(draw("user/x", Settings(n=10), hf_bico.hub.Hub("hf_secretOfUser")).samples) == 10
+    assert len(draw("user/x", Settings(n=10), hf_bico.hub.client.Hub("hf_secretOfUser")).samples) == 10
 
 
 def test_a_hub_that_stumbles(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +466,7 @@ def test_a_hub_that_stumbles(hub: Hub, in_parts: None, monkeypatch: pytest.Monke
 def test_broken_repos(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, small: int, files: dict[str, bytes | str], cause: str
 ) -> None:
-    monkeypatch.setattr(hub_data, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL", small)
     hub.create("user/x", type="dataset").commit(files)
     with pytest.raises(BicoError, match=cause) as caught:
         draw("user/x", Settings(n=10))
@@ -482,6 +483,7 @@ def test_a_card_that_names_files_of_this_machine(hub: Hub, tmp_path: Path, in_pa
 
 
 def test_importing_is_light() -> None:
-    code = "import sys, hf_bico.row_groups; print(sorted({'torch', 'datasets', 'huggingface_hub'} & set(sys.modules)))"
+    heavy = {"torch", "datasets", "huggingface_hub"}
+    code = f"import sys, hf_bico.data.row_groups; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

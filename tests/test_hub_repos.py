@@ -29,7 +29,7 @@ from hf_bico.errors import (
     WeightsNotFoundError,
     WrongRepoTypeError,
 )
-from hf_bico.hub import Hub as Client
+from hf_bico.hub.client import Hub as Client
 from hf_bico.models import Model
 from hf_bico.planning import plan
 

@@ -21,7 +21,7 @@ from hf_bico.errors import (
     TokenError,
     UsageError,
 )
-from hf_bico.hub import Hub as Client
+from hf_bico.hub.client import Hub as Client
 from hf_bico.pushing import PushOptions, push_folder, require_pushable
 from hf_bico.record import read_record
 

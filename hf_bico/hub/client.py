@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_bico import open_clip_names
 from hf_bico.errors import (
     AccessError,
     BrokenWeightsError,
@@ -29,7 +28,8 @@ from hf_bico.errors import (
     TokenError,
     WrongRepoTypeError,
 )
-from hf_bico.references import HubReference, near_folder
+from hf_bico.hub import open_clip_names
+from hf_bico.hub.references import HubReference, near_folder
 from hf_bico.version import __version__
 
 if TYPE_CHECKING:

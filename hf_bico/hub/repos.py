@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_bico import open_clip_names
-from hf_bico.hub import Downloaded, Hub, HubRepo
-from hf_bico.references import parse
+from hf_bico.hub import open_clip_names
+from hf_bico.hub.client import Downloaded, Hub, HubRepo
+from hf_bico.hub.references import parse
 
 SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
 """What tells about a model without its weights; indices of shards come on top."""

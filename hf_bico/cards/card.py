@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import unicodedata
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -20,7 +19,9 @@ import yaml
 from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import SandboxedEnvironment
 
-from hf_bico.plots import PICTURE_FILE, alignment_picture, has_alignment
+from hf_bico.cards.markdown import Markdown, clean, code, fenced, literal, plain
+from hf_bico.cards.plots import PICTURE_FILE, alignment_picture, has_alignment
+from hf_bico.hub.references import is_repo_id
 from hf_bico.record import DataRecord, EvaluationRecord, ModelRecord, Record
 from hf_bico.report import VALUE_NAMES, Report, gap_closed, headline, sampling_error
 from hf_bico.settings import DEFAULT_TEMPLATES
@@ -31,7 +32,6 @@ HUB = "https://huggingface.co/"
 TASK = {"type": "zero-shot-image-classification", "name": "Zero-Shot Image Classification"}
 LIBRARIES = {"open_clip ViT": "open_clip", "transformers CLIP": "transformers"}
 _HEX = re.compile(r"[0-9a-f]{7,64}")
-_REPO_ID = re.compile(r"(?:[\w-]{1,96}/)?[\w.-]{1,96}", re.ASCII)
 _FILE = re.compile(r"[\w.-]{1,96}", re.ASCII)
 _WORD = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
@@ -45,9 +45,7 @@ _LICENCE = re.compile(
     r"|lppl-1\.3c|mit|mpl-2\.0|ms-pl|ncsa|odbl|odc-by|ofl-1\.1|openrail(?:\+\+)?|osl-3\.0|pddl|postgresql|unlicense"
     r"|wtfpl|zlib"
 )
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$^=@]|:(?=\S)|(?<=[Ww]{3})\.)")
 _OWN_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
-_RIGHT_TO_LEFT = frozenset(("R", "AL", "AN"))
 
 Entry = TypeVar("Entry", ModelRecord, DataRecord)
 
@@ -84,7 +82,7 @@ def _template() -> Template:
         "count": lambda value: f"{value:,}",
         "seconds": lambda value: f"{value:.1f} seconds" if value < 120 else f"{value / 60:.1f} minutes",
     }
-    return environment.from_string(files("hf_bico").joinpath(TEMPLATE).read_text(encoding="utf-8"))
+    return environment.from_string(files("hf_bico.cards").joinpath(TEMPLATE).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -194,18 +192,6 @@ def _shown(entry: Entry, local: str) -> Entry:
     return entry if on_hub else replace(entry, id=local, commit=None)
 
 
-def is_repo_id(text: str) -> bool:
-    """Whether the Hub would take a text as the id of a repo."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        return False
-    return _REPO_ID.fullmatch(text) is not None
-
-
 def _public_command(shown: Record, command: str | None) -> str | None:
     """The command line with a word in place of each local folder; None where its words cannot be told apart."""
     try:
@@ -301,70 +287,7 @@ def _licence(record: Record) -> dict[str, str]:
     }
 
 
-# Text
-
-
-class Markdown(str):
-    """Text that is Markdown already; all other text that the template prints is escaped."""
-
-
-def clean(text: Any, limit: int) -> str:
-    """One line of at most `limit` characters, without any that control how text is shown."""
-    line = " ".join("".join(_visible(letter) for letter in str(text)[: 4 * limit]).split())
-    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
-
-
-def _visible(letter: str) -> str:
-    kind = unicodedata.category(letter)
-    if kind in ("Cc", "Zl", "Zp"):
-        return " "
-    if kind == "Cs" or ord(letter) & 0xFFFE == 0xFFFE:  # no text: surrogates, and what is never a character
-        return "\N{REPLACEMENT CHARACTER}"
-    return "" if kind in ("Cf", "Co") else letter  # bidirectional and zero-width controls, private letters
-
-
-def plain(text: Any, limit: int = 400) -> Markdown:
-    """Text as one line in which no character means anything to Markdown or HTML.
-
-    >>> print(plain("a|b <c>"))
-    a\\|b \\<c\\>
-    """
-    return Markdown(_SPECIAL.sub(r"\\\1", clean(text, limit)))
-
-
-def code(text: Any, limit: int = 80) -> Markdown:
-    """Text as a code span; not for table cells, where a pipe would end it.
-
-    >>> print(code("test"), code("a`b"))
-    `test` ``a`b``
-    """
-    shown = clean(text, limit) or '""'
-    ticks = "`" * (_longest_run(shown) + 1)
-    space = " " if "`" in (shown[0], shown[-1]) else ""
-    return Markdown(f"{ticks}{space}{shown}{space}{ticks}")
-
-
-def fenced(text: str, language: str = "") -> Markdown:
-    """Lines as a code block that nothing in them can end."""
-    ticks = "`" * max(3, _longest_run(text) + 1)
-    return Markdown(f"{ticks}{language}\n{text.strip()}\n{ticks}")
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall("`+", text)), default=0)
-
-
-def literal(value: str | list[str]) -> Markdown:
-    """Python for a text or a list of texts, in which nothing controls how it is shown.
-
-    >>> print(literal(["a", 'b"', "c\\n"]))
-    ["a", 'b"', "c\\n"]
-    """
-    if not isinstance(value, str):
-        return Markdown(f"[{', '.join(literal(text) for text in value)}]")
-    turned = any(unicodedata.bidirectional(letter) in _RIGHT_TO_LEFT for letter in value)
-    text = ascii(value) if turned else repr(value)
-    return Markdown(text if '"' in text else f'"{text[1:-1]}"')
+# Links
 
 
 def link(entry: ModelRecord | DataRecord) -> Markdown:

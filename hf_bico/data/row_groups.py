@@ -15,11 +15,11 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
-from hf_bico.hub import translated
-from hf_bico.hub_data import ParquetFiles, fetch, image_features, in_parallel, readable
+from hf_bico.hub.client import translated
+from hf_bico.hub.remote_file import RemoteFile
 from hf_bico.record import PartRecord
-from hf_bico.remote_file import RemoteFile
 from hf_bico.sizes import size_text
 
 UNLABELLED = -1

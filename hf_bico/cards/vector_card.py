@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hf_bico.references import is_hub_id
+from hf_bico.hub.references import is_hub_id
 
 _IMPORTS = {"open_clip": "import open_clip", "transformers": "from transformers import AutoModel"}
 _LOADING = {

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
-from hf_bico.hub import HubRepo, is_offline
+from hf_bico.hub.client import HubRepo, is_offline
 from hf_bico.sizes import size_text
 
 SMALL = 64_000_000

@@ -15,9 +15,10 @@ from hf_bico.checkpoints import expanded
 from hf_bico.errors import RepoNotFoundError
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
-_HUB_ID = re.compile(rf"(?P<id>{_PART}(?:/{_PART})?)(?:@(?P<revision>(?!.*\.\.)[\w./-]+))?")
+_OWNER = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:@(?P<revision>(?!.*\.\.)[\w./-]+))?")
 _HUB_ADDRESS = re.compile(
-    rf"https?://[^/]+/(?:datasets/)?(?P<id>{_PART}/{_PART})(?:/tree/(?P<revision>(?!.*\.\.)[\w./-]+?))?/?"
+    rf"https?://[^/]+/(?:datasets/)?(?P<id>{_OWNER}/{_PART})(?:/tree/(?P<revision>(?!.*\.\.)[\w./-]+?))?/?"
 )
 _LONGEST = 96
 _PATH_LIKE = ("/", "./", "../", "~", ".\\")
@@ -55,8 +56,15 @@ def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | Hu
 
 def is_hub_id(text: str) -> bool:
     """Whether a text could be the id of a repo on the Hub, owner and name."""
+    return "/" in text and is_repo_id(text)
+
+
+def is_repo_id(text: str) -> bool:
+    """Whether it could be one, or one of the old ids of a single word."""
     named = _HUB_ID.fullmatch(text)
-    return named is not None and "/" in text and named["revision"] is None and len(text) <= _LONGEST
+    if named is None or named["revision"] is not None or len(text) > _LONGEST:
+        return False
+    return "--" not in text and ".." not in text and not text.endswith(".git")
 
 
 def near_folder(text: str) -> str | None:

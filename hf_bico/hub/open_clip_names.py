@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_bico.errors import RepoNotFoundError
-from hf_bico.references import HubReference
+from hf_bico.hub.references import HubReference
 
 
 def hub_repo(reference: HubReference, what: str) -> HubReference | None:

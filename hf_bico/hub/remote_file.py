@@ -6,7 +6,7 @@ import io
 import os
 
 from hf_bico.errors import HubUnavailableError
-from hf_bico.hub import HubRepo
+from hf_bico.hub.client import HubRepo
 
 
 class RemoteFile(io.RawIOBase):

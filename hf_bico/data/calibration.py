@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.columns import Columns, Rows, class_names, column, column_kinds, feature_kinds, find_columns
+from hf_bico.data.columns import Columns, Rows, class_names, column, column_kinds, feature_kinds, find_columns
+from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.data.row_groups import UNLABELLED, Chosen, RowGroups, Wanted
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
@@ -20,11 +22,9 @@ from hf_bico.errors import (
     SampleCountError,
     UnreadableSampleError,
 )
-from hf_bico.hub import Hub, HubRepo
-from hf_bico.hub_data import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.hub.client import Hub, HubRepo
+from hf_bico.hub.references import parse
 from hf_bico.record import PartRecord
-from hf_bico.references import parse
-from hf_bico.row_groups import UNLABELLED, Chosen, RowGroups, Wanted
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val")

@@ -1,0 +1,1 @@
+"""Model cards: from the record alone to text and picture."""
