@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hf_bico.pipeline import port as port
     from hf_bico.planning import Plan as Plan
     from hf_bico.planning import plan as plan
+    from hf_bico.push_checks import PushOptions as PushOptions
     from hf_bico.pushing import Pushed as Pushed
-    from hf_bico.pushing import PushOptions as PushOptions
     from hf_bico.rerunning import rerun as rerun
     from hf_bico.settings import Settings as Settings
     from hf_bico.task_vector import TaskVector as TaskVector
@@ -25,7 +25,7 @@ _HOMES = {
     "BicoError": "hf_bico.errors",
     "Plan": "hf_bico.planning",
     "Ported": "hf_bico.pipeline",
-    "PushOptions": "hf_bico.pushing",
+    "PushOptions": "hf_bico.push_checks",
     "Pushed": "hf_bico.pushing",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",

@@ -61,10 +61,9 @@ class MemoryCheckpoint:
 
 @dataclass(frozen=True)
 class HeaderCheckpoint:
-    """Names, shapes and dtypes of weights that are not on this machine yet."""
+    """Names and shapes of weights that are not on this machine yet."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
     size: int
     """Bytes of the files."""
 
@@ -116,6 +115,17 @@ class FileCheckpoint:
         self._stack.close()
 
 
+def folder_name(folder: Path) -> str:
+    """What to call a folder: its name, or the repo's id where it is a snapshot of the Hub's cache.
+
+    >>> folder_name(Path("hub/models--org--name/snapshots/0123"))
+    'org/name'
+    """
+    if folder.parent.name != "snapshots":
+        return folder.name
+    return folder.parent.parent.name.partition("--")[2].replace("--", "/") or folder.name
+
+
 def expanded(path: str | Path) -> Path:
     """The path with `~` put in; an unknown user's stays as it is, and is simply not found."""
     return Path(os.path.expanduser(path))
@@ -128,7 +138,7 @@ def open_safetensors(file: Path, framework: str) -> Any:
     except (SafetensorError, OSError) as error:
         pointer = file.is_file() and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
         raise BrokenWeightsError(
-            f"'{file.name}' in '{file.parent.name}' cannot be read as safetensors: {error}",
+            f"'{file.name}' in '{folder_name(file.parent)}' cannot be read as safetensors: {error}",
             "it is a Git LFS pointer: run 'git lfs pull' there" if pointer else "copy or download the file again",
         ) from error
 
@@ -246,12 +256,19 @@ class WeightFiles:
     index: str | None = None
 
 
+def holds_layout(names: Collection[str], library: str) -> bool:
+    """Whether a repo with these files has weights in the layout of a library, pickled ones too."""
+    stems = {"transformers": ("model", "pytorch_model"), "open_clip": ("open_clip_model", "open_clip_pytorch_model")}
+    ends = ("safetensors", "safetensors.index.json", "bin", "bin.index.json", "pt")
+    return any(f"{stem}.{end}" in names for stem in stems[library] for end in ends)
+
+
 def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
     """Choose among a repo's files, in the layout of `library` where there are two; pickles are refused.
 
     Only an index of shards is read, from `folder`: the weights themselves may be elsewhere.
     """
-    called = called or folder.name
+    called = called or folder_name(folder)
     for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
         if name in names:  # first, as transformers has it
             return WeightFiles((name,))

@@ -6,8 +6,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,21 @@ def _quiet_libraries() -> None:
     logging.getLogger().setLevel(logging.ERROR)
 
 
+@dataclass
+class _Edge:
+    """Where a command ends."""
+
+    interrupted: str = "nothing was written"
+    """What is true when the user stops it."""
+
+
 @contextmanager
-def _edge() -> Iterator[None]:
+def _edge() -> Iterator[_Edge]:
     """Turn an error into two lines and an exit code: 2 for the command line itself, 1 for the rest."""
+    edge = _Edge()
     try:
         _quiet_libraries()
-        yield
+        yield edge
     except BicoError as error:
         if os.environ.get("HF_BICO_DEBUG") == "1":
             raise
@@ -44,7 +54,7 @@ def _edge() -> Iterator[None]:
         click.echo(f"Remedy: {error.remedy}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
-        click.echo("Interrupted: nothing was written.", err=True)
+        click.echo(f"Interrupted: {edge.interrupted}.", err=True)
         sys.exit(130)
 
 
@@ -200,11 +210,11 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     output, format_, overwrite = options.pop("output"), options.pop("format_"), options["overwrite"]
     token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
     push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
-    with _edge():
+    with _edge() as edge:
         push = _push(options)
         settings = _settings(options)
         if dry_run:
-            command = _typed("port", leave_out="dry_run")
+            command = _typed("port", leave_out=("dry_run", "token", "as_json", "quiet"))
             _show_plan(source, target, base, data, token, allow_pickle, as_json, quiet, command)
             return
         from hf_bico.hub.client import Hub
@@ -213,7 +223,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         folder = Path(output or f"{_last(source)}-to-{_last(target)}").expanduser()
         require_free(folder, overwrite)
         if push_to is not None:
-            from hf_bico.pushing import require_pushable
+            from hf_bico.push_checks import require_pushable
 
             push_to = require_pushable(push_to, push, Hub(token))
         # what takes seconds to import comes after what a typo would stop
@@ -233,9 +243,11 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
                 token=token,
                 allow_pickle=allow_pickle,
                 progress=progress,
+                inspect=_hidden_enough(push_to, push, token),
                 **settings,
             )
             ported.save(folder, format_, overwrite, repo=push_to)
+        edge.interrupted = f"the result is in {folder}"
         record = read_record(folder)
         if not (as_json or quiet):
             print_ported(record, ported.report, folder)
@@ -266,6 +278,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
     """
     command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
     command += ["--data", data] if data else []
+    command += ["--allow-pickle"] if options["allow_pickle"] else []
     with _edge():
         _show_plan(
             *(source, target, base, data, options["token"], options["allow_pickle"]),
@@ -381,11 +394,13 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
       hf-bico push vit-b16-eurosat-to-ViT-B-16-plus user/vit-b16-plus-eurosat
       hf-bico push out user/vit-b16-plus-eurosat --create-pr
     """
-    with _edge():
+    with _edge() as edge:
         from hf_bico.console import print_pushed
         from hf_bico.hub.client import Hub
-        from hf_bico.pushing import PushOptions, push_folder
+        from hf_bico.push_checks import PushOptions
+        from hf_bico.pushing import push_folder
 
+        edge.interrupted = f"look at {repo} before you push again"
         pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
         if as_json:
             click.echo(json.dumps(vars(pushed)))
@@ -395,10 +410,20 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
 
 def _push(options: dict[str, Any]) -> Any:
     """The options of a push, taken out of a port's."""
-    from hf_bico.pushing import PushOptions
+    from hf_bico.push_checks import PushOptions
 
     own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
     return PushOptions(**own, force=options["force"])
+
+
+def _hidden_enough(push_to: str | None, push: Any, token: str | None) -> Callable[[Any], None] | None:
+    """A look at the plan: what is private must not go where everybody can see it."""
+    if push_to is None:
+        return None
+    from hf_bico.hub.client import Hub
+    from hf_bico.push_checks import require_hidden
+
+    return lambda planned: require_hidden(push_to, push, planned.lineage.restricted, Hub(token))
 
 
 def _last(reference: str) -> str:
@@ -432,16 +457,19 @@ def _lines(file: str, option: str) -> list[str]:
     return kept
 
 
-def _typed(command: str, leave_out: str) -> str:
-    """The command line as it was typed, without one of its options."""
+def _typed(command: str, leave_out: Sequence[str]) -> str:
+    """The command line as it was typed, without some of its options."""
     context = click.get_current_context()
     words = ["hf-bico", command]
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params[str(parameter.name)]
-        if name == leave_out or context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not typed or name in leave_out:
             continue
-        words += [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
-        words += [] if value is True else [str(value)]
+        if isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            words += [str(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
     return shlex.join(words)
 
 

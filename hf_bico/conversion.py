@@ -5,13 +5,14 @@ Knows files and tensors; whether that may be done at all is decided by who calls
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import WEIGHT_FILES, save_tensors, sha256_of
+from hf_bico.checkpoints import WEIGHT_FILES, folder_name, save_tensors, sha256_of
 from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
 
 if TYPE_CHECKING:
@@ -32,12 +33,25 @@ def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple
                 return layout, [name]
             index = f"{name}.index.json"
             if index in names:
-                shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-                return layout, sorted(shard for shard in shards if shard in names)
+                return layout, _shards(folder / index, names)
     raise WeightsNotFoundError(
-        f"none of the pickles of '{folder.name}' is a whole model",
+        f"none of the pickles of '{folder_name(folder)}' is a whole model",
         f"looked for {', '.join(name for files in _PICKLES.values() for name in files)}; save it as safetensors",
     )
+
+
+def _shards(index: Path, names: Mapping[str, int]) -> list[str]:
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [shard for shard in shards if shard not in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenWeightsError(f"the index '{index.name}' cannot be read: {error!r}", "get it again") from error
+    if missing or not shards:
+        raise BrokenWeightsError(
+            f"the index '{index.name}' names the shard '{missing[0] if missing else ''}', which is not there",
+            "use a repo that holds all shards",
+        )
+    return shards
 
 
 def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[str]) -> Path:
@@ -46,8 +60,10 @@ def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[s
 
     from hf_bico.output import whole_folder
 
-    digest = "-".join(value[:16] for value in sha256_of(folder / name for name in names).values())[:80]
-    converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / f"{library}-{digest}"
+    sides = [name for name in beside if (folder / name).is_file()]
+    digests = sha256_of(folder / name for name in (*names, *sides))
+    key = hashlib.sha256(json.dumps([library, digests], sort_keys=True).encode()).hexdigest()
+    converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
     if not converted.is_dir():
         tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
         with whole_folder(converted) as scratch:
@@ -57,9 +73,8 @@ def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[s
                 scratch / WEIGHT_FILES[library],
                 {"format": "pt"},
             )
-            for name in beside:
-                if (folder / name).is_file():
-                    (scratch / name).write_bytes((folder / name).read_bytes())
+            for name in sides:
+                (scratch / name).write_bytes((folder / name).read_bytes())
     return converted
 
 
@@ -67,7 +82,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     import torch
 
     try:
-        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise BrokenWeightsError(
             f"'{file.name}' cannot be read as tensors alone: {' '.join(str(error).split())[:200]}",
@@ -76,7 +91,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     for wrapper in _WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
-    found = {str(key): value for key, value in content.items() if isinstance(value, torch.Tensor)}
+    entries = content.items() if isinstance(content, dict) else ()
+    found = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
     if not found:
         raise BrokenWeightsError(f"there are no tensors in '{file.name}'", "name a repo that holds a model's weights")
     return found

@@ -54,7 +54,7 @@ class Deltas(Mapping[str, Tensor]):
         return f"{type(self).__name__} of {len(self)} tensors"
 
     def __add__(self, other: Self) -> Self:
-        return self._combined(self._terms + other._terms, Overlap())
+        return self._combined(self._terms + other._terms, Overlap(), other)
 
     def __radd__(self, other: int) -> Self:
         """`sum` of vectors begins with 0."""
@@ -114,7 +114,8 @@ class Deltas(Mapping[str, Tensor]):
             raise
         return originals
 
-    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap) -> Self:
+    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap, *others: Self) -> Self:
+        """A vector of these terms, made of this one and `others`."""
         vector = type(self)({}, overlap)
         vector._terms = terms
         return vector

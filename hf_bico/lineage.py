@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hf_bico.errors import (
     SeveralBasesError,
     SeveralDataSetsError,
 )
-from hf_bico.hub.references import is_repo_id
+from hf_bico.hub.references import hub_reference
 
 ADAPTER_CONFIG = "adapter_config.json"
 LOADERS = (
@@ -58,7 +59,7 @@ def read_origin(folder: Path, own_name: str = "") -> Origin:
         ("card", _texts(card.get("base_model"))),
         ("config.json", _texts(config.get("_name_or_path"))),
     ]
-    usable = [(file, tuple(name for name in names if is_repo_id(name) and name != own_name)) for file, names in named]
+    usable = [(file, _repos(names, own_name)) for file, names in named]
     bases_from, bases = next(((file, names) for file, names in usable if names), ("", ()))
     return Origin(
         adapter=bool(adapter),
@@ -92,7 +93,7 @@ def base_of(origin: Origin, name: str) -> str:
 
 def data_of(origin: Origin, name: str) -> str | LineageError:
     """The one data set that a repo's card names, or the error that says why there is none."""
-    repos = [data for data in origin.data_sets if data.lower() not in LOADERS and is_repo_id(data)]
+    repos = _repos([data for data in origin.data_sets if data.lower() not in LOADERS])
     if len(repos) == 1:
         return repos[0]
     if repos:
@@ -106,6 +107,12 @@ def data_of(origin: Origin, name: str) -> str | LineageError:
         f"no calibration data was given, and the card of '{name}' does not name{only}{because}",
         "name a data set with --data",
     )
+
+
+def _repos(names: Sequence[str], but: str = "") -> tuple[str, ...]:
+    """Those of the names that are repos of the Hub, each once."""
+    found = (hub_reference(name) for name in names)
+    return tuple(dict.fromkeys(str(reference) for reference in found if reference and reference.id != but))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

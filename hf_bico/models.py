@@ -21,9 +21,9 @@ from hf_bico.checkpoints import (
     find_weights,
     sha256_of,
 )
-from hf_bico.errors import BrokenWeightsError, PickledWeightsError, RepoError
+from hf_bico.errors import BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
 from hf_bico.families import FAMILIES, Family, LiveModel, family_of
-from hf_bico.hub.client import Downloaded, Hub
+from hf_bico.hub.client import Downloaded, Hub, is_offline
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import ADAPTER_CONFIG, Origin, read_origin
 from hf_bico.sites import Layout
@@ -50,6 +50,8 @@ class Model:
     module: Any = None
     notice: str | None = None
     """What a reader of the result should know about how its weights were found."""
+    pickled: bool = False
+    """Whether its weights had to be read from pickles."""
 
     @classmethod
     def open(
@@ -144,21 +146,28 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
         layout = family.layout(checkpoint.shapes, family.read_config(place.folder))
     except KeyError as error:
         raise BrokenWeightsError(f"{called} lacks the tensor {error}", "copy or download the model again") from error
-    return Model(place.name, checkpoint, family, layout, place, weights, notice=notice)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RepoError(
+            f"the {family.config_file} of {called} does not describe a model: {error}", "copy or download it again"
+        ) from error
+    pickled = notice is not None and "pickled" in notice
+    return Model(place.name, checkpoint, family, layout, place, weights, notice=notice, pickled=pickled)
 
 
 def _find_weights(place: Place, library: str, allow_pickle: bool) -> tuple[Place, WeightFiles, str | None]:
     """Safetensors: the repo's own, else of the Hub's conversion, else made from pickles where that is allowed."""
     try:
         return place, find_weights(place.folder, place.sizes, library, place.name), None
-    except PickledWeightsError:
+    except (PickledWeightsError, WeightsNotFoundError) as error:
+        if isinstance(error, WeightsNotFoundError) and not is_offline():
+            raise  # offline, pickles that were never fetched are not seen
         repo = place.repo
         converted = None if repo is None else repo.hub.conversion(repo)
         if converted is not None:
             found = at_hub(converted)
             notice = f"The safetensors of {place.name} are those of the Hub's pull request {converted.asked.revision}."
             return found, find_weights(found.folder, found.sizes, library, found.name), notice
-        if not allow_pickle:
+        if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise
     return _without_pickles(place, library)
 
@@ -188,8 +197,5 @@ def _headers(place: Place, weights: WeightFiles) -> HeaderCheckpoint:
     """What the Hub tells of the weights by Range requests."""
     if place.repo is None:
         raise BrokenWeightsError(f"'{place.name}' lacks '{weights.names[0]}'", "copy or download the model again")
-    shapes, dtypes = {}, {}
-    for header in place.repo.headers(weights.names):
-        for name, (shape, dtype) in header.items():
-            shapes[name], dtypes[name] = shape, dtype
-    return HeaderCheckpoint(shapes, dtypes, sum(place.sizes[name] for name in weights.names))
+    shapes = {name: shape for header in place.repo.headers(weights.names) for name, shape in header.items()}
+    return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,16 +38,17 @@ from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
 from hf_bico.output import whole_folder
 from hf_bico.patching import write_full
-from hf_bico.planning import Plan, plan
+from hf_bico.planning import Lineage, Plan, plan
 from hf_bico.progress import Progress, silent
-from hf_bico.pushing import Pushed, PushOptions, push_folder
+from hf_bico.push_checks import PushOptions
+from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
 from hf_bico.recording import Findings, make_record, with_output
 from hf_bico.report import Report
 from hf_bico.settings import FORMATS, Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
-from hf_bico.task_vector import TaskVector
+from hf_bico.task_vector import MADE_FROM, TaskVector
 from hf_bico.transport import account, as_stored, gather, require_plausible, site_delta
 
 
@@ -97,16 +98,13 @@ class Ported:
         wanted = PushOptions(**options)
         with tempfile.TemporaryDirectory() as scratch:
             folder = self.save(Path(scratch) / "ported", format, repo=repo_id)
-            return push_folder(folder, repo_id, wanted, Hub(token))
+            return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
 
     def _write_weights(self, folder: Path, format: str) -> list[Path]:
         if format not in FORMATS:
             raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
         if format == "delta":
-            about: dict[str, Any] = {"base": self.target.name, "base_sha256": self.target.sha256}
-            if self.target.commit is not None:
-                about["base_commit"] = self.target.commit
-            return [self.task_vector.save(folder, library=self.target.family.library, **about)]
+            return [self.task_vector.save(folder)]
         checkpoint, origin = self.target.checkpoint, self.target.folder
         if origin is None or not isinstance(checkpoint, FileCheckpoint):
             raise OutputError(
@@ -130,16 +128,17 @@ def port(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
+    inspect: Callable[[Plan], None] | None = None,
     **options: Any,
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
     Models are Hub ids, folders, or loaded modules for an objective of your own; `data` is a Hub id, a folder of images
     or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's card
-    names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card. The
-    options, with what they mean, are those of `hf_bico.Settings`: n, per_class, config, split, seed,
-    max_download, method, completion, alpha, objective, image_column, label_column, class_names, templates,
-    batch_size, device, dtype, evaluate, force.
+    names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
+    `inspect` is shown the plan, and may raise, before anything large is downloaded. The options, with what they mean,
+    are those of `hf_bico.Settings`: n, per_class, config, split, seed, max_download, method, completion, alpha,
+    objective, image_column, label_column, class_names, templates, batch_size, device, dtype, evaluate, force.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
@@ -151,14 +150,16 @@ def port(
 
     with watch("plan"):
         planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+        if target_id is not None:
+            planned = planned.with_target_id(target_id, hub)
+        if inspect is not None:
+            inspect(planned)
         if planned.lineage.data is None and method.needs_statistics:
             raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
     with watch("download"):
         planned = planned.fetched(progress)
-        if target_id is not None:
-            planned = planned.with_target_id(target_id, hub)
     lineage = planned.lineage
     with watch("read"):
         vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
@@ -175,7 +176,8 @@ def port(
         method.prepare(pairs, statistics)
     with watch("transport"):
         carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
-        ported = TaskVector(gather(carried, pairs, lineage.target.checkpoint, settings.alpha))
+        gathered = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
+        ported = TaskVector(gathered, about=_about(lineage))
         stored, rounding_lost = as_stored(ported, lineage.target.checkpoint)
         report = account(vector, carried, pairs, planned.left)
     evaluation: list[EvaluationRecord] = []
@@ -197,6 +199,14 @@ def port(
         found = Findings(vector, report, tuple(evaluation))
         record = make_record(planned, settings, drawn, found, run)
     return Ported(ported, report, record, lineage.target, rounding_lost)
+
+
+def _about(lineage: Lineage) -> dict[str, Any]:
+    """Over which model the ported vector lies, and what it was made from."""
+    target = lineage.target
+    about: dict[str, Any] = {"base": target.name, "base_sha256": target.sha256, "library": target.family.library}
+    about[MADE_FROM] = [list(name) for name in lineage.repos]
+    return about if target.commit is None else {**about, "base_commit": target.commit}
 
 
 def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:

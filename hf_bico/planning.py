@@ -10,20 +10,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint, overlap
+from hf_bico.checkpoints import WEIGHT_FILES, FileCheckpoint, HeaderCheckpoint, holds_layout, overlap
 from hf_bico.errors import (
     BaseMismatchError,
     BaseUnknownError,
     DataUnknownError,
+    EmptyRepoError,
     LineageError,
     ModelError,
+    NotCachedError,
     RepoNotFoundError,
     UnsupportedModelError,
     UsageError,
+    WrongRepoTypeError,
 )
-from hf_bico.hub.client import Hub, HubRepo
-from hf_bico.hub.references import HubReference, parse
-from hf_bico.hub.repos import Place, locate
+from hf_bico.hub.client import Hub, HubRepo, is_offline
+from hf_bico.hub.references import HubReference, hub_reference, is_hub_id, parse
+from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model, ModelReference
@@ -32,6 +35,7 @@ from hf_bico.sites import Layout, SitePair
 
 UNMATCHED = "no counterpart in the target"
 _MOST_PARENTS = 4
+_NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,19 @@ class Lineage:
         return self.source, self.base, self.target
 
     @property
-    def restricted(self) -> list[str]:
-        """The Hub repos among them that are private or gated."""
+    def _hub_repos(self) -> list[HubRepo]:
         repos = [model.place.repo for model in self.models if model.place is not None]
-        return [repo.id for repo in (*repos, self.data_repo) if repo is not None and repo.restricted]
+        return [repo for repo in (*repos, self.data_repo) if repo is not None]
+
+    @property
+    def repos(self) -> list[tuple[str, str]]:
+        """Type and id of the Hub repos among them."""
+        return [(repo.type, repo.id) for repo in self._hub_repos]
+
+    @property
+    def restricted(self) -> list[str]:
+        """Those that are private or gated."""
+        return [repo.id for repo in self._hub_repos if repo.restricted]
 
 
 @dataclass(frozen=True)
@@ -119,10 +132,11 @@ class Plan:
 
     def with_target_id(self, repo_id: str, hub: Hub) -> Plan:
         """The plan with a local target known by its Hub id, which must hold the same weights."""
-        target = self.lineage.target
-        found = parse(f"hf-hub:{repo_id}", "the target's id")
-        if target.place is None or not isinstance(found, HubReference):
+        target, found = self.lineage.target, hub_reference(repo_id)
+        if target.place is None or target.place.repo is not None or found is None or not is_hub_id(found.id):
             raise UsageError(f"--target-id is '{repo_id}'", "give the OWNER/NAME of a target that is a folder")
+        if is_offline():
+            raise NotCachedError(f"whether the target is '{repo_id}' cannot be checked offline", "unset HF_HUB_OFFLINE")
         repo = hub.repo(found, "the target's id")
         if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
             raise BaseMismatchError(
@@ -148,7 +162,7 @@ class Plan:
         """Plain data, for JSON."""
         lineage = self.lineage
         return {
-            "source": {"kind": "full", **_about(lineage.source)},
+            "source": {"kind": "adapter" if lineage.source.origin.adapter else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
@@ -215,16 +229,25 @@ def resolve(
     data_repo, no_data = None, None
     if data is None:
         data, data_repo, no_data = _named_data(origin, name, hub)
-    elif isinstance(data, str | Path) and isinstance(found := parse(data, "the data set", files=True), HubReference):
-        data_repo = hub.repo(found, "the data set", "dataset")
+    elif isinstance(data, str | Path):
+        data = parse(data, "the data set", files=True)
+        data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
 
-    tuned = Model.open(place or source, "the fine-tuned model", "transformers", hub, allow_pickle)
+    library = _shared_library(place, start)
+    tuned = Model.open(place or source, "the fine-tuned model", library, hub, allow_pickle)
     first = Model.open(start, "the base", tuned.family.library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
     notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
+
+
+def _shared_library(*places: object) -> str:
+    """The library in whose layout all of these repos hold weights; transformers where there is no such."""
+    known = [place for place in places if isinstance(place, Place)]
+    shared = (library for library in WEIGHT_FILES if all(holds_layout(place.sizes, library) for place in known))
+    return next(shared, "transformers")
 
 
 def find_base(place: Place, hub: Hub) -> Place:
@@ -235,21 +258,30 @@ def find_base(place: Place, hub: Hub) -> Place:
 def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
     base = base_of(origin, name)
     try:
-        return locate(base, "the base", hub)
-    except RepoNotFoundError as error:
+        # what a card names is on the Hub, whatever folders there are here
+        return at_hub(hub.repo(_reference(base), "the base"))
+    except _NO_REPO as error:
         raise BaseUnknownError(
             f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
             "name the model that was fine-tuned with --base",
         ) from error
 
 
-def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[str | None, HubRepo | None, LineageError | None]:
+def _reference(name: str) -> HubReference:
+    found = hub_reference(name)
+    if found is None:
+        raise RepoNotFoundError(f"'{name}' is not an id of the Hub", "use OWNER/NAME")
+    return found
+
+
+def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[HubReference | None, HubRepo | None, LineageError | None]:
     data = data_of(origin, name)
     if isinstance(data, LineageError):
         return None, None, data
     try:
-        return data, hub.repo(HubReference(data), "the data set", "dataset"), None
-    except RepoNotFoundError as error:
+        reference = _reference(data)
+        return reference, hub.repo(reference, "the data set", "dataset"), None
+    except _NO_REPO as error:
         cause = f"the card of '{name}' names the data set '{data}': {error.cause}"
         return None, None, DataUnknownError(cause, "name a data set with --data")
 
@@ -260,7 +292,7 @@ def _unquantised(start: str | Path | Place, hub: Hub, notices: list[str]) -> Pla
     for _ in range(_MOST_PARENTS):
         origin = read_origin(place.folder, place.name)
         if not origin.quantized:
-            if origin.bases:
+            if origin.bases and origin.bases_from == "card":
                 notices.append(
                     f"The base {place.name} was itself made from {', '.join(origin.bases)}: what it learnt over that "
                     "is not carried."

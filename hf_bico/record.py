@@ -6,10 +6,12 @@ A data class with a schema number, written as JSON without its empty fields. Hol
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+from hf_bico.checkpoints import folder_name
 from hf_bico.errors import RecordError
 
 RECORD_FILE = "bico.json"
@@ -59,6 +61,7 @@ class DataRecord:
     commit: str | None = None
     config: str | None = None
     per_class: int | None = None
+    max_download: int | None = None
     parts: list[PartRecord] = field(default_factory=list)
 
 
@@ -179,48 +182,44 @@ def read_record(folder: Path) -> Record:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise RecordError(f"'{folder.name}' holds no {RECORD_FILE}", "name a folder that this tool wrote") from error
-    except ValueError as error:
-        raise RecordError(f"{RECORD_FILE} of '{folder.name}' is not JSON: {error}", "port again") from error
-    if raw.get("schema") != SCHEMA:
         raise RecordError(
-            f"{RECORD_FILE} of '{folder.name}' has schema {raw.get('schema')!r}; this version reads {SCHEMA}",
+            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder that this tool wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' cannot be read: {error}", "port again") from error
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if schema != SCHEMA:
+        raise RecordError(
+            f"{RECORD_FILE} of '{folder_name(folder)}' has schema {schema!r}; this version reads {SCHEMA}",
             "use the version of hf-bico that wrote it",
         )
     try:
-        record: Record = _build(Record, raw)
+        record: Record = _build(Record, {"sites": [], "left": [], **raw}, "record")  # lists are absent when empty
         return record
-    except (TypeError, KeyError, AttributeError) as error:
-        raise RecordError(f"{RECORD_FILE} of '{folder.name}' is not a record: {error}", "port again") from error
+    except TypeError as error:
+        raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' is not a record: {error}", "port again") from error
 
 
-_NESTED: dict[tuple[type, str], type] = {
-    (Record, "source"): ModelRecord,
-    (Record, "target"): ModelRecord,
-    (Record, "objective"): ObjectiveRecord,
-    (Record, "method"): MethodRecord,
-    (Record, "sites"): SiteRecord,
-    (Record, "left"): LeftRecord,
-    (Record, "run"): RunRecord,
-    (Record, "data"): DataRecord,
-    (Record, "output"): OutputRecord,
-    (Record, "evaluation"): EvaluationRecord,
-    (ModelRecord, "base"): ModelRecord,
-    (DataRecord, "parts"): PartRecord,
-}
-
-
-def _build(kind: type, raw: dict[str, Any]) -> Any:
-    values = {}
-    for name in (entry.name for entry in fields(kind) if entry.name in raw):
-        inner, value = _NESTED.get((kind, name)), raw[name]
-        if inner is not None:
-            value = [_build(inner, item) for item in value] if isinstance(value, list) else _build(inner, value)
-        values[name] = tuple(value) if name.startswith("shape_") else value
-    for name in ("sites", "left"):  # absent when empty
-        if kind is Record:
-            values.setdefault(name, [])
-    return kind(**values)
+def _build(kind: Any, value: Any, name: str) -> Any:
+    """JSON as the type that a field has; what does not fit is a TypeError that names the field."""
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        known = [field for field in hints if field in value]
+        return kind(**{field: _build(hints[field], value[field], field) for field in known})  # type: ignore[operator]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _build(inner[0], value, name)
+    if origin is list and isinstance(value, list):
+        return [_build(inner[0], item, name) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _build(inner[1], item, name) for key, item in value.items()}
+    if origin is tuple and isinstance(value, list) and len(value) == len(inner):
+        return tuple(_build(one, item, name) for one, item in zip(inner, value, strict=True))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise TypeError(f"'{name}' is {str(value)[:60]!r}")
 
 
 def _without_empty(value: Any) -> Any:

@@ -20,7 +20,7 @@ from hf_bico.record import (
     RunRecord,
 )
 from hf_bico.report import Report
-from hf_bico.settings import DEFAULT_TEMPLATES, Settings
+from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, Settings
 from hf_bico.version import __version__
 
 NOTABLE_ROUNDING = 0.05
@@ -116,6 +116,7 @@ def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
         split=drawn.split,
         n=len(drawn.samples),
         per_class=settings.per_class,
+        max_download=None if settings.max_download == DEFAULT_DOWNLOAD else settings.max_download,
         sampling="row groups" if drawn.split in drawn.data.parts else "random",
         seed=settings.seed,
         indices=list(drawn.samples.indices),
@@ -161,6 +162,8 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--completion", settings.completion, "drop"),
         ("--alpha", settings.alpha, 1.0),
         ("--dtype", settings.dtype, "auto"),
+        ("--max-download", settings.max_download, DEFAULT_DOWNLOAD),
+        ("--allow-pickle", "" if any(model.pickled for model in models) else None, None),
         ("--force", "" if settings.force else None, None),
     ):
         if value is not None and value != default:

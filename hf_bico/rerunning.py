@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.errors import RecordError
+from hf_bico.checkpoints import sha256_of
+from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub
-from hf_bico.hub.repos import locate
+from hf_bico.hub.repos import Place, locate
 from hf_bico.pipeline import port
 from hf_bico.progress import Progress, silent
-from hf_bico.record import RECORD_FILE, ModelRecord, Record, read_record
+from hf_bico.record import RECORD_FILE, DataRecord, ModelRecord, Record, read_record
+from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Rerun:
 
     @property
     def same(self) -> bool:
-        return all(self.files.values())
+        """Whether every file came out as recorded, and is what stands beside the record."""
+        return all(self.files.values()) and not any("beside the record" in note for note in self.differences)
 
 
 def rerun(
@@ -45,6 +48,12 @@ def rerun(
     place = locate(reference, "the port", Hub(token))
     place.fetch([RECORD_FILE])
     then = read_record(place.folder)
+    if then.output is None:
+        raise RecordError(f"{RECORD_FILE} of '{place.name}' does not say what was written", "port again")
+    try:
+        Settings(**{name: value for name, value in _options(then, place.name).items() if name != "data"})
+    except UsageError as error:
+        raise RecordError(f"{RECORD_FILE} of '{place.name}' cannot be followed: {error.cause}", "port again") from error
     ported = port(
         _reference(then.source),
         _reference(then.target),
@@ -55,19 +64,30 @@ def rerun(
         **_options(then, place.name),
         device=device,
     )
-    if then.output is None:
-        raise RecordError(f"{RECORD_FILE} of '{place.name}' does not say what was written", "port again")
     with tempfile.TemporaryDirectory() as scratch:
         written = ported.save(folder or Path(scratch) / "rerun", then.output.format, repo=then.output.repo)
         now = read_record(written)
     digests = now.output.files if now.output is not None else {}
-    return Rerun(
-        {name: digests.get(name) == digest for name, digest in then.output.files.items()}, _differences(then, now)
-    )
+    files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
+    return Rerun(files, [*_replaced(place, then.output.files), *_differences(then, now)])
 
 
-def _reference(model: ModelRecord) -> str:
-    return model.id if model.commit is None else f"{model.id}@{model.commit}"
+def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
+    """What stands beside the record and is not what it speaks of."""
+    there = dict(place.repo.sha256) if place.repo is not None else {}
+    there |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
+    return [f"the '{name}' beside the record is another file" for name in recorded if there.get(name) != recorded[name]]
+
+
+def _reference(entry: ModelRecord | DataRecord) -> str | Path:
+    """What to open: a repo at its commit, or the folder of that name, which must be here."""
+    if entry.commit is not None:
+        return f"{entry.id}@{entry.commit}"
+    if not Path(entry.id).exists():
+        raise RecordError(
+            f"it was made from the local folder '{entry.id}', which is not here", "run it beside that folder"
+        )
+    return Path(entry.id)
 
 
 def _options(record: Record, name: str) -> dict[str, Any]:
@@ -94,13 +114,14 @@ def _options(record: Record, name: str) -> dict[str, Any]:
         return options
     return {
         **options,
-        "data": data.id if data.commit is None else f"{data.id}@{data.commit}",
+        "data": _reference(data),
         "config": data.config,
         "split": data.split,
         **({"n": data.n} if data.per_class is None else {"per_class": data.per_class}),
         "seed": data.seed,
-        "image_column": data.columns["image"],
-        "label_column": data.columns["label"],
+        "max_download": data.max_download or DEFAULT_DOWNLOAD,
+        "image_column": data.columns.get("image"),
+        "label_column": data.columns.get("label"),
         "class_names": data.class_names,
     }
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -33,10 +34,12 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import Place, locate
 from hf_bico.models import fetch_checkpoint
 from hf_bico.planning import find_base
-from hf_bico.pushing import Pushed, PushOptions, RepoName, push_folder
+from hf_bico.push_checks import PushOptions, RepoName, require_pushable
+from hf_bico.pushing import Pushed, push_folder
 
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1
+MADE_FROM = "made_from"
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
@@ -61,7 +64,14 @@ class TaskVector(Deltas):
         self.about = dict(about or {})
 
     @classmethod
-    def from_models(cls, fine_tuned: ModelLike, base: ModelLike | None = None, token: str | None = None) -> TaskVector:
+    def from_models(
+        cls,
+        fine_tuned: ModelLike,
+        base: ModelLike | None = None,
+        *,
+        token: str | None = None,
+        allow_pickle: bool = False,
+    ) -> TaskVector:
         """Fine-tuned minus base, tensor by tensor; tensors that are equal in both do not appear.
 
         The base may be left out where the fine-tuned model's card names it. The names are the base's. A fine-tuned
@@ -76,15 +86,16 @@ class TaskVector(Deltas):
             start: Place | nn.Module | Checkpoint = find_base(tuned, hub)
         else:
             start = locate(base, "the base", hub) if isinstance(base, str | Path) else base
-        tuned_checkpoint, about = _opened(tuned, "source")
-        start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"))
+        tuned_checkpoint, about = _opened(tuned, "source", "transformers", allow_pickle)
+        start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"), allow_pickle)
         difference = Difference.between(tuned_checkpoint, start_checkpoint)
-        return cls(difference, difference.overlap, {**about, **more})
+        made_from = [name for known in (about, more) for name in known.pop(MADE_FROM, ())]
+        return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from})
 
     @classmethod
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
         """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
-        file = expanded(path)
+        file, place = expanded(path), None
         if not file.is_file():
             place = locate(path, "the task vector", Hub(token))
             if DELTA_FILE not in place.sizes:
@@ -94,10 +105,10 @@ class TaskVector(Deltas):
             place.fetch([DELTA_FILE])
             file = place.folder / DELTA_FILE
         with open_safetensors(file, "pt") as reader:
-            header = json.loads((reader.metadata() or {}).get("hf_bico", "{}"))
-        if header.pop("format", None) != _FORMAT or header.pop("schema", None) != _SCHEMA:
-            raise RecordError(f"'{file.name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
-        return cls(Lazy(FileCheckpoint([file])), about=header)
+            about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
+        if place is not None and place.repo is not None:
+            about[MADE_FROM] = [*(about.get(MADE_FROM) or ()), ["model", place.repo.id]]
+        return cls(Lazy(FileCheckpoint([file])), about=about)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`; `about` goes into its metadata."""
@@ -113,28 +124,57 @@ class TaskVector(Deltas):
 
         private, create_pr, revision, message, overwrite, force.
         """
-        wanted = PushOptions(**options)
-        parts = [part for part in ("source", "base") if self.about.get(f"{part}_commit")]
-        made_from: list[RepoName] = [("model", str(self.about[part])) for part in parts]
+        wanted, hub = PushOptions(**options), Hub(token)
+        whole = require_pushable(repo_id, replace(wanted, overwrite=True), hub)
         with tempfile.TemporaryDirectory() as scratch:
             folder = self.save(Path(scratch) / "task-vector").parent
-            card = render_vector_card(self.about, len(self), repo_id)
+            card = render_vector_card(self.about, len(self), whole)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
-            return push_folder(folder, repo_id, wanted, Hub(token), made_from)
+            return push_folder(folder, whole, wanted, hub, made_from=self.made_from, kept=False)
+
+    @property
+    def made_from(self) -> list[RepoName]:
+        """The Hub repos behind it, whose privacy it inherits."""
+        named = [(str(type), str(name)) for type, name in self.about.get(MADE_FROM) or ()]
+        return list(dict.fromkeys(named))
+
+    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap, *others: Self) -> Self:
+        vector = super()._combined(terms, overlap, *others)
+        # over which base a sum lies is known if its parts agree
+        parts = (self, *others)
+        vector.about = {
+            key: value for key, value in self.about.items() if all(value == o.about.get(key) for o in others)
+        }
+        vector.about[MADE_FROM] = [list(name) for part in parts for name in part.made_from]
+        return vector
 
 
 def _opened(
-    model: Place | nn.Module | Checkpoint, part: str, library: str = "transformers"
+    model: Place | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """A model's weights on this machine, and what to remember of a repo."""
     if isinstance(model, nn.Module):
         return MemoryCheckpoint.of(model), {}
     if not isinstance(model, Place):
         return model, {}
-    checkpoint = fetch_checkpoint(model, library)
+    checkpoint = fetch_checkpoint(model, library, allow_pickle)
     about: dict[str, Any] = {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
     if model.commit is not None:
-        about[f"{part}_commit"] = model.commit
+        about |= {f"{part}_commit": model.commit, MADE_FROM: [["model", model.name]]}
     names = {file.name for file in checkpoint.files}
     layouts = [layout for layout, name in WEIGHT_FILES.items() if name in names]
     return checkpoint, {**about, "library": layouts[0]} if layouts else about
+
+
+def _read_header(text: str, name: str) -> dict[str, Any]:
+    """What the file says about itself."""
+    try:
+        header = json.loads(text)
+    except ValueError:
+        header = None
+    known = isinstance(header, dict) and header.pop("format", None) == _FORMAT and header.pop("schema", None) == _SCHEMA
+    repos = header.get(MADE_FROM, []) if known else []
+    if not known or not isinstance(repos, list) or not all(isinstance(r, list) and len(r) == 2 for r in repos):
+        raise RecordError(f"'{name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
+    about: dict[str, Any] = header
+    return about

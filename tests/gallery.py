@@ -70,7 +70,8 @@ def make(entry: Entry, world: World, folder: Path) -> Path:
     """Port and push one entry; returns the folder that was pushed."""
     import hf_bico
     from hf_bico.hub.client import Hub as Client
-    from hf_bico.pushing import PushOptions, push_folder
+    from hf_bico.push_checks import PushOptions
+    from hf_bico.pushing import push_folder
 
     source, target, local = entry.source, entry.target, {}
     if entry.local:

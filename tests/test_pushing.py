@@ -22,7 +22,8 @@ from hf_bico.errors import (
     UsageError,
 )
 from hf_bico.hub.client import Hub as Client
-from hf_bico.pushing import PushOptions, push_folder, require_pushable
+from hf_bico.push_checks import PushOptions, require_pushable
+from hf_bico.pushing import push_folder
 from hf_bico.record import read_record
 
 REPO = "user/vit-b16-plus-eurosat"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,18 @@ import yaml
 
 from hf_bico.hub.references import is_hub_id
 
-_IMPORTS = {"open_clip": "import open_clip", "transformers": "from transformers import AutoModel"}
-_LOADING = {
-    "open_clip": 'model = open_clip.create_model("hf-hub:{base}")',
-    "transformers": 'model = AutoModel.from_pretrained("{base}", revision="{commit}")',
+_IMPORTS = {
+    "open_clip": ["import hf_bico", "import open_clip", "from huggingface_hub import snapshot_download"],
+    "transformers": ["import hf_bico", "from transformers import AutoModel"],
 }
+_LOADING = {
+    "open_clip": [
+        'folder = snapshot_download("{base}", revision="{commit}")',
+        'model = open_clip.create_model(f"local-dir:{{folder}}")',
+    ],
+    "transformers": ['model = AutoModel.from_pretrained("{base}", revision="{commit}")'],
+}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def render_vector_card(about: Mapping[str, Any], tensors: int, repo_id: str) -> str:
@@ -37,13 +45,13 @@ def render_vector_card(about: Mapping[str, Any], tensors: int, repo_id: str) -> 
 
 def _usage(about: Mapping[str, Any], base: str | None, repo_id: str) -> list[str]:
     library = str(about.get("library"))
-    imports, loading = ["import hf_bico"], "model = ...  # the model that it was made for"
+    imports, loading = ["import hf_bico"], ["model = ...  # the model that it was made for"]
     if base and library in _LOADING:
-        imports = sorted([*imports, _IMPORTS[library]], key=lambda line: line.startswith("from"))
-        loading = _LOADING[library].format(base=base, commit=about["base_commit"])
-    return [*imports, "", loading, f'hf_bico.TaskVector.load("{repo_id}").apply_to(model)']
+        imports = _IMPORTS[library]
+        loading = [line.format(base=base, commit=about["base_commit"]) for line in _LOADING[library]]
+    return [*imports, "", *loading, f'hf_bico.TaskVector.load("{repo_id}").apply_to(model)']
 
 
 def _hub_id(about: Mapping[str, Any], part: str) -> str | None:
-    name = str(about.get(part, ""))
-    return name if about.get(f"{part}_commit") and is_hub_id(name) else None
+    name, commit = str(about.get(part, "")), str(about.get(f"{part}_commit", ""))
+    return name if is_hub_id(name) and _COMMIT.fullmatch(commit) else None

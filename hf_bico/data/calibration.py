@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.data.columns import Columns, Rows, class_names, column, column_kinds, feature_kinds, find_columns
-from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.data.columns import (
+    Columns,
+    Rows,
+    class_names,
+    column,
+    column_kinds,
+    feature_kinds,
+    find_columns,
+    undecoded,
+)
+from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole, own_image
 from hf_bico.data.row_groups import UNLABELLED, Chosen, RowGroups, Wanted
 from hf_bico.errors import (
     ClassNamesError,
@@ -23,7 +32,7 @@ from hf_bico.errors import (
     UnreadableSampleError,
 )
 from hf_bico.hub.client import Hub, HubRepo
-from hf_bico.hub.references import parse
+from hf_bico.hub.references import HubReference, parse
 from hf_bico.record import PartRecord
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
@@ -86,7 +95,11 @@ class DataSet:
     def samples(self, split: str, indices: Sequence[int]) -> Samples:
         labels = self.labels(split)
         chosen = tuple(labels[index] for index in indices)
-        return Samples(self.splits[split], self.columns.image, tuple(indices), chosen)
+        rows, decode = self.splits[split], None
+        if self.repo is not None:  # a stranger's rows: what they point at is looked at before it is opened
+            folder = self.repo.hub.snapshot(self.repo.id, self.repo.type, self.repo.commit)
+            rows, decode = undecoded(rows, self.columns.image), lambda value: own_image(value, folder)
+        return Samples(rows, self.columns.image, tuple(indices), chosen, decode)
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class Samples:
     image_column: str
     indices: tuple[int, ...]
     labels: tuple[int, ...]
+    decode: Callable[[Any], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -111,6 +125,7 @@ class Samples:
     def _image(self, index: int) -> Any:
         try:
             image = self.rows[index][self.image_column]
+            image = image if self.decode is None or image is None else self.decode(image)
             if image is None:
                 raise ValueError("there is none")
             if hasattr(image, "load"):
@@ -153,9 +168,9 @@ def open_data(
     or, to `measure` a model, `n` rows or all of one split.
     """
     settings = settings or Settings()
-    if not isinstance(data, str | Path):
+    if not isinstance(data, str | Path | HubReference):
         return _described("data", _given_splits(data), settings, known_names)
-    place = parse(data, "the data set", files=True)
+    place = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
     if isinstance(place, Path):
         opened = open_folder(place, place.name, settings.config)
         return _described(place.name, opened.splits, settings, known_names, named=True, config=opened.config)
@@ -251,6 +266,8 @@ def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int
     order = data.order(split, seed)
     if per_class is None:
         wanted = DEFAULT_SAMPLES if n is None else n
+        if not labels:
+            raise DataNotFoundError(f"split '{split}' of '{data.name}' has no labels", "choose another with --split")
         if wanted > len(labels):
             raise SampleCountError(
                 f"{wanted} samples were asked for and split '{split}' of '{data.name}' has {len(labels)} with labels",

@@ -20,6 +20,13 @@ class Columns(NamedTuple):
     label: str
 
 
+def undecoded(rows: Rows, image: str) -> Rows:
+    """The rows with their images as stored, bytes or a path."""
+    import datasets
+
+    return rows.cast_column(image, datasets.Image(decode=False))
+
+
 def column(rows: Rows, name: str) -> list[Any]:
     """All values of one column."""
     return list(rows[name]) if hasattr(rows, "features") else [row[name] for row in rows]

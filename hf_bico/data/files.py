@@ -66,6 +66,11 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
     if config is not None and (saved or path.is_file()):
         raise DataNotFoundError(f"'{name}' has no configurations", "leave --config out")
+    if saved and foreign:
+        raise DataNotFoundError(
+            f"'{name}' was written by save_to_disk, which may name files elsewhere",
+            "use one in parquet",
+        )
     with readable(name):
         if path.is_file():
             loaded, used = datasets.load_dataset("parquet", data_files=str(path)), None
@@ -262,11 +267,22 @@ def image_features(features: Any) -> Any:
     return datasets.Features({name: datasets.Image() if is_image(one) else one for name, one in features.items()})
 
 
+def own_image(value: Any, folder: Path) -> Any:
+    """An image of a Hub data set, decoded: bytes, or a file of the repo; any other path or address is refused."""
+    import datasets
+
+    if isinstance(value, dict) and value.get("bytes") is None:
+        path = Path(os.path.normpath(str(value.get("path"))))
+        homes = (folder, folder.resolve(), Path(datasets.config.EXTRACTED_DATASETS_PATH))
+        if not any(path.is_relative_to(home) for home in homes):
+            raise ValueError("it is not in the data set, but somewhere else")
+    return datasets.Image().decode_example(value) if isinstance(value, dict) else value
+
+
 def fetch(repo: HubRepo, names: Sequence[str]) -> Path:
     """Have files in the cache, several at a time; returns their folder."""
     in_parallel(lambda name: repo.fetch([name]), [name for name in names if repo.cached(name) is None])
-    if names:
-        repo.hub.remember(repo, names[0])
+    repo.hub.remember(repo)
     return repo.hub.snapshot(repo.id, repo.type, repo.commit)
 
 

@@ -15,6 +15,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hf_bico.checkpoints import folder_name
 from hf_bico.errors import BrokenWeightsError, RepoError, UnreadableSampleError, UnsupportedModelError
 from hf_bico.sites import Layout, Site, Tokens
 
@@ -57,9 +58,11 @@ class Family(ABC):
         try:
             config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError as error:
-            raise RepoError(f"'{file.name}' in '{folder.name}' is not JSON: {error}", "copy the file again") from error
+            raise RepoError(
+                f"'{file.name}' in '{folder_name(folder)}' is not JSON: {error}", "copy the file again"
+            ) from error
         if not isinstance(config, dict):
-            raise RepoError(f"'{file.name}' in '{folder.name}' is not a JSON object", "copy the file again")
+            raise RepoError(f"'{file.name}' in '{folder_name(folder)}' is not a JSON object", "copy the file again")
         return config
 
     @abstractmethod
@@ -189,7 +192,7 @@ def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
     """The error for weights that the configuration beside them does not describe."""
     words = " ".join(str(reason).split())
     return BrokenWeightsError(
-        f"the weights of '{folder.name}' do not fit its configuration: {words[:300]}",
+        f"the weights of '{folder_name(folder)}' do not fit its configuration: {words[:300]}",
         "copy or download the folder again",
     )
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import FileCheckpoint
+from hf_bico.checkpoints import FileCheckpoint, folder_name
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
 from hf_bico.families.base import (
     WHOLE_MODEL,
@@ -63,7 +63,8 @@ class OpenClip(Family):
         config = self.read_config(folder)
         if not _section(config, "model_cfg"):
             raise RepoError(
-                f"'{folder.name}' has no {self.config_file} with a model_cfg", "name a folder in open_clip's Hub layout"
+                f"'{folder_name(folder)}' has no {self.config_file} with a model_cfg",
+                "name a folder in open_clip's Hub layout",
             )
         import open_clip
         from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -71,7 +72,7 @@ class OpenClip(Family):
         weights = FileCheckpoint.in_folder(folder, self.library).files
         if len(weights) > 1:
             raise UnsupportedModelError(
-                f"the open_clip weights of '{folder.name}' are in shards, which open_clip does not read",
+                f"the open_clip weights of '{folder_name(folder)}' are in shards, which open_clip does not read",
                 "save them as one open_clip_model.safetensors",
             )
         try:
@@ -82,7 +83,7 @@ class OpenClip(Family):
             transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
         except (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
             raise RepoError(
-                f"open_clip cannot build a model from '{self.config_file}' of '{folder.name}': {error}",
+                f"open_clip cannot build a model from '{self.config_file}' of '{folder_name(folder)}': {error}",
                 "copy the file again, or use the open_clip release that it was made for",
             ) from error
         try:
@@ -97,7 +98,8 @@ class OpenClip(Family):
             live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **no_code)
         except (OSError, ValueError, TypeError) as error:
             raise MissingProcessorError(
-                f"'{folder.name}' has no tokenizer that can be loaded", "copy it from the repo that the model came from"
+                f"'{folder_name(folder)}' has no tokenizer that can be loaded",
+                "copy it from the repo that the model came from",
             ) from error
         return live
 

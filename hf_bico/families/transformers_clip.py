@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_bico.checkpoints import folder_name
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError
 from hf_bico.families.base import (
     TOKENIZER_FILES,
@@ -72,7 +73,9 @@ class TransformersClip(Family):
         from huggingface_hub.errors import StrictDataclassError
 
         if not (folder / self.config_file).is_file():
-            raise RepoError(f"'{folder.name}' has no {self.config_file}", "name a folder in transformers' layout")
+            raise RepoError(
+                f"'{folder_name(folder)}' has no {self.config_file}", "name a folder in transformers' layout"
+            )
         config = self.read_config(folder)
         named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
         # old repos do not name their class: `text_config` is what only the whole model has
@@ -144,14 +147,14 @@ class TransformersClipModel(LiveModel):
             raise MissingProcessorError(f"a loaded model does not know its {what}", "pass the model's folder")
         if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
             raise MissingProcessorError(
-                f"'{self.folder.name}' has no {what}", "copy it from the repo that the model came from"
+                f"'{folder_name(self.folder)}' has no {what}", "copy it from the repo that the model came from"
             )
         try:
             auto = getattr(transformers, loader)
             return auto.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise MissingProcessorError(
-                f"'{self.folder.name}' has no {what} that can be loaded",
+                f"'{folder_name(self.folder)}' has no {what} that can be loaded",
                 "copy it from the repo that the model came from",
             ) from error
 

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -91,8 +92,8 @@ class HubRepo:
                 folder = Path(path).parents[name.count("/")]
         return folder or self.hub.snapshot(self.id, self.type, self.commit)
 
-    def header(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each tensor of a safetensors file, by one Range request."""
+    def header(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of a safetensors file, by one Range request."""
         from huggingface_hub.errors import SafetensorsParsingError
 
         try:
@@ -103,9 +104,9 @@ class HubRepo:
             raise BrokenWeightsError(
                 f"'{name}' of '{self.id}' cannot be read as safetensors: {error}", "ask its author to upload it again"
             ) from error
-        return {tensor: (tuple(info.shape), str(info.dtype)) for tensor, info in metadata.tensors.items()}
+        return {tensor: tuple(info.shape) for tensor, info in metadata.tensors.items()}
 
-    def headers(self, names: Iterable[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+    def headers(self, names: Iterable[str]) -> list[dict[str, tuple[int, ...]]]:
         """The headers of several files, asked for at the same time."""
         with ThreadPoolExecutor(max_workers=8) as pool:
             return list(pool.map(self.header, names))
@@ -115,7 +116,9 @@ class Hub:
     """The Hub as one account sees it: repos are resolved once and stay pinned."""
 
     def __init__(self, token: str | None = None) -> None:
-        self.token = token
+        self.token = None if token is None else token.strip()
+        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
+            raise TokenError("what was given as a token is none: it has odd characters in it, or is empty", LOG_IN)
         self._repos: dict[tuple[str, str, str | None], HubRepo] = {}
 
     @cached_property
@@ -160,26 +163,29 @@ class Hub:
         # nobody can be asked offline, and nothing can be pushed either
         return HubRepo(reference.id, type, folder.name, files, False, reference, self)
 
-    def remember(self, repo: HubRepo, name: str) -> None:
-        """Let the cache know which commit the asked revision is, for later runs without a network."""
+    def remember(self, repo: HubRepo) -> None:
+        """Let the cache know which commit the asked revision was, for later runs without a network."""
         revision = repo.asked.revision or MAIN
-        if revision != repo.commit and not is_offline():
-            with translated(repo.asked, repo.type, f"'{repo.id}'"):
-                again(lambda: self.api.hf_hub_download(repo.id, name, revision=revision, repo_type=repo.type))
+        if revision == repo.commit or is_offline():
+            return
+        reference = _cached_repo(repo.id, repo.type) / "refs" / revision
+        try:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(repo.commit)
+        except OSError:  # a cache that cannot be written to serves online all the same
+            return
 
     @staticmethod
     def snapshot(repo_id: str, type: str, revision: str) -> Path:
         """The folder of the cache for a revision; it may not be there."""
-        from huggingface_hub import constants
-
-        root = Path(constants.HF_HUB_CACHE) / "--".join([f"{type}s", *repo_id.split("/")])
+        root = _cached_repo(repo_id, type)
         known = root / "refs" / revision
         return root / "snapshots" / (known.read_text().strip() if known.is_file() else revision)
 
     def conversion(self, repo: HubRepo) -> HubRepo | None:
         """The Hub's own pull request that adds safetensors to a repo of pickles, open and pinned."""
         if is_offline():
-            return None
+            return self._cached_conversion(repo)
         with translated(repo.asked, repo.type, f"'{repo.id}'"):
             requests = again(
                 lambda: list(
@@ -195,11 +201,28 @@ class Hub:
                 return found
         return None
 
+    def _cached_conversion(self, repo: HubRepo) -> HubRepo | None:
+        """The pull request whose weights an earlier run took."""
+        for request in (_cached_repo(repo.id, repo.type) / "refs" / "refs" / "pr").glob("*"):
+            found = self._from_cache(HubReference(repo.id, f"refs/pr/{request.name}"), "the conversion", repo.type)
+            if any(name.endswith(".safetensors") for name in found.files):
+                return found
+        return None
+
     def _parent(self, repo: HubRepo) -> str | None:
         """The commit before this one: a conversion of older weights is of no use."""
         with translated(repo.asked, repo.type, f"'{repo.id}'"):
             commits = again(lambda: self.api.list_repo_commits(repo.id, repo_type=repo.type, revision=repo.commit))
         return commits[1].commit_id if len(commits) > 1 else None
+
+    def exists(self, repo_id: str, type: str) -> bool:
+        """Whether there is such a repo; no, where that cannot be told."""
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+        try:
+            return bool(self.api.repo_exists(repo_id, repo_type=type))
+        except HTTPError:
+            return False
 
     def near(self, reference: HubReference, type: str) -> str | None:
         """The id of a repo whose name is like this one's."""
@@ -215,6 +238,12 @@ class Hub:
         whole = get_close_matches(reference.id, found, n=1, cutoff=0.8)
         last = get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)
         return whole[0] if whole else by_name[last[0]] if last else None
+
+
+def _cached_repo(repo_id: str, type: str) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / "--".join([f"{type}s", *repo_id.split("/")])
 
 
 def is_offline() -> bool:
@@ -277,13 +306,20 @@ def translated(reference: HubReference, type: str, named: str, hub: Hub | None =
         raise _unavailable(named, error) from error
     except (AnyHTTPError, ConnectionError) as error:
         raise _unavailable(named, error) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RepoError(
+            f"{named} cannot be put into the cache: {error.strerror}",
+            "make room, or set HF_HOME to another folder",
+        ) from error
 
 
 def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) -> RepoError:
     if hub is None:
         return RepoNotFoundError(f"{named} is not on the Hub", "check the name")
     other = "dataset" if type == "model" else "model"
-    if hub.api.repo_exists(reference.id, repo_type=other):
+    if hub.exists(reference.id, other):
         return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
     near = near_folder(reference.id) or hub.near(reference, type)
     if near is None and type == "model":

@@ -16,12 +16,14 @@ from hf_bico.errors import RepoNotFoundError
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _OWNER = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
-_HUB_ID = re.compile(rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:@(?P<revision>(?!.*\.\.)[\w./-]+))?")
+_REVISION = r"(?!.*\.\.)[\w./-]+"
+_HUB_ID = re.compile(rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:@(?P<revision>{_REVISION}))?")
 _HUB_ADDRESS = re.compile(
-    rf"https?://[^/]+/(?:datasets/)?(?P<id>{_OWNER}/{_PART})(?:/tree/(?P<revision>(?!.*\.\.)[\w./-]+?))?/?"
+    rf"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
+    rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:/tree/(?P<revision>{_REVISION}?))?/?"
 )
+_CACHED = re.compile(r"(?:models|datasets)--(?P<id>.+)/snapshots/(?P<revision>[0-9a-f]{40})")
 _LONGEST = 96
-_PATH_LIKE = ("/", "./", "../", "~", ".\\")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class HubReference:
 def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | HubReference:
     """A folder of this machine (or a file, where `files` are taken), else a Hub id; `what` names it in errors.
 
+    A folder of the Hub's own cache stands for the repo and commit that it holds.
+
     >>> str(parse("org/name@v2", "the model"))
     'org/name@v2'
     """
@@ -48,10 +52,17 @@ def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | Hu
         return _local(text.removeprefix("local-dir:"), what, files)
     if not text.startswith("hf-hub:") and os.path.exists(expanded(text)):
         return _local(text, what, files)
-    named = _HUB_ADDRESS.fullmatch(text) or _HUB_ID.fullmatch(text.removeprefix("hf-hub:"))
-    if named is None or len(named["id"]) > _LONGEST or text.startswith(_PATH_LIKE):
-        return _local(text, what, files)
-    return HubReference(named["id"], named["revision"])
+    return hub_reference(text.removeprefix("hf-hub:")) or _local(text, what, files)
+
+
+def hub_reference(text: str) -> HubReference | None:
+    """What a text means as an id or address of the Hub, if anything.
+
+    >>> str(hub_reference("https://huggingface.co/org/name/tree/v2"))
+    'org/name@v2'
+    """
+    named = _HUB_ADDRESS.fullmatch(text) or _HUB_ID.fullmatch(text)
+    return HubReference(named["id"], named["revision"]) if named and is_repo_id(named["id"]) else None
 
 
 def is_hub_id(text: str) -> bool:
@@ -76,10 +87,14 @@ def near_folder(text: str) -> str | None:
     return str(folder.parent / near[0]) if near else None
 
 
-def _local(text: str, what: str, files: bool) -> Path:
+def _local(text: str, what: str, files: bool) -> Path | HubReference:
     path = expanded(text)
     # os.path answers for names that are too long, where pathlib raises
-    if os.path.isdir(path) or (files and os.path.isfile(path)):
+    if os.path.isdir(path):
+        folder = path.resolve()
+        cached = _CACHED.fullmatch("/".join(folder.parts[-3:]))
+        return HubReference(cached["id"].replace("--", "/"), cached["revision"]) if cached else folder
+    if files and os.path.isfile(path):
         return path.resolve()
     if os.path.isfile(path):
         raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{path.parent}'")

@@ -59,6 +59,5 @@ def at_hub(repo: HubRepo) -> Place:
     small = [name for name in repo.files if name in SMALL_FILES or (name.endswith(".index.json") and "/" not in name)]
     small = [name for name in small if repo.files[name] <= SMALL]
     folder = repo.fetch(small)
-    if small:
-        repo.hub.remember(repo, small[0])
+    repo.hub.remember(repo)
     return Place(repo.id, folder, repo.files, repo)
