@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from hf_bico.errors import BicoError, UsageError
-from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METHOD_NAMES
+from hf_bico.errors import BicoError, RepoNotFoundError, UsageError
+from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METHOD_NAMES, Settings
 from hf_bico.sizes import read_size
 from hf_bico.version import __version__
 
@@ -26,6 +26,7 @@ def _quiet_libraries() -> None:
     """Keep the libraries' own notices and bars off the terminal: what matters is said here."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import logging
 
@@ -145,7 +146,8 @@ def main() -> None:
       hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
       hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
 
-    Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders.
+    Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders; models also by open_clip's own names
+    (ViT-B-16-plus-240/laion400m_e32).
     """
 
 
@@ -219,41 +221,36 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             return
         from hf_bico.hub.client import Hub
         from hf_bico.output import require_free
+        from hf_bico.planning import plan as make_plan
 
+        hub = Hub(token)
+        if push_to is not None:
+            from hf_bico.push_checks import require_hidden, require_pushable
+
+            push_to = require_pushable(push_to, push, hub)
+        where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
+        planned = make_plan(source, target, **where)
         folder = Path(output or f"{_last(source)}-to-{_last(target)}").expanduser()
         require_free(folder, overwrite)
         if push_to is not None:
-            from hf_bico.push_checks import require_pushable
-
-            push_to = require_pushable(push_to, push, Hub(token))
+            require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
-        from hf_bico import pipeline
         from hf_bico.console import print_ported, print_pushed, shown_progress
+        from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
         from hf_bico.report import headline, is_worse
 
         with shown_progress(quiet or as_json) as progress:
-            ported = pipeline.port(
-                source,
-                target,
-                base=base,
-                data=data,
-                target_id=target_id,
-                token=token,
-                allow_pickle=allow_pickle,
-                progress=progress,
-                inspect=_hidden_enough(push_to, push, token),
-                **settings,
-            )
-            ported.save(folder, format_, overwrite, repo=push_to)
+            ported = carry_out(planned, settings, hub, progress)
+            ported.save(folder, format_, overwrite, repo=push_to, revision=push.revision)
         edge.interrupted = f"the result is in {folder}"
         record = read_record(folder)
         if not (as_json or quiet):
-            print_ported(record, ported.report, folder)
+            print_ported(record, ported.report, folder, pushing=push_to is not None)
         elif is_worse(record):
             click.echo(f"Warning: {headline(record)}", err=True)
-        pushed = None if push_to is None else push_folder(folder, push_to, push, Hub(token))
+        pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
         if as_json:
             result = {"folder": str(folder), "record": json.loads(record.to_json())}
             click.echo(json.dumps(result if pushed is None else {**result, "pushed": vars(pushed)}))
@@ -288,28 +285,28 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
 
 @main.command("eval")
 @click.argument("model")
-@click.option("--data", required=True, help="A Hub id, a folder of images or parquet files, or a parquet file.")
+@click.option("--data", help="A Hub id, a folder of images or parquet files; by default what record or card say.")
 @click.option("--base", help="The whole model, where MODEL is a fine-tuned vision tower or a task vector.")
 @click.option("--split", help="Split to measure on; test by default, else validation, else train.")
 @click.option("-n", "n", type=int, help="Samples at most; all of the split by default.")
 @_data_options
 @_hub_options
 @_output_options
-def evaluate(model: str, data: str, base: str | None, n: int | None, **options: Any) -> None:
+def evaluate(model: str, data: str | None, base: str | None, n: int | None, **options: Any) -> None:
     """Measure the zero-shot accuracy of MODEL.
 
     \b
     Examples:
-      hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
+      hf-bico eval user/vit-b16-plus-eurosat
       hf-bico eval my-delta --base model-B --data eurosat
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
     with _edge():
-        settings = _settings(options)
+        settings = _settings({**options, "n": n})
         from hf_bico.evaluation import evaluate_model
 
-        result = evaluate_model(model, data, base=base, n=n, **hub, **settings)
+        result = evaluate_model(model, data, base=base, **hub, **vars(settings))
         if as_json:
             click.echo(json.dumps(vars(result)))
         elif not quiet:
@@ -321,10 +318,11 @@ def evaluate(model: str, data: str, base: str | None, n: int | None, **options: 
 @main.command()
 @click.argument("ported")
 @click.option("-o", "output", help="Keep the result in this folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @_hub_options
 @_output_options
-def rerun(ported: str, output: str | None, device: str, **options: Any) -> None:
+def rerun(ported: str, output: str | None, overwrite: bool, device: str, **options: Any) -> None:
     """Repeat a port from its record alone, and compare the weights' SHA-256.
 
     PORTED is a folder or Hub repo that hf-bico wrote. Exit code 1 when a file differs.
@@ -339,11 +337,12 @@ def rerun(ported: str, output: str | None, device: str, **options: Any) -> None:
         from hf_bico.output import require_free
 
         if output is not None:
-            require_free(Path(output).expanduser(), False)
+            require_free(Path(output).expanduser(), overwrite)
         with shown_progress(options["quiet"] or options["as_json"]) as progress:
             again = rerunning.rerun(
                 ported,
                 folder=output,
+                overwrite=overwrite,
                 device=device,
                 token=options["token"],
                 allow_pickle=options["allow_pickle"],
@@ -371,6 +370,8 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
         from hf_bico.record import read_record
 
         place = Path(folder).expanduser()
+        if not place.is_dir():
+            raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
         file = write_card(read_record(place), place)
         if as_json:
             click.echo(json.dumps({"card": str(file)}))
@@ -416,25 +417,13 @@ def _push(options: dict[str, Any]) -> Any:
     return PushOptions(**own, force=options["force"])
 
 
-def _hidden_enough(push_to: str | None, push: Any, token: str | None) -> Callable[[Any], None] | None:
-    """A look at the plan: what is private must not go where everybody can see it."""
-    if push_to is None:
-        return None
-    from hf_bico.hub.client import Hub
-    from hf_bico.push_checks import require_hidden
-
-    return lambda planned: require_hidden(push_to, push, planned.lineage.restricted, Hub(token))
-
-
 def _last(reference: str) -> str:
     """The last part of a reference, without its revision: what to call an output folder after."""
     return Path(reference.rstrip("/").partition("@")[0]).name or "model"
 
 
-def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as `Settings` takes them: files read, and checked before anything heavy is imported."""
-    from hf_bico.settings import Settings
-
+def _settings(options: dict[str, Any]) -> Settings:
+    """The settings: files read, and checked before anything heavy is imported."""
     options["max_download"] = read_size(options["max_download"], "--max-download")
     if "no_eval" in options:
         options["evaluate"] = not options.pop("no_eval")
@@ -442,8 +431,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
         file = options.pop(name)
         if file is not None:
             options[name] = _lines(file, name.replace("_", "-"))
-    Settings(**options)
-    return options
+    return Settings(**options)
 
 
 def _lines(file: str, option: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def _verdict(planned: Plan) -> str:
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
 
 
-def print_ported(record: Record, report: Report, folder: Path) -> None:
+def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
     result = headline(record)
     if result:
         click.echo(result + "\n")
@@ -106,16 +107,20 @@ def print_ported(record: Record, report: Report, folder: Path) -> None:
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
     click.echo(f"seconds: {seconds}")
     click.echo(f"\nWritten to {folder}")
+    if not pushing:
+        click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
 
 
 def print_pushed(pushed: Pushed) -> None:
-    seen = "private" if pushed.private else "public"
+    seen = "public" if not pushed.private else f"private, because {pushed.because}" if pushed.because else "private"
     if pushed.pull_request:
         click.echo(f"Opened {pushed.pull_request}")
     elif pushed.changed:
         click.echo(f"Pushed to {pushed.url} ({seen}), commit {pushed.commit[:12]}")
     else:
         click.echo(f"{pushed.url} ({seen}) holds these files already, commit {pushed.commit[:12]}")
+    if pushed.edited_card:
+        click.echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
 
 
 def print_rerun(again: Rerun) -> None:

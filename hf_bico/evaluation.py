@@ -11,13 +11,15 @@ import torch
 from hf_bico.checkpoints import DELTA_FILE
 from hf_bico.data.calibration import Samples, evaluation_split, open_data
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
-from hf_bico.errors import BaseMismatchError, BaseUnknownError, DataNotFoundError
+from hf_bico.errors import BaseMismatchError, BaseUnknownError, DataNotFoundError, DataUnknownError, LineageError
 from hf_bico.families import LiveModel
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import HubReference, hub_reference
 from hf_bico.hub.repos import Place, locate
+from hf_bico.lineage import data_of, read_origin
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
-from hf_bico.record import EvaluationRecord
+from hf_bico.record import RECORD_FILE, EvaluationRecord, read_record
 from hf_bico.settings import Settings
 from hf_bico.statistics import exact_float32
 from hf_bico.task_vector import TaskVector
@@ -41,7 +43,7 @@ def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, b
 @exact_float32()
 def evaluate_model(
     model: ModelReference,
-    data: Any,
+    data: Any = None,
     *,
     base: ModelReference | None = None,
     n: int | None = None,
@@ -51,10 +53,13 @@ def evaluate_model(
 ) -> EvaluationRecord:
     """The accuracy of a model on a split of a data set; `base` completes a task vector or a part of a model.
 
+    A port, or a model whose card names its data set, is measured on that unless `data` is given.
+
     The split is the one asked for, else test, else validation, else train; all of it unless `n` is given.
     """
-    settings = Settings(n=n, **options)
+    settings = Settings.of({"n": n, **options})
     hub = Hub(token)
+    data = _known_data(model, hub) if data is None else data
     whole, vector, name = _open(model, base, hub, allow_pickle)
     samples_from = open_data(data, settings, hub, known_names=whole.origin.class_names or None, measure=True)
     split = evaluation_split(samples_from, settings.split)
@@ -69,6 +74,22 @@ def evaluate_model(
         head = zero_shot_head(live, samples_from.class_names, settings.templates)
         value = zero_shot_accuracy(live, head, samples, settings.batch_size)
     return EvaluationRecord(name, samples_from.name, split, len(samples), "accuracy", value)
+
+
+def _known_data(model: ModelReference, hub: Hub) -> Any:
+    """The data set that a port was calibrated for, or that a model's card names."""
+    if not isinstance(model, str | Path):
+        raise DataUnknownError("no data was given", "name a data set")
+    place = locate(model, "the model", hub)
+    if RECORD_FILE in place.sizes:
+        place.fetch([RECORD_FILE])
+        data = read_record(place.folder).data
+        if data is not None and data.commit is not None:
+            return HubReference(data.id, data.commit)
+    named = data_of(read_origin(place.folder, place.name), place.name)
+    if isinstance(named, LineageError):
+        raise named
+    return hub_reference(named)
 
 
 def _open(

@@ -22,13 +22,16 @@ def require_free(folder: Path, overwrite: bool) -> None:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
         return
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
     if not (folder / RECORD_FILE).is_file():
         raise OutputExistsError(
-            f"'{folder}' exists and was not written by hf-bico (it holds no {RECORD_FILE})", "choose another folder"
+            f"'{folder}' exists and was not written by hf-bico (it holds no {RECORD_FILE})",
+            "choose another folder with -o",
         )
     if not overwrite:
         raise OutputExistsError(
-            f"the output folder '{folder}' exists", "choose another folder, or replace it with --overwrite"
+            f"the output folder '{folder}' exists", "choose another folder with -o, or replace it with --overwrite"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,16 +76,23 @@ class Ported:
         module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
         return self.task_vector.apply_to(module.to(device, torch.float32))
 
-    def save(self, folder: str | Path, format: str = "full", overwrite: bool = False, repo: str | None = None) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        format: str = "full",
+        overwrite: bool = False,
+        repo: str | None = None,
+        revision: str | None = None,
+    ) -> Path:
         """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
 
-        `repo` is the Hub id that the card is for, when it will be pushed.
+        `repo`, and a branch of it, are what the card is for when it will be pushed.
         """
         folder = expanded(folder)
         with whole_folder(folder, overwrite) as scratch:
             weights = self._write_weights(scratch, format)
             lost = self.rounding_lost if format == "full" else None
-            record = with_output(self.record, OutputRecord(format, sha256_of(weights), lost, repo))
+            record = with_output(self.record, OutputRecord(format, sha256_of(weights), lost, repo, revision))
             record.write(scratch)
             write_card(record, scratch)
         return folder
@@ -97,7 +104,7 @@ class Ported:
         """
         wanted = PushOptions(**options)
         with tempfile.TemporaryDirectory() as scratch:
-            folder = self.save(Path(scratch) / "ported", format, repo=repo_id)
+            folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision)
             return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
 
     def _write_weights(self, folder: Path, format: str) -> list[Path]:
@@ -116,8 +123,6 @@ class Ported:
         return write_full(checkpoint, self.task_vector, folder)
 
 
-@torch.inference_mode(False)
-@exact_float32()
 def port(
     source: ModelReference,
     to: ModelReference,
@@ -128,34 +133,34 @@ def port(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    inspect: Callable[[Plan], None] | None = None,
     **options: Any,
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
-    Models are Hub ids, folders, or loaded modules for an objective of your own; `data` is a Hub id, a folder of images
-    or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's card
-    names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
-    `inspect` is shown the plan, and may raise, before anything large is downloaded. The options, with what they mean,
-    are those of `hf_bico.Settings`: n, per_class, config, split, seed, max_download, method, completion, alpha,
-    objective, image_column, label_column, class_names, templates, batch_size, device, dtype, evaluate, force.
+    Models are Hub ids, folders, or loaded modules; `data` is a Hub id, a folder of images or parquet files, a
+    `datasets` object or a list of rows. `base` and `data` may be left out where the source's card names them;
+    `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card; `progress` is
+    called with (stage, steps done, steps in all). The options, with what they mean, are those of `hf_bico.Settings`:
+    n, per_class, config, split, seed, max_download, method, completion, alpha, objective, image_column, label_column,
+    class_names, templates, batch_size, device, dtype, evaluate, force.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
-    settings = Settings(**options)
-    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    settings, hub = Settings.of(options), Hub(token)
+    planned = plan(source, to, base=base, data=data, target_id=target_id, hub=hub, allow_pickle=allow_pickle)
+    return carry_out(planned, settings, hub, progress)
+
+
+@torch.inference_mode(False)
+@exact_float32()
+def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = silent) -> Ported:
+    """Do what was planned: sample, download, calibrate, align, transport, evaluate."""
+    started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(settings.device)
     method = METHODS[settings.method](settings)
-
-    with watch("plan"):
-        planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
-        if target_id is not None:
-            planned = planned.with_target_id(target_id, hub)
-        if inspect is not None:
-            inspect(planned)
-        if planned.lineage.data is None and method.needs_statistics:
-            raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
+    if planned.lineage.data is None and method.needs_statistics:
+        raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
     with watch("download"):

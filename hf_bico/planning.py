@@ -69,8 +69,9 @@ class Lineage:
 
     @property
     def restricted(self) -> list[str]:
-        """Those that are private or gated."""
-        return [repo.id for repo in self._hub_repos if repo.restricted]
+        """What is private or gated among them, or on this machine only."""
+        local = [model.name for model in self.models if model.place is None or model.place.repo is None]
+        return [*(repo.id for repo in self._hub_repos if repo.restricted), *(["a local folder"] if local else [])]
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ def plan(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    target_id: str | None = None,
     hub: Hub | None = None,
     allow_pickle: bool = False,
 ) -> Plan:
@@ -204,7 +206,9 @@ def plan(
 
     >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").pairs  # doctest: +SKIP
     """
-    return make_plan(resolve(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle))
+    hub = hub or Hub()
+    planned = make_plan(resolve(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle))
+    return planned if target_id is None else planned.with_target_id(target_id, hub)
 
 
 def resolve(
@@ -238,6 +242,8 @@ def resolve(
     first = Model.open(start, "the base", tuned.family.library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
+    if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
+        notices.append("The target is the base itself.")
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
     notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))

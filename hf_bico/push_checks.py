@@ -18,7 +18,8 @@ RepoName = tuple[str, str]
 class PushOptions:
     """How to push.
 
-    `private` is True, False, or None for the rule: private when anything that it was made from is private or gated.
+    `private` is True, False, or None for the rule: private when anything that it was made from is private or gated, or
+    was never on the Hub.
     An existing repo needs `overwrite` (our files replace those of the same name, other weights go, the rest stays) or
     `create_pr`; `revision` is a branch to push to; `force` pushes a port that measured worse than its target.
     """
@@ -48,9 +49,10 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     owner = whole.partition("/")[0]
     owners = [account["name"], *(org["name"] for org in account.get("orgs") or ())]
     if owner not in owners and not options.create_pr:
+        request = ", or open a pull request with --create-pr" if remote_info(hub, whole, None) is not None else ""
         raise TokenError(
             f"the token is of '{account['name']}', who may not push to '{whole}'",
-            f"push to one of: {', '.join(f'{name}/...' for name in owners)}, or open a pull request with --create-pr",
+            f"push to one of: {', '.join(f'{name}/...' for name in owners)}{request}",
         )
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
@@ -75,7 +77,7 @@ def require_hidden(repo_id: str, options: PushOptions, restricted: Sequence[str]
         )
     if restricted:
         raise PushRefusedError(
-            f"'{repo_id}' is public, and {', '.join(restricted)} behind it is private or gated",
+            f"'{repo_id}' is public, and {', '.join(restricted)} behind it is not",
             "push to another repo, or insist with --public",
         )
 

@@ -36,6 +36,7 @@ from hf_bico.report import headline, is_worse
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+LOCAL = "a local folder"
 _TRIES = 3
 _FINAL = (400, 401, 403, 404, 409, 412, 413)
 """Answers that do not change by asking again: refused, or somebody else pushed meanwhile."""
@@ -57,6 +58,10 @@ class Pushed:
     changed: bool
     """False where the repo held exactly these files already."""
     pull_request: str | None = None
+    because: str | None = None
+    """Why it was made private without being asked to."""
+    edited_card: bool = False
+    """Whether the card was somebody's own, and left as it is."""
 
 
 def push_folder(
@@ -88,10 +93,15 @@ def push_folder(
     whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
     if any(name == whole for type, name in made_from or () if type == "model"):
         raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
-    if record is not None:
-        record = _made_for(whole, record, folder)
+    edited = record is not None and not _made_for(whole, options.revision, record, folder)
+    restricted = restricted_among(made_from or (), hub)
+    if (record is None and not made_from) or (record is not None and _is_local(record)):
+        restricted.append(LOCAL)
     with _goes_on(whole, options, push_line(folder, whole, options) if kept else None):
-        return _push(folder, whole, options, restricted_among(made_from or (), hub), hub)
+        pushed = _push(folder, whole, options, restricted, hub)
+    because = ", ".join(restricted) + " behind it is not public"
+    unasked = pushed.private and options.private is None and restricted
+    return replace(pushed, because=because if unasked else None, edited_card=edited)
 
 
 def _push(folder: Path, repo_id: str, options: PushOptions, restricted: list[str], hub: Hub) -> Pushed:
@@ -235,7 +245,8 @@ def _same(remote: Any, file: Path) -> bool:
 
 def _pushed(hub: Hub, repo_id: str, revision: str | None, changed: bool) -> Pushed:
     info = remote_info(hub, repo_id, revision)
-    return Pushed(repo_id, f"{hub.api.endpoint}/{repo_id}", str(info.sha), bool(info.private), changed)
+    branch = "" if revision in (None, MAIN) else f"/tree/{revision}"
+    return Pushed(repo_id, f"{hub.api.endpoint}/{repo_id}{branch}", str(info.sha), bool(info.private), changed)
 
 
 def _repos_of(record: Record) -> list[RepoName]:
@@ -247,21 +258,27 @@ def _repos_of(record: Record) -> list[RepoName]:
     return repos
 
 
-def _made_for(repo_id: str, record: Record, folder: Path) -> Record:
-    """The folder's record and card, with the repo's name in them; a card that somebody edited stays as it is."""
-    if record.output is None or record.output.repo == repo_id:
-        return record
-    named = replace(record, output=replace(record.output, repo=repo_id))
-    card = folder / CARD_FILE
+def _is_local(record: Record) -> bool:
+    """Whether anything behind a result never was on the Hub, as far as is known."""
+    entries = (record.source, record.source.base, record.target, record.data)
+    return any(entry is not None and entry.commit is None for entry in entries)
+
+
+def _made_for(repo_id: str, revision: str | None, record: Record, folder: Path) -> bool:
+    """Put the repo's name into record and card; False for a card that somebody edited, which stays as it is."""
+    card, output = folder / CARD_FILE, record.output
+    ours = not card.is_file() or card.read_bytes() == render_card(record).encode()
+    if output is None or (output.repo, output.revision) == (repo_id, revision):
+        return ours
+    named = replace(record, output=replace(output, repo=repo_id, revision=revision))
     try:
-        if not card.is_file() or card.read_bytes() == render_card(record).encode():
+        if ours:
             write_card(named, folder)
         named.write(folder)
     except OSError as error:
-        raise OutputError(
-            f"'{folder.name}' cannot be written: {error.strerror}", "push a copy of the folder"
-        ) from error
-    return named
+        cause = f"'{folder.name}' cannot be written: {error.strerror}"
+        raise OutputError(cause, "push a copy of the folder") from error
+    return ours
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class LeftRecord:
 
 @dataclass(frozen=True)
 class OutputRecord:
-    """What was written, and the Hub `repo` it was made for.
+    """What was written, and the Hub `repo`, with the branch, that it was made for.
 
     `rounding_lost` is the share of the change that rounding to half precision took away.
     """
@@ -120,6 +120,7 @@ class OutputRecord:
     files: dict[str, str]
     rounding_lost: float | None = None
     repo: str | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def read_record(folder: Path) -> Record:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecordError(
-            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder that this tool wrote"
+            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder or repo that 'hf-bico port' wrote"
         ) from error
     except (OSError, ValueError) as error:
         raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' cannot be read: {error}", "port again") from error

@@ -76,8 +76,9 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
     notices = list(lineage.notices)
     target = lineage.target.sha256
     for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
-        if target and target == model.sha256:
-            notices.append(f"The target is the {name} itself.")
+        notice = f"The target is the {name} itself."
+        if target and target == model.sha256 and notice not in notices:
+            notices.append(notice)
     for names, what in (
         (found.vector.overlap.missing, "of the base that the fine-tuned model lacks, taken as unchanged"),
         (found.vector.overlap.extra, "of the fine-tuned model that its base lacks, left behind"),

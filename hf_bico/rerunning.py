@@ -36,6 +36,7 @@ def rerun(
     reference: str | Path,
     *,
     folder: str | Path | None = None,
+    overwrite: bool = False,
     device: str = "auto",
     token: str | None = None,
     allow_pickle: bool = False,
@@ -65,7 +66,8 @@ def rerun(
         device=device,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        written = ported.save(folder or Path(scratch) / "rerun", then.output.format, repo=then.output.repo)
+        out = then.output
+        written = ported.save(folder or Path(scratch) / "rerun", out.format, overwrite, out.repo, out.revision)
         now = read_record(written)
     digests = now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}

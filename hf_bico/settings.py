@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 from hf_bico.errors import UsageError
+from hf_bico.sizes import read_size
 
 METHOD_NAMES = ("bico", "naive")
 COMPLETIONS = ("drop", "svd")
@@ -52,6 +54,21 @@ class Settings:
     dtype: str = "auto"
     evaluate: bool = True
     force: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Settings:
+        """Options by name; one that there is not is said, and sizes may be texts such as 2GB."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, n=1) or (["per_class"] if name == "k" else [])
+                raise UsageError(
+                    f"there is no option '{name}'",
+                    f"did you mean '{near[0]}'?" if near else f"the options are: {', '.join(known)}",
+                )
+        limit = options.get("max_download")
+        size = {"max_download": read_size(limit, "max_download")} if isinstance(limit, str) else {}
+        return cls(**{**options, **size})
 
     def __post_init__(self) -> None:
         _require_one_of("method", self.method, METHOD_NAMES)

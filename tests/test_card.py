@@ -194,7 +194,7 @@ def test_full_card_has_every_item_of_the_design() -> None:
     for said in (
         "Accuracy 60.0%, up from the target's 50.0%: 25% of the way",
         "Note: The base was taken from the card.",
-        "closed 25% of the gap between the target as it was and the fine-tuned source, in 3.5 seconds and with zero",
+        "closed 25% of the gap between the target as it was and the fine-tuned source, in 3.5 seconds, loading",
         "Measured on 1,000 samples of split test of alice/eurosat, the same for every row; calibration saw none",
         "uncertain by up to 3.1 points",
         "100 samples of split train, configuration rgb, of alice/eurosat. Sampling: row groups, then random, seed 0.",

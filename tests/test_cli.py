@@ -375,10 +375,17 @@ def test_plain_mistakes_get_two_lines(
 
 def test_existing_output_is_refused_before_any_work(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
     result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "exists and was not written by hf-bico" in result.stderr.splitlines()[0]
-    assert not list((tmp_path / "out").iterdir())
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_an_empty_folder_is_filled(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("port", *scene.arguments, "-q", "--no-eval", "-o", str(tmp_path / "out")).exit_code == 0
+    assert (tmp_path / "out" / "bico.json").is_file()
 
 
 def test_place_that_cannot_be_written_is_refused_before_any_work(scene: Scene, tmp_path: Path) -> None:

@@ -87,20 +87,20 @@ MISTAKES = [
     (nothing, [*PORT, "--split", "dev"], f"'{DATA}' has no split 'dev'", "train, test"),
     (nothing, [*PORT, "--config", "odd"], f"'{DATA}' has no configuration 'odd'", "--config"),
     (nothing, [*PORT, "--max-download", "10B"], f"'{DATA}'", "--max-download"),
-    (nothing, [*PORT, "--push-to", "other/x"], "may not push to 'other/x'", "--create-pr"),
+    (nothing, [*PORT, "--push-to", "other/x"], "may not push to 'other/x'", "user/..., laion/..."),
     (nothing, ["push", "no-such-folder", REPO], "there is no folder 'no-such-folder'", "hf-bico port"),
-    (nothing, ["rerun", TARGET], "holds no bico.json", "this tool wrote"),
+    (nothing, ["rerun", TARGET], f"'{TARGET}' holds no bico.json", "hf-bico port"),
     (nothing, ["eval", TARGET, "--data", "user/nothing"], "'user/nothing' is not on the Hub", "check the name"),
     (empty, [*PORT[:3], "user/empty"], "the target 'user/empty' is empty", "check the name"),
     (no_weights, [*PORT[:3], "user/words"], "no weights in 'user/words'", "safetensors"),
     (no_data_files, [*PORT, "--data", "user/no-data"], "'user/no-data' has no data files", "parquet"),
-    (change(SOURCE, private=True), PORT, f"'{SOURCE}' is not on the Hub", "if it is private"),
+    (change(SOURCE, private=True), PORT, f"'{SOURCE}' is not on the Hub", "If it is private"),
     (change(TARGET, gated="manual"), PORT, f"the target '{TARGET}' is gated", "accept its conditions on http"),
     (change(DATA, "dataset", gated="auto"), PORT, f"the data set '{DATA}' is gated", f"datasets/{DATA}"),
     (no_token, [*PORT, "--push-to", REPO], f"pushing to '{REPO}' needs a token", "hf auth login"),
     (bad_token, PORT, "the Hub refuses this token", "hf auth login"),
     (offline, PORT, f"'{SOURCE}' is not in the cache", "HF_HUB_OFFLINE"),
-    (down, PORT, "the Hub cannot be read", "try again"),
+    (down, PORT, "cannot be read: planted", "try again"),
     (taken, [*PORT, "--push-to", REPO], f"there is a repo '{REPO}' already", "--overwrite"),
     (card("# by hand, without metadata"), PORT, "does not say which model it was fine-tuned from", "--base"),
     (card("---\nbase_model: [a/b\n---\n"), PORT, "are not YAML", "--base"),
@@ -207,3 +207,43 @@ def test_rerun_says_what_differs(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
     assert result.exit_code == 1
     assert result.stdout.startswith("Different: open_clip_model.safetensors\n")
     assert "Note: torch was 1.0, is " in result.stdout
+
+
+def test_a_dry_run_repeats_the_line_without_the_token(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    text = run(*PORT, "--dry-run", "--token", TOKEN, "--push-to", REPO, "--public").stdout
+    assert TOKEN not in text
+    assert text.endswith(f"Next: hf-bico port {SOURCE} --to {TARGET} -n 24 --device cpu --push-to {REPO} --public\n")
+    found = json.loads(run(*PORT, "--dry-run", "--token", TOKEN, "--json").stdout)
+    assert found["command"] == f"hf-bico port {SOURCE} --to {TARGET} -n 24 --device cpu"
+
+
+def test_a_port_is_measured_on_its_own_data_unless_told_otherwise(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, tmp_path / "scene")
+    monkeypatch.chdir(tmp_path)
+    stated = json.loads(run(*PORT, "--push-to", REPO, "--force", "--json").stdout)["record"]["evaluation"]
+    measured = json.loads(run("eval", REPO, "--json").stdout)
+    assert measured["value"] == next(entry["value"] for entry in stated if entry["model"] == "ported")
+    assert json.loads(run("eval", SOURCE, "--json").stdout)["data"] == DATA
+    unknown = run("eval", TARGET)
+    assert "--data" in unknown.stderr
+
+
+def test_a_typo_is_told_before_an_old_result_is(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(hub, tmp_path / "scene")
+    monkeypatch.chdir(tmp_path)
+    run(*PORT, "-o", "out", "-q")
+    assert "no revision 'nope'" in run("port", f"{SOURCE}@nope", "--to", TARGET, "-o", "out").stderr
+    assert "the output folder 'out' exists" in run(*PORT, "-o", "out").stderr
+
+
+def test_private_into_public_is_refused_before_any_work(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    hub.repo(SOURCE).private = True
+    hub.create(REPO).commit({"README.md": "# mine"})
+    hub.clear_log()
+    refused = run(*PORT, "--push-to", REPO, "--overwrite")
+    assert f"'{REPO}' is public, and {SOURCE} behind it is not" in refused.stderr
+    assert not any(entry.range is None and "safetensors" in entry.path for entry in hub.log)

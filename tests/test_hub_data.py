@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub import Fault, Hub
+from hub_scenes import SOURCE, TARGET, publish
 from huggingface_hub import hf_hub_download
 from PIL import Image
 
@@ -33,6 +34,7 @@ from hf_bico.errors import (
     HubUnavailableError,
     RepoNotFoundError,
     SampleCountError,
+    UnreadableSampleError,
 )
 from hf_bico.settings import Settings
 
@@ -487,3 +489,57 @@ def test_importing_is_light() -> None:
     code = f"import sys, hf_bico.data.row_groups; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("small", [0, 10**6])
+@pytest.mark.parametrize("kind", ["address", "file"])
+def test_rows_of_strangers_open_no_address_and_no_file_of_this_machine(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, kind: str
+) -> None:
+    monkeypatch.setattr(data_files, "SMALL", small)
+    (tmp_path / "secret.png").write_bytes(encoded(0))
+    path = f"{hub.url}/track" if kind == "address" else str(tmp_path / "secret.png")
+    rows = table("x", in_order(4))
+    images = pa.StructArray.from_arrays(
+        [pa.nulls(len(rows), pa.binary()), pa.array([path] * len(rows))], ["bytes", "path"]
+    )
+    rows = rows.set_column(rows.column_names.index("image"), "image", images).replace_schema_metadata(declared())
+    hub.create("user/x", type="dataset").commit({"data/train-00000-of-00001.parquet": parquet(rows)})
+    drawn = draw("user/x", Settings(n=4, evaluate=False))
+    hub.clear_log()
+    with pytest.raises(UnreadableSampleError, match="not in the data set"):
+        list(drawn.samples.batches(2))
+    assert hub.log == []
+
+
+def test_images_of_a_small_repo_are_decoded_from_its_own_files(hub: Hub) -> None:
+    files = {f"train/{name}/{index}.png": encoded(index) for name in NAMES for index in range(3)}
+    hub.create("user/x", type="dataset").commit(files)
+    drawn = draw("user/x", Settings(n=6, evaluate=False))
+    assert [image.size for images, _ in drawn.samples.batches(4) for image in images] == [(4, 4)] * 6
+
+
+def test_a_saved_data_set_of_a_stranger_is_refused(hub: Hub, tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"label": [0]}).save_to_disk(str(tmp_path / "saved"))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    hub.create("user/x", type="dataset").commit(files)
+    with pytest.raises(DataNotFoundError, match="save_to_disk"):
+        draw("user/x", Settings(n=1))
+
+
+def test_the_limit_of_the_download_is_in_the_record(hub: Hub, tmp_path: Path, in_parts: None) -> None:
+    """It changes which row groups are read, so a repeat needs it."""
+    import hf_bico
+
+    publish(hub, tmp_path / "scene")
+    files = {f"data/train-{index:05}-of-00004.parquet": parquet(table(f"p{index}", in_order())) for index in range(4)}
+    hub.create("user/large", type="dataset").commit(files)
+    names = ["zero", "one", "two", "three", "four", "five"]
+    options = {"n": 12, "evaluate": False, "device": "cpu", "max_download": "6kB", "class_names": names}
+    ported = hf_bico.port(SOURCE, TARGET, data="user/large", **options)
+    assert ported.record.data is not None
+    assert ported.record.data.sampling == "row groups"
+    assert ported.record.data.parts
+    assert "--max-download 6000" in (ported.record.command or "")
+    again = hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu")
+    assert (again.same, again.differences) == (True, [])

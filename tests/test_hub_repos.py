@@ -74,7 +74,7 @@ def test_a_private_repo_is_hidden_and_a_token_is_named(
     publish(hub, tmp_path)
     hub.repo(SOURCE).private = True
     hub.add_user("stranger", STRANGER)
-    with pytest.raises(RepoNotFoundError, match="if it is private"):
+    with pytest.raises(RepoNotFoundError, match="If it is private"):
         plan(SOURCE, TARGET, hub=Client(STRANGER))
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(RepoNotFoundError, match="hf auth login"):
@@ -169,7 +169,7 @@ def test_a_busy_hub_is_asked_again(hub: Hub, tmp_path: Path, no_waiting: list[fl
 def test_a_hub_that_stays_away_is_said(hub: Hub, tmp_path: Path, no_waiting: list[float], kind: str) -> None:
     publish(hub, tmp_path)
     hub.inject(Fault("GET", f"/api/models/{TARGET}", kind, times=None, status=503))
-    with pytest.raises(HubUnavailableError, match=f"the target '{TARGET}': the Hub cannot be read"):
+    with pytest.raises(HubUnavailableError, match=f"the target '{TARGET}': the Hub at http.* cannot be read"):
         plan(SOURCE, TARGET)
     assert len(no_waiting) >= 3
 
@@ -385,3 +385,139 @@ def test_a_folder_comes_before_a_hub_id_of_the_same_name(
     opened = Model.open(TARGET, "the target")
     assert (opened.name, opened.commit) == ("ViT-B-16-plus", None)
     assert Model.open(f"hf-hub:{TARGET}", "the target").commit == hub.repo(TARGET).head()
+
+
+# what a run pins, and what it leaves for later ones
+
+
+def test_what_was_planned_is_what_is_downloaded(hub: Hub, tmp_path: Path) -> None:
+    """Main moves on between the plan and the download."""
+    scene = publish(hub, tmp_path)
+    planned = plan(SOURCE, TARGET)
+    hub.repo(TARGET).commit({WEIGHTS: (scene.target / WEIGHTS).read_bytes()[:-4] + b"\0\0\0\0"})
+    fetched = planned.fetched().lineage.target
+    assert fetched.folder is not None
+    assert (fetched.folder / WEIGHTS).read_bytes() == (scene.target / WEIGHTS).read_bytes()
+
+
+def test_offline_sees_the_commit_of_the_last_run(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(hub, tmp_path)
+    planned = plan(SOURCE, TARGET, data=str(tmp_path / "pictures"))
+    hub.repo(TARGET).commit({"notes.md": "newer"})
+    planned.fetched()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    again = plan(SOURCE, TARGET, data=str(tmp_path / "pictures")).fetched()
+    assert again.lineage.target.commit == planned.lineage.target.commit
+
+
+def test_a_conversion_works_offline_too(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    make_pickled(hub, scene.base)
+    files = {"model.safetensors": scene.base / "model.safetensors"}
+    hub.repo(BASE).pull_request(files, "Adding `safetensors` variant of this model", "SFconvertbot")
+    online = plan(SOURCE, TARGET, data=str(scene.data)).fetched()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    offline = plan(SOURCE, TARGET, data=str(scene.data)).fetched()
+    assert offline.lineage.base.commit == online.lineage.base.commit
+
+
+def test_a_closed_conversion_is_not_used(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    make_pickled(hub, scene.base)
+    files = {"model.safetensors": scene.base / "model.safetensors"}
+    hub.repo(BASE).pull_request(files, "Adding `safetensors` variant of this model", "somebody-else")
+    with pytest.raises(PickledWeightsError):
+        plan(SOURCE, TARGET)
+
+
+def pickled_shards(hub: Hub, repo_id: str, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Weights in eight pickles, the last tensors in the last of them."""
+    names = sorted(state)
+    parts = [names[index::8] for index in range(8)]
+    weight_map, files = {}, {}
+    for index, part in enumerate(parts):
+        file = f"pytorch_model-{index + 1:05d}-of-00008.bin"
+        torch.save({name: state[name] for name in part}, folder / file)
+        files[file] = (folder / file).read_bytes()
+        weight_map |= dict.fromkeys(part, file)
+    files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    hub.repo(repo_id).commit(files, delete=["model.safetensors"])
+
+
+def test_pickles_that_differ_in_their_last_shard_are_not_mixed_up(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    state = load_file(scene.base / "model.safetensors")
+    pickled_shards(hub, BASE, state, tmp_path)
+    assert Model.open(BASE, "the base", allow_pickle=True).fetched().checkpoint.shapes.keys() == state.keys()
+    last = sorted(state)[7::8][-1]
+    pickled_shards(hub, SOURCE, {**state, last: state[last] + 1}, tmp_path)
+    other = Model.open(SOURCE, "the source", allow_pickle=True).fetched().checkpoint
+    assert torch.equal(other.tensor(last), state[last] + 1)
+
+
+def test_what_stands_beside_pickles_is_of_the_same_commit(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    make_pickled(hub, scene.base)
+    assert Model.open(BASE, "the base", allow_pickle=True).origin.license == "mit"
+    hub.repo(BASE).commit({"README.md": "---\nlicense: cc-by-nc-4.0\n---\n"})
+    assert Model.open(BASE, "the base", allow_pickle=True).origin.license == "cc-by-nc-4.0"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"pytorch_model.bin.index.json": "not json"},
+        {"pytorch_model.bin.index.json": '{"weight_map": {"w": "missing.bin"}}', "x.bin": "0"},
+        {"pytorch_model.bin": pickle.dumps([1, 2])},
+        {"pytorch_model.bin": b"garbage"},
+    ],
+)
+def test_odd_pickles_are_refused_in_two_lines(hub: Hub, tmp_path: Path, files: dict[str, str | bytes]) -> None:
+    publish(hub, tmp_path, ("transformers", "transformers"))
+    hub.repo(BASE).commit({"x.bin": b"0", **files}, delete=["model.safetensors"])
+    with pytest.raises(BrokenWeightsError):
+        plan(SOURCE, TARGET, allow_pickle=True)
+
+
+def test_pickles_of_the_older_kind_are_read(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    state = load_file(scene.base / "model.safetensors")
+    torch.save({"state_dict": state}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    files = {"pytorch_model.bin": (tmp_path / "old.bin").read_bytes()}
+    hub.repo(BASE).commit(files, delete=["model.safetensors"])
+    opened = Model.open(BASE, "the base", allow_pickle=True)
+    assert all(torch.equal(opened.checkpoint.tensor(name), value) for name, value in state.items())
+
+
+def test_of_two_layouts_the_one_that_source_and_base_share_is_taken(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path / "a")
+    both = publish_transformers_too(hub, scene.tuned, tmp_path)
+    assert {"model.safetensors", WEIGHTS} <= both
+    assert plan(SOURCE, TARGET).lineage.source.family.library == "open_clip"
+
+
+def publish_transformers_too(hub: Hub, folder: Path, scratch: Path) -> set[str]:
+    """The same model in the other layout as well, as many repos have it."""
+    from scenes import SOURCE as SHAPE
+    from toys import write_transformers
+
+    other = write_transformers(scratch / "other-layout", SHAPE, load_file(folder / WEIGHTS))
+    hub.repo(SOURCE).commit({file.name: file.read_bytes() for file in other.iterdir() if file.name != "README.md"})
+    return set(hub.repo(SOURCE).files())
+
+
+@pytest.mark.parametrize("size", ["20", [20], {"a": 1}])
+def test_a_configuration_of_odd_types_is_refused(hub: Hub, tmp_path: Path, size: object) -> None:
+    publish(hub, tmp_path)
+    config = json.loads(hub.repo(TARGET).read("open_clip_config.json"))
+    config["model_cfg"]["vision_cfg"]["image_size"] = size
+    hub.repo(TARGET).commit({"open_clip_config.json": json.dumps(config)})
+    with pytest.raises(RepoError, match=f"open_clip_config.json of the target '{TARGET}'"):
+        plan(SOURCE, TARGET)
+
+
+@pytest.mark.parametrize("token", ["hf_bad token", "hf_\u00e4", "", "hf_a\nb"])
+def test_what_is_no_token_is_not_quoted(token: str) -> None:
+    with pytest.raises(TokenError) as caught:
+        Client(token)
+    assert token == "" or token not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hub import Hub
 from hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload
 
+import hf_bico
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -265,3 +267,38 @@ def test_private_and_gated_repos_are_known_as_restricted(hub: Hub, tmp_path: Pat
     hub.repo(SOURCE).private = True
     hub.repo(DATA, "dataset").gated = "auto"
     assert resolve(SOURCE, TARGET).restricted == [SOURCE, DATA]
+
+
+def test_what_a_card_names_is_never_a_folder_here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = publish(hub, tmp_path / "scene")
+    monkeypatch.chdir(tmp_path)
+    for name, folder in ((BASE, scene.target), (DATA, scene.data)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copytree(folder, tmp_path / name)
+    found = resolve(SOURCE, TARGET)
+    assert found.base.commit == hub.repo(BASE).head()
+    ported = hf_bico.port(SOURCE, TARGET, n=9, evaluate=False, device="cpu")
+    assert ported.record.data is not None
+    assert ported.record.data.commit == hub.repo(DATA, "dataset").head()
+
+
+@pytest.mark.parametrize("name", [f"https://huggingface.co/{BASE}", f"{BASE}@main"])
+def test_addresses_and_revisions_in_cards_are_understood(hub: Hub, tmp_path: Path, name: str) -> None:
+    publish(hub, tmp_path)
+    hub.repo(SOURCE).commit({"README.md": f"---\nbase_model: {name}\ndatasets: {DATA}\n---\n"})
+    assert resolve(SOURCE, TARGET).base.name == BASE
+
+
+def test_a_card_that_names_a_model_as_its_data_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    hub.repo(SOURCE).commit({"README.md": f"---\nbase_model: {BASE}\ndatasets: {TARGET}\n---\n"})
+    found = resolve(SOURCE, TARGET)
+    assert found.no_data is not None
+    assert "--data" in found.no_data.remedy
+
+
+def test_the_name_that_a_folder_was_loaded_from_is_no_fine_tuning(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    config = json.loads((scene.base / "config.json").read_text())
+    (scene.base / "config.json").write_text(json.dumps({**config, "_name_or_path": "org/base"}))
+    assert resolve(SOURCE, TARGET, base=scene.base).notices == ()

@@ -343,3 +343,151 @@ def test_a_local_target_gets_its_id_only_if_the_weights_are_those(hub: Hub, tmp_
     assert (ported.record.target.id, ported.record.target.commit) == (TARGET, hub.repo(TARGET).head())
     with pytest.raises(BicoError, match=f"not those of '{BASE}'"):
         hf_bico.port(SOURCE, scene.target, target_id=BASE, n=24, evaluate=False, device="cpu")
+
+
+# what must never happen
+
+
+def test_a_pull_request_does_not_show_what_is_private(hub: Hub, result: Path) -> None:
+    hub.create("laion/shared").commit({"README.md": "# theirs"})
+    hub.repo(SOURCE).private = True
+    with pytest.raises(PushRefusedError, match=f"{SOURCE} behind it is not"):
+        push_folder(result, "laion/shared", PushOptions(create_pr=True))
+    assert hub.repo("laion/shared").pulls in ({}, [])
+
+
+def test_asking_for_private_does_not_publish_into_a_public_repo(hub: Hub, result: Path) -> None:
+    hub.create(REPO).commit({"notes.md": "public"})
+    with pytest.raises(PushRefusedError, match="--private does not change that"):
+        push_folder(result, REPO, PushOptions(overwrite=True, private=True))
+
+
+def test_what_was_never_on_the_hub_is_pushed_private(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path)
+    ported = hf_bico.port(scene.tuned, scene.target, base=scene.base, data=DATA, n=24, device="cpu")
+    pushed = ported.push_to_hub("user/local", force=True)
+    assert pushed.private
+    assert pushed.because is not None
+    assert "a local folder" in pushed.because
+    assert not ported.push_to_hub("user/shown", force=True, private=False).private
+
+
+def test_a_task_vector_is_as_private_as_what_it_is_made_of(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    hub.repo(SOURCE).private = True
+    tau = hf_bico.TaskVector.from_models(SOURCE)
+    ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
+    for index, vector in enumerate((0.5 * tau, tau + tau, -tau, ported.task_vector)):
+        assert vector.push_to_hub(f"user/v{index}").private
+    loaded = hf_bico.TaskVector.load("user/v0")
+    assert loaded.push_to_hub("user/again").private
+    assert hf_bico.TaskVector({"w": tau["visual.proj"]}).push_to_hub("user/unknown").private
+    hub.repo(SOURCE).private = False
+    assert not tau.push_to_hub("user/public").private
+
+
+def test_a_cached_repo_named_by_its_folder_is_that_repo(hub: Hub, tmp_path: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    publish(hub, tmp_path)
+    hub.repo(SOURCE).private = True
+    ported = hf_bico.port(snapshot_download(SOURCE), TARGET, n=24, device="cpu")
+    assert (ported.record.source.id, ported.record.source.commit) == (SOURCE, hub.repo(SOURCE).head())
+    assert ported.push_to_hub(REPO, force=True).private
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"other")])
+def test_a_folder_without_its_weights_is_not_pushed(hub: Hub, result: Path, damage: Callable[[Path], None]) -> None:
+    hub.create(REPO).commit({WEIGHTS: b"theirs"})
+    damage(result / WEIGHTS)
+    with pytest.raises(PushError, match=f"'{WEIGHTS}' in 'result' is not the file"):
+        push_folder(result, REPO, PushOptions(overwrite=True))
+    assert remote(hub) == {WEIGHTS: b"theirs"}
+
+
+def test_overwrite_removes_only_what_a_library_would_load(hub: Hub, result: Path) -> None:
+    kept = ["training_args.bin", "embeddings.pt", "vocab.pkl", "controlnet.safetensors", "model.onnx"]
+    gone = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "open_clip_pytorch_model.bin"]
+    hub.create(REPO).commit(dict.fromkeys([*kept, *gone], b"x"))
+    push_folder(result, REPO, PushOptions(overwrite=True))
+    assert set(remote(hub)) == FILES | set(kept)
+
+
+@pytest.mark.parametrize("repo_id", [SOURCE, BASE, TARGET])
+def test_what_it_was_made_from_is_not_replaced(hub: Hub, result: Path, repo_id: str) -> None:
+    before = hub.repo(repo_id).head()
+    with pytest.raises(PushRefusedError, match="which a push would replace"):
+        push_folder(result, repo_id, PushOptions(overwrite=True))
+    assert hub.repo(repo_id).head() == before
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
+    hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It appears between the look and the creation."""
+    from hf_bico import pushing
+
+    look = pushing.remote_info
+    seen: list[str] = []
+
+    def late(client: Client, repo_id: str, revision: str | None) -> object:
+        seen.append(repo_id)
+        if len(seen) == 1:
+            hub.create(REPO)
+            return None
+        return look(client, repo_id, revision)
+
+    monkeypatch.setattr(pushing, "remote_info", late)
+    hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
+    with pytest.raises(PushError):
+        push_folder(result, REPO)
+    assert ("model", REPO) in hub.repos
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_failed_push_to_a_branch_leaves_no_branch_and_its_line_goes_on(hub: Hub, result: Path) -> None:
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", "status", times=None, status=500))
+    wanted = PushOptions(revision="dev", message="Carried over", private=False, overwrite=True, force=True)
+    with pytest.raises(PushError) as caught:
+        push_folder(result, REPO, wanted)
+    line = f"hf-bico push {result} {REPO} --public --overwrite --force --revision dev --message 'Carried over'"
+    assert caught.value.remedy == f"go on with: {line}"
+    assert "dev" not in hub.repo(REPO).branches
+    hub._faults.clear()
+    assert push_folder(result, REPO, wanted).url.endswith(f"{REPO}/tree/dev")
+    assert f'snapshot_download("{REPO}", revision="dev")' in remote(hub, revision="dev")["README.md"].decode()
+    with pytest.raises(UsageError, match="name a branch"):
+        PushOptions(revision="refs/pr/1")
+
+
+def test_links_out_of_the_folder_are_not_followed(hub: Hub, result: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    (result / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(PushError, match=r"'notes.txt' is a link out of the folder"):
+        push_folder(result, REPO)
+    (result / "notes.txt").unlink()
+    (result / "samples").mkdir()
+    (result / "samples" / "one.txt").write_text("shown")
+    push_folder(result, REPO)
+    assert remote(hub)["samples/one.txt"] == b"shown"
+
+
+def test_an_edited_card_is_said(hub: Hub, result: Path) -> None:
+    assert not push_folder(result, "user/one").edited_card
+    (result / "README.md").write_text("# my own words")
+    assert push_folder(result, "user/two").edited_card
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_hub_that_cannot_tell_about_the_source_counts_as_private(hub: Hub, result: Path) -> None:
+    hub.inject(Fault("GET", f"/api/models/{SOURCE}$", "status", times=None, status=500))
+    assert push_folder(result, REPO).private
+
+
+def test_a_worse_port_says_the_line_that_pushes_it(hub: Hub, result: Path) -> None:
+    make_worse(result)
+    with pytest.raises(PushRefusedError) as caught:
+        push_folder(result, REPO)
+    assert caught.value.remedy == f"insist with: hf-bico push {result} {REPO} --force"

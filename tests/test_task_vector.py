@@ -173,3 +173,14 @@ def test_applying_keeps_the_models_dtype_and_rounds_once(dtype: torch.dtype) -> 
     TaskVector({"weight": delta}).apply_to(model)
     assert model.weight.dtype == dtype
     assert torch.equal(model.weight, (start.float() + delta).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "header", ["[]", "null", "{", "{}", '{"format": "hf-bico task vector", "schema": 1, "made_from": 3}']
+)
+def test_a_file_with_another_header_is_no_task_vector(tmp_path: Path, header: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(2)}, tmp_path / "task_vector.safetensors", metadata={"hf_bico": header})
+    with pytest.raises(RecordError, match="is not a task vector"):
+        TaskVector.load(tmp_path)

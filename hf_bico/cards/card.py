@@ -300,6 +300,10 @@ def link(entry: ModelRecord | DataRecord) -> Markdown:
 
 def digests(files: dict[str, str], most: int = 4) -> Markdown:
     """The first digits of each file's SHA-256."""
-    known = [f"{plain(name, 60)} `{digest[:16]}`" for name, digest in files.items() if _HEX.fullmatch(digest)]
+    known = [
+        f"{code(name) if _FILE.fullmatch(name) else plain(name, 60)} `{digest[:16]}`"
+        for name, digest in files.items()
+        if _HEX.fullmatch(digest)
+    ]
     more = [f"{len(known) - most} more in `bico.json`"] if len(known) > most else []
     return Markdown(", ".join(known[:most] + more))

@@ -23,6 +23,8 @@ PANELS = {
 }
 SIDE_BY_SIDE = 16
 """Up to so many blocks the panels stand beside each other, above it one over the other."""
+MOST_NUMBERS = 13
+"""In so many columns the values are written too."""
 MOST_BLOCKS = 512
 """No model has so many: a record that says so is not drawn."""
 _BLOCK = re.compile(r"blocks\.(\d{1,4})\.")
@@ -53,6 +55,7 @@ def alignment_picture(record: Record) -> bytes | None:
 
 
 def _draw(record: Record) -> Figure:
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
     columns, roles = _columns(record), _roles(record)
@@ -63,21 +66,22 @@ def _draw(record: Record) -> Figure:
     grid = figure.subplots(rows_of_panels, panels_a_row, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
     for axes, (value, title) in zip(panels, PANELS.items(), strict=True):
-        image = _panel(axes, _values(record, value, roles, columns))
+        _panel(axes, _values(record, value, roles, columns), "viridis_r" if value == "unseen" else "viridis")
         axes.set_title(title, fontsize=10, loc="left", **_FONT)
     for axes in grid[-1, :]:
         _label_blocks(axes, columns)
     for axes in grid[:, 0]:
         axes.set_yticks(range(len(roles)), roles, fontsize=8.5, **_FONT)
         axes.tick_params(which="major", labelleft=True)
-    bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.015, ticks=[0, 0.5, 1])
+    bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=panels, fraction=0.03, pad=0.015, ticks=[0, 1])
+    bar.set_ticklabels(["worst", "best"])
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8.5, labelcolor="#333333", labelfontfamily="DejaVu Sans")
     return figure
 
 
-def _panel(axes: Axes, values: np.ndarray[Any, Any]) -> Any:
-    """One strip; a site that was not carried is grey, a place where no site can be is empty."""
+def _panel(axes: Axes, values: np.ndarray[Any, Any], colours: str) -> None:
+    """One strip, bright where it is good; what was not carried is grey, a place where no site can be is empty."""
     import numpy as np
     from matplotlib.colors import ListedColormap
 
@@ -85,7 +89,14 @@ def _panel(axes: Axes, values: np.ndarray[Any, Any]) -> Any:
     style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     axes.set_facecolor("white")
     axes.imshow(np.where(np.isinf(values), np.nan, 0.0), cmap=ListedColormap([_NOT_CARRIED]), **style)
-    image = axes.imshow(np.ma.masked_invalid(values), cmap="viridis", vmin=0, vmax=1, **style)
+    axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=1, **style)
+    if width <= MOST_NUMBERS:
+        bright = values if colours == "viridis" else 1 - values
+        for row, column in np.argwhere(np.isfinite(values)):
+            colour = "black" if bright[row, column] > 0.6 else "white"
+            size = 8 if width <= 6 else 5.5
+            text = f"{values[row, column]:.2f}".lstrip("0") if width > 6 else f"{values[row, column]:.2f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=size, **{**_FONT, "color": colour})
     axes.set_xticks(np.arange(-0.5, width), minor=True)
     axes.set_yticks(np.arange(-0.5, height), minor=True)
     axes.grid(which="minor", color="white", linewidth=1.0 if width <= 30 else 0.5, linestyle="-")
@@ -93,7 +104,6 @@ def _panel(axes: Axes, values: np.ndarray[Any, Any]) -> Any:
     axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    return image
 
 
 def _label_blocks(axes: Axes, columns: list[int | None]) -> None:

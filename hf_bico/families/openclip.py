@@ -145,7 +145,9 @@ class OpenClipModel(LiveModel):
         if not hasattr(model, "encode_text"):
             raise MissingTextTowerError("the model is a visual tower without a text side", WHOLE_MODEL)
         if self.tokenizer is None:
-            raise MissingProcessorError("a loaded open_clip model does not know its tokenizer", "pass its folder")
+            raise MissingProcessorError(
+                "a loaded open_clip model does not know its tokenizer", "pass its Hub id or folder instead"
+            )
         features: Tensor = model.encode_text(self.tokenizer(list(prompts)).to(self.device))
         return features
 

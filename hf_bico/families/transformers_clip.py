@@ -144,7 +144,9 @@ class TransformersClipModel(LiveModel):
         import transformers
 
         if self.folder is None:
-            raise MissingProcessorError(f"a loaded model does not know its {what}", "pass the model's folder")
+            raise MissingProcessorError(
+                f"a loaded model does not know its {what}", "pass its Hub id or folder instead of the loaded model"
+            )
         if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
             raise MissingProcessorError(
                 f"'{folder_name(self.folder)}' has no {what}", "copy it from the repo that the model came from"

@@ -321,16 +321,16 @@ def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) 
     other = "dataset" if type == "model" else "model"
     if hub.exists(reference.id, other):
         return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
-    near = near_folder(reference.id) or hub.near(reference, type)
+    near = hub.near(reference, type) or near_folder(reference.id)
     if near is None and type == "model":
         near = open_clip_names.near(reference)
-    hints = [f"did you mean '{near}'?" if near else "check the name"]
+    hint = f"did you mean '{near}'?" if near else "check the name."
     if not _has_token(hub):
-        hints.append(f"if it is private, {LOG_IN}")
+        hint += f" If it is private, {LOG_IN}"
     elif not near:
-        hints.append("if it is private, use a token that may read it")
-    place = "on the Hub, and no folder of that name" if "/" not in reference.id else "on the Hub"
-    return RepoNotFoundError(f"{named} is not {place}", "; ".join(hints))
+        hint += " If it is private, use a token that may read it"
+    place = "neither on the Hub nor a folder here" if "/" not in reference.id else "not on the Hub"
+    return RepoNotFoundError(f"{named} is {place}", hint)
 
 
 def _has_token(hub: Hub) -> bool:
@@ -346,7 +346,11 @@ def _address(reference: HubReference, type: str) -> str:
 
 
 def _unavailable(named: str, error: BaseException) -> HubUnavailableError:
-    return HubUnavailableError(f"{named}: the Hub cannot be read: {_reason(error)}", "try again in a while")
+    from huggingface_hub import constants
+
+    return HubUnavailableError(
+        f"{named}: the Hub at {constants.ENDPOINT} cannot be read: {_reason(error)}", "try again in a while"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,55 @@
+"""README's commands and its Python, as they stand, against the loopback Hub and the small world."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hub import Hub
+from hub_scenes import BASE, publish_world
+
+from hf_bico.cli import main
+from hf_bico.demo import World
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_commands_over_the_hub_run_as_they_stand(
+    hub: Hub, worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_world(hub, worlds(0))
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(
+        r"^hf-bico (.+)$", section("Port a fine-tune") + section("From the Hub, to the Hub"), re.MULTILINE
+    )
+    ran = []
+    for line in lines:
+        arguments = shlex.split(line, comments=True)
+        if "my-finetune" in arguments:  # folders that the reader has
+            continue
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, (line, result.output)
+        ran.append(arguments[0])
+    assert ran == ["plan", "port", "eval", "push", "card"]
+    assert set(hub.repo("user/vit-b16-plus-eurosat").files()) >= {"README.md", "bico.json", "alignment.png"}
+
+
+def test_the_python_of_the_readme_runs_line_by_line(
+    hub: Hub, worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import open_clip
+
+    publish_world(hub, worlds(0))
+    monkeypatch.chdir(tmp_path)
+    code = section("From Python").partition("```python\n")[2].partition("```")[0]
+    copy = open_clip.create_model(f"hf-hub:{BASE}")
+    exec(compile(code, "README.md", "exec"), {"another_copy_of_its_base": copy})
+    assert {"user/vit-b16-plus-eurosat", "user/eurosat-task-vector"} <= {name for _, name in hub.repos}
