@@ -116,6 +116,7 @@ def test_a_worse_port_is_kept_and_not_pushed(hub: Hub, worlds: Callable[[int], W
     refused = hf_bico(hub, tmp_path / "one", *PORT, "--alpha", "-2")
     assert refused.returncode == 1
     assert refused.stdout.startswith("The port measured WORSE")
-    assert refused.stderr.splitlines()[-1] == "Remedy: insist with --force"
+    line = f"hf-bico push vit-b16-eurosat-to-ViT-B-16-plus {REPO} --force"
+    assert refused.stderr.splitlines()[-1] == f"Remedy: insist with: {line}"
     assert ("model", REPO) not in hub.repos
     assert (tmp_path / "one" / "vit-b16-eurosat-to-ViT-B-16-plus" / "bico.json").is_file()
