@@ -103,7 +103,7 @@ def _open(
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
     if place is not None and DELTA_FILE in place.sizes:
         place.fetch([DELTA_FILE])
-        vector = TaskVector.load(place.folder)
+        vector = TaskVector.load(place.folder / DELTA_FILE)
         whole = opened(
             base or _base_of(vector, place.name), "the base", str(vector.about.get("library", "transformers"))
         )

@@ -25,7 +25,7 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.client import Hub, HubRepo, is_offline
-from hf_bico.hub.references import HubReference, hub_reference, is_hub_id, parse
+from hf_bico.hub.references import LOCAL, HubReference, hub_reference, is_hub_id, parse
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.matching import blocks_by_index, pair_sites
@@ -64,14 +64,18 @@ class Lineage:
 
     @property
     def repos(self) -> list[tuple[str, str]]:
-        """Type and id of the Hub repos among them."""
-        return [(repo.type, repo.id) for repo in self._hub_repos]
+        """Type and id of the Hub repos among them, and a word for what is none."""
+        return [*((repo.type, repo.id) for repo in self._hub_repos), *([LOCAL] if self._is_local else [])]
 
     @property
     def restricted(self) -> list[str]:
         """What is private or gated among them, or on this machine only."""
-        local = [model.name for model in self.models if model.place is None or model.place.repo is None]
-        return [*(repo.id for repo in self._hub_repos if repo.restricted), *(["a local folder"] if local else [])]
+        return [*(repo.id for repo in self._hub_repos if repo.restricted), *([LOCAL[1]] if self._is_local else [])]
+
+    @property
+    def _is_local(self) -> bool:
+        models = any(model.place is None or model.place.repo is None for model in self.models)
+        return models or (self.data is not None and self.data_repo is None)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from typing import Any
 
 from hf_bico.errors import PushError, PushRefusedError, RemoteExistsError, TokenError, UsageError
 from hf_bico.hub.client import LOG_IN, MAIN, Hub, again, is_offline, translated
-from hf_bico.hub.references import HubReference, is_hub_id
-
-RepoName = tuple[str, str]
-"""The type and id of a Hub repo."""
+from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,8 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise TokenError("the token may only read", "make one that may write, and log in with 'hf auth login'")
-    exists = remote_info(hub, whole, None) is not None
+    info = remote_info(hub, whole, None)
+    exists, whole = info is not None, whole if info is None else str(info.id)  # a renamed repo answers at its old name
     if options.create_pr and not exists:
         raise PushError(f"there is no repo '{whole}' to open a pull request on", "push without --create-pr")
     if exists and not (options.overwrite or options.create_pr) and remote_files(hub, whole, options.revision):
@@ -93,8 +91,10 @@ def _account(hub: Hub, repo_id: str) -> dict[str, Any]:
 
 
 def restricted_among(made_from: Sequence[RepoName], hub: Hub) -> list[str]:
-    """Those of the repos that are private or gated, or of which that cannot be told any more."""
-    return [repo_id for type, repo_id in dict.fromkeys(made_from) if not _is_public(hub, type, repo_id)]
+    """Those of the repos that are private or gated, or of which that cannot be told; what is no repo counts too."""
+    return [
+        name for type, name in dict.fromkeys(made_from) if type not in REPO_TYPES or not _is_public(hub, type, name)
+    ]
 
 
 def _is_public(hub: Hub, type: str, repo_id: str) -> bool:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.cards.card import CARD_FILE, render_card, write_card
 from hf_bico.checkpoints import sha256_of
 from hf_bico.errors import BicoError, OutputError, PushError, PushRefusedError
-from hf_bico.hub.client import MAIN, Hub, again, translated
-from hf_bico.hub.references import HubReference
+from hf_bico.hub.client import MAIN, Hub, translated
+from hf_bico.hub.references import LOCAL, HubReference, RepoName
 from hf_bico.push_checks import (
     PushOptions,
-    RepoName,
     already_exists,
     remote_files,
     remote_info,
@@ -36,7 +35,6 @@ from hf_bico.report import headline, is_worse
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-LOCAL = "a local folder"
 _TRIES = 3
 _FINAL = (400, 401, 403, 404, 409, 412, 413)
 """Answers that do not change by asking again: refused, or somebody else pushed meanwhile."""
@@ -91,12 +89,11 @@ def push_folder(
                 f"{headline(record)} It is not pushed.", f"insist with: {line}" if kept else "insist with force=True"
             )
     whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
-    if any(name == whole for type, name in made_from or () if type == "model"):
+    replaces = not options.create_pr and options.revision in (None, MAIN)
+    if replaces and record is not None and any(name.lower() == whole.lower() for _, name in made_from or ()):
         raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
     edited = record is not None and not _made_for(whole, options.revision, record, folder)
-    restricted = restricted_among(made_from or (), hub)
-    if (record is None and not made_from) or (record is not None and _is_local(record)):
-        restricted.append(LOCAL)
+    restricted = restricted_among(made_from or [LOCAL], hub)
     with _goes_on(whole, options, push_line(folder, whole, options) if kept else None):
         pushed = _push(folder, whole, options, restricted, hub)
     because = ", ".join(restricted) + " behind it is not public"
@@ -115,11 +112,12 @@ def _push(folder: Path, repo_id: str, options: PushOptions, restricted: list[str
             return _pushed(hub, repo_id, options.revision, changed=False)
         if not (options.overwrite or options.create_pr) and remote_files(hub, repo_id, options.revision):
             raise already_exists(repo_id)
-    branched = options.revision not in (None, MAIN) and _branch(hub, repo_id, str(options.revision))
+    branch = None if options.revision in (None, MAIN) else options.revision
+    first = None if branch is None else _branch(hub, repo_id, branch)
     try:
         return _commit(folder, repo_id, options, hub)
     except BaseException:
-        _take_back(hub, repo_id, str(options.revision) if branched else None, created)
+        _take_back(hub, repo_id, branch, first, created)
         raise
 
 
@@ -128,7 +126,7 @@ def _create(hub: Hub, repo_id: str, private: bool | None) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        again(lambda: hub.api.create_repo(repo_id, private=private))
+        hub.api.create_repo(repo_id, private=private)
     except HfHubHTTPError as error:
         if error.response.status_code != 409:
             raise
@@ -136,22 +134,28 @@ def _create(hub: Hub, repo_id: str, private: bool | None) -> bool:
     return True
 
 
-def _branch(hub: Hub, repo_id: str, branch: str) -> bool:
-    """Have the branch; whether this call made it."""
+def _branch(hub: Hub, repo_id: str, branch: str) -> str | None:
+    """Have the branch; its first commit if this call made it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
     if remote_info(hub, repo_id, branch) is not None:
-        return False
-    again(lambda: hub.api.create_branch(repo_id, branch=branch, exist_ok=True))
-    return True
-
-
-def _take_back(hub: Hub, repo_id: str, branch: str | None, created: bool) -> None:
-    """Delete the repo or the branch that this push made and could not fill."""
+        return None
     try:
-        if created:
-            info = remote_info(hub, repo_id, None)
-            if info is not None and not remote_files(hub, repo_id, None):
-                hub.api.delete_repo(repo_id, missing_ok=True)
-        elif branch is not None:
+        hub.api.create_branch(repo_id, branch=branch)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        return None
+    return str(remote_info(hub, repo_id, branch).sha)
+
+
+def _take_back(hub: Hub, repo_id: str, branch: str | None, first: str | None, created: bool) -> None:
+    """Delete the repo or the branch that this push made and could not fill, unless somebody has filled it since."""
+    try:
+        filled = remote_files(hub, repo_id, None) or (branch is not None and remote_files(hub, repo_id, branch))
+        if created and not filled and remote_info(hub, repo_id, None) is not None:
+            hub.api.delete_repo(repo_id, missing_ok=True)
+        elif branch is not None and first is not None and remote_info(hub, repo_id, branch).sha == first:
             hub.api.delete_branch(repo_id, branch=branch)
     except Exception:  # the first error is the one to show
         return
@@ -172,11 +176,6 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
                 create_pr=options.create_pr,
                 parent_commit=None if options.create_pr or head is None else head.sha,
             )
-            return replace(
-                _pushed(hub, repo_id, options.revision, changed=head is None or done.oid != head.sha),
-                commit=done.oid,
-                pull_request=done.pr_url,
-            )
         except (HTTPError, ConnectionError) as error:
             if not options.create_pr and _is_there(hub, repo_id, options.revision, folder):
                 return _pushed(hub, repo_id, options.revision, changed=True)
@@ -184,6 +183,11 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
             if refused or options.create_pr or attempt == _TRIES - 1:
                 raise
             time.sleep(2.0**attempt)
+            continue
+        changed = head is None or done.oid != head.sha
+        private = head is not None and bool(head.private)
+        url = _address(hub, repo_id, options.revision)
+        return Pushed(repo_id, url, done.oid, private, changed, done.pr_url)
     raise AssertionError("unreachable")
 
 
@@ -245,8 +249,12 @@ def _same(remote: Any, file: Path) -> bool:
 
 def _pushed(hub: Hub, repo_id: str, revision: str | None, changed: bool) -> Pushed:
     info = remote_info(hub, repo_id, revision)
+    return Pushed(repo_id, _address(hub, repo_id, revision), str(info.sha), bool(info.private), changed)
+
+
+def _address(hub: Hub, repo_id: str, revision: str | None) -> str:
     branch = "" if revision in (None, MAIN) else f"/tree/{revision}"
-    return Pushed(repo_id, f"{hub.api.endpoint}/{repo_id}{branch}", str(info.sha), bool(info.private), changed)
+    return f"{hub.api.endpoint}/{repo_id}{branch}"
 
 
 def _repos_of(record: Record) -> list[RepoName]:
@@ -255,13 +263,8 @@ def _repos_of(record: Record) -> list[RepoName]:
     repos = [("model", model.id) for model in models if model is not None and model.commit is not None]
     if record.data is not None and record.data.commit is not None:
         repos.append(("dataset", record.data.id))
-    return repos
-
-
-def _is_local(record: Record) -> bool:
-    """Whether anything behind a result never was on the Hub, as far as is known."""
-    entries = (record.source, record.source.base, record.target, record.data)
-    return any(entry is not None and entry.commit is None for entry in entries)
+    entries = (*models, record.data)
+    return [*repos, LOCAL] if any(entry is not None and entry.commit is None for entry in entries) else repos
 
 
 def _made_for(repo_id: str, revision: str | None, record: Record, folder: Path) -> bool:
@@ -275,9 +278,8 @@ def _made_for(repo_id: str, revision: str | None, record: Record, folder: Path) 
         if ours:
             write_card(named, folder)
         named.write(folder)
-    except OSError as error:
-        cause = f"'{folder.name}' cannot be written: {error.strerror}"
-        raise OutputError(cause, "push a copy of the folder") from error
+    except (OSError, ValueError) as error:
+        raise OutputError(f"'{folder.name}' cannot be written: {error}", "push a copy of the folder") from error
     return ours
 
 

@@ -168,9 +168,10 @@ class Record:
         return json.dumps(_without_empty(asdict(self)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> Path:
-        file = folder / RECORD_FILE
-        file.write_text(self.to_json(), encoding="utf-8")
-        return file
+        file, beside = folder / RECORD_FILE, folder / f".{RECORD_FILE}"
+        content = self.to_json().encode()  # first: what cannot be encoded leaves the old record as it is
+        beside.write_bytes(content)
+        return beside.replace(file)
 
     def value(self, model: str) -> float | None:
         """The measured value of "target", "ported" or "source"; None when it was not evaluated."""
@@ -216,9 +217,9 @@ def _build(kind: Any, value: Any, name: str) -> Any:
         return {key: _build(inner[1], item, name) for key, item in value.items()}
     if origin is tuple and isinstance(value, list) and len(value) == len(inner):
         return tuple(_build(one, item, name) for one, item in zip(inner, value, strict=True))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) in (int, float) and abs(value) < 1e300:
         return float(value)
-    if isinstance(kind, type) and type(value) is kind:
+    if kind is not float and isinstance(kind, type) and type(value) is kind:
         return value
     raise TypeError(f"'{name}' is {str(value)[:60]!r}")
 

@@ -78,7 +78,11 @@ def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
     """What stands beside the record and is not what it speaks of."""
     there = dict(place.repo.sha256) if place.repo is not None else {}
     there |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
-    return [f"the '{name}' beside the record is another file" for name in recorded if there.get(name) != recorded[name]]
+    return [
+        f"the '{name}' beside the record is another file"
+        for name in recorded
+        if there.get(name, recorded[name]) != recorded[name]
+    ]
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:

@@ -31,10 +31,11 @@ from hf_bico.checkpoints import (
 from hf_bico.deltas import Deltas, Difference, Lazy
 from hf_bico.errors import BaseUnknownError, RecordError
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
 from hf_bico.models import fetch_checkpoint
 from hf_bico.planning import find_base
-from hf_bico.push_checks import PushOptions, RepoName, require_pushable
+from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 
 _FORMAT = "hf-bico task vector"
@@ -96,6 +97,7 @@ class TaskVector(Deltas):
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
         """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
         file, place = expanded(path), None
+        cached = cached_repo(file.parent) if file.is_file() else None
         if not file.is_file():
             place = locate(path, "the task vector", Hub(token))
             if DELTA_FILE not in place.sizes:
@@ -106,8 +108,8 @@ class TaskVector(Deltas):
             file = place.folder / DELTA_FILE
         with open_safetensors(file, "pt") as reader:
             about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
-        if place is not None and place.repo is not None:
-            about[MADE_FROM] = [*(about.get(MADE_FROM) or ()), ["model", place.repo.id]]
+        origin = place.repo.id if place is not None and place.repo is not None else cached.id if cached else None
+        about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
         return cls(Lazy(FileCheckpoint([file])), about=about)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
@@ -136,7 +138,7 @@ class TaskVector(Deltas):
     def made_from(self) -> list[RepoName]:
         """The Hub repos behind it, whose privacy it inherits."""
         named = [(str(type), str(name)) for type, name in self.about.get(MADE_FROM) or ()]
-        return list(dict.fromkeys(named))
+        return list(dict.fromkeys(named)) or [LOCAL]
 
     def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap, *others: Self) -> Self:
         vector = super()._combined(terms, overlap, *others)
@@ -154,11 +156,12 @@ def _opened(
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """A model's weights on this machine, and what to remember of a repo."""
     if isinstance(model, nn.Module):
-        return MemoryCheckpoint.of(model), {}
+        return MemoryCheckpoint.of(model), {MADE_FROM: [list(LOCAL)]}
     if not isinstance(model, Place):
-        return model, {}
+        return model, {MADE_FROM: [list(LOCAL)]}
     checkpoint = fetch_checkpoint(model, library, allow_pickle)
     about: dict[str, Any] = {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
+    about[MADE_FROM] = [list(LOCAL)]
     if model.commit is not None:
         about |= {f"{part}_commit": model.commit, MADE_FROM: [["model", model.name]]}
     names = {file.name for file in checkpoint.files}

@@ -521,3 +521,41 @@ def test_what_is_no_token_is_not_quoted(token: str) -> None:
     with pytest.raises(TokenError) as caught:
         Client(token)
     assert token == "" or token not in str(caught.value)
+
+
+def test_a_strangers_pull_request_is_no_conversion_offline_either(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    make_pickled(hub, scene.base)
+    altered = (scene.base / "model.safetensors").read_bytes()[:-4] + b"\0\0\0\0"
+    number = hub.repo(BASE).pull_request({"model.safetensors": altered}, "Better weights", "mallory")
+    Model.open(f"{BASE}@refs/pr/{number}", "the base").fetched()
+    Model.open(BASE, "the base", allow_pickle=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    opened = Model.open(BASE, "the base", allow_pickle=True)
+    assert opened.pickled
+
+
+def test_a_snapshot_folder_of_another_cache_opens_though_its_repo_is_gone(hub: Hub, tmp_path: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    publish(hub, tmp_path)
+    folder = snapshot_download(BASE, cache_dir=tmp_path / "other-cache")
+    hub.delete(BASE)
+    assert Model.open(folder, "the base").commit is None
+
+
+def test_a_full_disk_is_said(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    hub.repo(TARGET).commit({"README.md": "x" * 3_000_000})
+    code = (
+        "import resource, sys\nfrom hf_bico.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, "plan", SOURCE, "--to", TARGET]
+    environment = hub.environment(tmp_path / "home", "hf_secretOfUser")
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == ["Error", "Remedy"], result.stderr

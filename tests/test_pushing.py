@@ -491,3 +491,98 @@ def test_a_worse_port_says_the_line_that_pushes_it(hub: Hub, result: Path) -> No
     with pytest.raises(PushRefusedError) as caught:
         push_folder(result, REPO)
     assert caught.value.remedy == f"insist with: hf-bico push {result} {REPO} --force"
+
+
+def test_one_local_part_makes_a_vector_private(hub: Hub, tmp_path: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    scene = publish(hub, tmp_path)
+    shown = hf_bico.TaskVector.from_models(SOURCE)
+    ported = hf_bico.port(scene.tuned, TARGET, base=BASE, data=DATA, n=24, device="cpu")
+    on_local_data = hf_bico.port(SOURCE, TARGET, data=scene.data, n=24, device="cpu")
+    vectors = [
+        hf_bico.TaskVector.from_models(scene.tuned, base=BASE),
+        shown + hf_bico.TaskVector({"visual.proj": shown["visual.proj"]}),
+        ported.task_vector,
+        hf_bico.TaskVector.load(ported.save(tmp_path / "delta", "delta")),
+        on_local_data.task_vector,
+    ]
+    for index, vector in enumerate(vectors):
+        assert vector.push_to_hub(f"user/v{index}").private, index
+    shown.push_to_hub("user/hidden", private=True)
+    file = hf_hub_download("user/hidden", "task_vector.safetensors")
+    assert hf_bico.TaskVector.load(file).push_to_hub("user/from-a-file").private
+    assert not shown.push_to_hub("user/shown").private
+
+
+def test_a_vector_may_go_back_to_its_own_repo(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path)
+    hf_bico.TaskVector.from_models(SOURCE).push_to_hub("user/tv")
+    half = 0.5 * hf_bico.TaskVector.load("user/tv")
+    assert half.push_to_hub("user/tv", overwrite=True).changed
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_push_that_succeeded_is_never_taken_back(hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+
+    commit = HfApi.create_commit
+
+    def then_the_hub_goes_down(*arguments: object, **options: object) -> object:
+        done = commit(*arguments, **options)  # type: ignore[arg-type]
+        hub.inject(Fault("GET", f"/api/models/{REPO}", "status", times=None, status=503))
+        return done
+
+    monkeypatch.setattr(HfApi, "create_commit", then_the_hub_goes_down)
+    pushed = push_folder(result, REPO, PushOptions(revision="v1"))
+    assert pushed.commit == hub.repo(REPO).head("v1")
+    assert remote(hub, revision="v1")[WEIGHTS] == (result / WEIGHTS).read_bytes()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_branch_that_somebody_filled_meanwhile_stays(hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_bico import pushing
+
+    hub.create(REPO).commit({"README.md": "# main"})
+    made = pushing._operations
+
+    def slow(*arguments: object) -> object:
+        hub.repo(REPO).commit({"theirs.txt": "precious"}, revision="v1")
+        return made(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pushing, "_operations", slow)
+    with pytest.raises(PushError):
+        push_folder(result, REPO, PushOptions(revision="v1", overwrite=True))
+    assert hub.repo(REPO).read("theirs.txt", "v1") == b"precious"
+
+
+def test_the_source_is_not_replaced_under_its_old_name(hub: Hub, result: Path, tmp_path: Path) -> None:
+    hub.move(SOURCE, "user/renamed")
+    folder = hf_bico.port("user/renamed", TARGET, n=24, device="cpu").save(tmp_path / "renamed")
+    before = hub.repo("user/renamed").head()
+    with pytest.raises(PushRefusedError, match="which a push would replace"):
+        push_folder(folder, SOURCE, PushOptions(overwrite=True, force=True))
+    assert hub.repo("user/renamed").head() == before
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "NaN"])
+def test_a_record_that_cannot_be_written_again_stays(hub: Hub, result: Path, text: str) -> None:
+    record = json.loads((result / "bico.json").read_text())
+    if text == "NaN":
+        record["evaluation"][0]["value"] = float("nan")
+    else:
+        record["notices"] = ["\ud800"]
+    (result / "bico.json").write_text(json.dumps(record))
+    before = (result / "bico.json").read_bytes()
+    with pytest.raises(BicoError):
+        push_folder(result, REPO)
+    assert (result / "bico.json").read_bytes() == before
+
+
+def test_a_private_delta_is_measured_with_the_token_that_was_given(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, tmp_path)
+    hf_bico.port(SOURCE, TARGET, n=24, device="cpu").push_to_hub("user/delta", format="delta", private=True, force=True)
+    monkeypatch.delenv("HF_TOKEN")
+    assert hf_bico.evaluate_model("user/delta", DATA, token="hf_secretOfUser").data == DATA

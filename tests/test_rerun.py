@@ -71,6 +71,16 @@ def test_a_repo_is_repeated_at_the_commits_of_its_record(hub: Hub, tmp_path: Pat
     assert (again.same, again.differences) == (True, [])
 
 
+def test_a_repeat_offline_is_as_good(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(hub, tmp_path / "scene")
+    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    push_folder(ported.save(tmp_path / "out", repo=REPO), REPO, ANY)
+    assert hf_bico.rerun(REPO, device="cpu").same
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    again = hf_bico.rerun(REPO, device="cpu")
+    assert (again.same, again.differences) == (True, [])
+
+
 def test_weights_that_were_replaced_are_noticed(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path / "scene")
     ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")

@@ -168,12 +168,7 @@ class Hub:
         revision = repo.asked.revision or MAIN
         if revision == repo.commit or is_offline():
             return
-        reference = _cached_repo(repo.id, repo.type) / "refs" / revision
-        try:
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            reference.write_text(repo.commit)
-        except OSError:  # a cache that cannot be written to serves online all the same
-            return
+        _note(_cached_repo(repo.id, repo.type) / "refs" / revision, repo.commit)
 
     @staticmethod
     def snapshot(repo_id: str, type: str, revision: str) -> Path:
@@ -198,16 +193,16 @@ class Hub:
                 continue
             found = self.repo(HubReference(repo.id, f"refs/pr/{request.num}"), "the conversion")
             if any(name.endswith(".safetensors") for name in found.files) and self._parent(found) == repo.commit:
+                _note(_conversion_of(repo), found.commit)
                 return found
         return None
 
     def _cached_conversion(self, repo: HubRepo) -> HubRepo | None:
-        """The pull request whose weights an earlier run took."""
-        for request in (_cached_repo(repo.id, repo.type) / "refs" / "refs" / "pr").glob("*"):
-            found = self._from_cache(HubReference(repo.id, f"refs/pr/{request.name}"), "the conversion", repo.type)
-            if any(name.endswith(".safetensors") for name in found.files):
-                return found
-        return None
+        """The conversion of this commit that an earlier run found and took."""
+        noted = _conversion_of(repo)
+        if not noted.is_file():
+            return None
+        return self._from_cache(HubReference(repo.id, noted.read_text().strip()), "the conversion", repo.type)
 
     def _parent(self, repo: HubRepo) -> str | None:
         """The commit before this one: a conversion of older weights is of no use."""
@@ -244,6 +239,19 @@ def _cached_repo(repo_id: str, type: str) -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / "--".join([f"{type}s", *repo_id.split("/")])
+
+
+def _conversion_of(repo: HubRepo) -> Path:
+    return _cached_repo(repo.id, repo.type) / "refs" / "hf-bico-conversion" / repo.commit
+
+
+def _note(file: Path, commit: str) -> None:
+    """Keep a commit in the cache; a cache that cannot be written to serves online all the same."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(commit)
+    except OSError:
+        return
 
 
 def is_offline() -> bool:
@@ -307,7 +315,7 @@ def translated(reference: HubReference, type: str, named: str, hub: Hub | None =
     except (AnyHTTPError, ConnectionError) as error:
         raise _unavailable(named, error) from error
     except OSError as error:
-        if error.filename is None:
+        if error.errno is None:
             raise
         raise RepoError(
             f"{named} cannot be put into the cache: {error.strerror}",

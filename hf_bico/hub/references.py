@@ -26,6 +26,13 @@ _CACHED = re.compile(r"(?:models|datasets)--(?P<id>.+)/snapshots/(?P<revision>[0
 _LONGEST = 96
 
 
+RepoName = tuple[str, str]
+"""The type and id of a Hub repo."""
+REPO_TYPES = ("model", "dataset")
+LOCAL: RepoName = ("local", "a local folder")
+"""Stands for what never was on the Hub, as far as is known."""
+
+
 @dataclass(frozen=True)
 class HubReference:
     """A repo on the Hub, at a revision or at its main branch."""
@@ -39,8 +46,6 @@ class HubReference:
 
 def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | HubReference:
     """A folder of this machine (or a file, where `files` are taken), else a Hub id; `what` names it in errors.
-
-    A folder of the Hub's own cache stands for the repo and commit that it holds.
 
     >>> str(parse("org/name@v2", "the model"))
     'org/name@v2'
@@ -65,6 +70,12 @@ def hub_reference(text: str) -> HubReference | None:
     return HubReference(named["id"], named["revision"]) if named and is_repo_id(named["id"]) else None
 
 
+def cached_repo(folder: Path) -> HubReference | None:
+    """The repo and commit that a folder of the Hub's own cache holds."""
+    found = _CACHED.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return HubReference(found["id"].replace("--", "/"), found["revision"]) if found else None
+
+
 def is_hub_id(text: str) -> bool:
     """Whether a text could be the id of a repo on the Hub, owner and name."""
     return "/" in text and is_repo_id(text)
@@ -87,13 +98,11 @@ def near_folder(text: str) -> str | None:
     return str(folder.parent / near[0]) if near else None
 
 
-def _local(text: str, what: str, files: bool) -> Path | HubReference:
+def _local(text: str, what: str, files: bool) -> Path:
     path = expanded(text)
     # os.path answers for names that are too long, where pathlib raises
     if os.path.isdir(path):
-        folder = path.resolve()
-        cached = _CACHED.fullmatch("/".join(folder.parts[-3:]))
-        return HubReference(cached["id"].replace("--", "/"), cached["revision"]) if cached else folder
+        return path.resolve()
     if files and os.path.isfile(path):
         return path.resolve()
     if os.path.isfile(path):

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_bico.errors import RepoError
 from hf_bico.hub import open_clip_names
 from hf_bico.hub.client import Downloaded, Hub, HubRepo
-from hf_bico.hub.references import parse
+from hf_bico.hub.references import cached_repo, parse
 
 SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
 """What tells about a model without its weights; indices of shards come on top."""
@@ -49,9 +50,21 @@ def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
     """Find a model repo by its reference; of a Hub repo the small files are fetched, and no weight."""
     found = parse(reference, what)
     if isinstance(found, Path):
+        place = _cached_place(found, what, hub or Hub())
+        if place is not None:
+            return place
         return Place(found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()})
     alias = open_clip_names.hub_repo(found, what)
     return at_hub((hub or Hub()).repo(alias or found, what))
+
+
+def _cached_place(folder: Path, what: str, hub: Hub) -> Place | None:
+    """A folder of the Hub's own cache as the repo that it is, where that can still be read: its privacy matters."""
+    reference = cached_repo(folder)
+    try:
+        return None if reference is None else at_hub(hub.repo(reference, what))
+    except RepoError:
+        return None
 
 
 def at_hub(repo: HubRepo) -> Place:
