@@ -124,10 +124,13 @@ def print_pushed(pushed: Pushed) -> None:
 
 
 def print_rerun(again: Rerun) -> None:
-    if again.same:
-        click.echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
+    different = [name for name, same in again.files.items() if not same]
+    if different:
+        click.echo(f"Different: {', '.join(different)}")
     else:
-        click.echo(f"Different: {', '.join(name for name, same in again.files.items() if not same)}")
+        click.echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
+    for name in again.replaced:
+        click.echo(f"But the '{name}' beside the record is another file.")
     for difference in again.differences:
         click.echo(f"Note: {difference}")
 

@@ -122,9 +122,10 @@ class Model:
 
 def fetch_checkpoint(place: Place, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
     """The weights of a repo on this machine, of whatever kind of model they are."""
-    place, weights, _ = _find_weights(place, library, allow_pickle)
-    place.fetch([*weights.names, *([weights.index] if weights.index else [])])
-    return _on_disk(place, weights)
+    found = _find_weights(place, library, allow_pickle)
+    weights = found.weights
+    found.place.fetch([*weights.names, *([weights.index] if weights.index else [])])
+    return _on_disk(found.place, weights)
 
 
 def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Model:
@@ -139,7 +140,8 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
             f"{called} is a PEFT adapter, which this version does not read",
             "merge it into its base with PeftModel.merge_and_unload() and save the result",
         )
-    place, weights, notice = _find_weights(place, library, allow_pickle)
+    found = _find_weights(place, library, allow_pickle)
+    place, weights = found.place, found.weights
     checkpoint = _on_disk(place, weights) if _is_here(place, weights) else _headers(place, weights)
     family = family_of(checkpoint.shapes, called)
     try:
@@ -150,14 +152,23 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
         raise RepoError(
             f"the {family.config_file} of {called} does not describe a model: {error}", "copy or download it again"
         ) from error
-    pickled = notice is not None and "pickled" in notice
-    return Model(place.name, checkpoint, family, layout, place, weights, notice=notice, pickled=pickled)
+    return Model(place.name, checkpoint, family, layout, place, weights, notice=found.notice, pickled=found.pickled)
 
 
-def _find_weights(place: Place, library: str, allow_pickle: bool) -> tuple[Place, WeightFiles, str | None]:
+@dataclass(frozen=True)
+class _Found:
+    """Safetensors, and how they were come by."""
+
+    place: Place
+    weights: WeightFiles
+    notice: str | None = None
+    pickled: bool = False
+
+
+def _find_weights(place: Place, library: str, allow_pickle: bool) -> _Found:
     """Safetensors: the repo's own, else of the Hub's conversion, else made from pickles where that is allowed."""
     try:
-        return place, find_weights(place.folder, place.sizes, library, place.name), None
+        return _Found(place, find_weights(place.folder, place.sizes, library, place.name))
     except (PickledWeightsError, WeightsNotFoundError) as error:
         if isinstance(error, WeightsNotFoundError) and not is_offline():
             raise  # offline, pickles that were never fetched are not seen
@@ -166,13 +177,13 @@ def _find_weights(place: Place, library: str, allow_pickle: bool) -> tuple[Place
         if converted is not None:
             found = at_hub(converted)
             notice = f"The safetensors of {place.name} are those of the Hub's pull request {converted.asked.revision}."
-            return found, find_weights(found.folder, found.sizes, library, found.name), notice
+            return _Found(found, find_weights(found.folder, found.sizes, library, found.name), notice)
         if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise
     return _without_pickles(place, library)
 
 
-def _without_pickles(place: Place, library: str) -> tuple[Place, WeightFiles, str | None]:
+def _without_pickles(place: Place, library: str) -> _Found:
     from hf_bico.conversion import convert, pickled_files
 
     layout, pickles = pickled_files(place.folder, place.sizes, library)
@@ -181,7 +192,8 @@ def _without_pickles(place: Place, library: str) -> tuple[Place, WeightFiles, st
     folder = convert(place.folder, pickles, layout, [*beside, "README.md"])
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
-    return replace(place, folder=folder, sizes=sizes), find_weights(folder, sizes, layout, place.name), notice
+    weights = find_weights(folder, sizes, layout, place.name)
+    return _Found(replace(place, folder=folder, sizes=sizes), weights, notice, pickled=True)
 
 
 def _is_here(place: Place, weights: WeightFiles) -> bool:

@@ -23,13 +23,15 @@ class Rerun:
 
     files: dict[str, bool]
     """Whether each file of weights came out with the recorded SHA-256."""
+    replaced: list[str]
+    """Files beside the record that are not those it speaks of."""
     differences: list[str]
     """What else was not as it was: inputs, samples, versions, device."""
 
     @property
     def same(self) -> bool:
         """Whether every file came out as recorded, and is what stands beside the record."""
-        return all(self.files.values()) and not any("beside the record" in note for note in self.differences)
+        return all(self.files.values()) and not self.replaced
 
 
 def rerun(
@@ -71,18 +73,14 @@ def rerun(
         now = read_record(written)
     digests = now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
-    return Rerun(files, [*_replaced(place, then.output.files), *_differences(then, now)])
+    return Rerun(files, _replaced(place, then.output.files), _differences(then, now))
 
 
 def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
-    """What stands beside the record and is not what it speaks of."""
+    """What stands beside the record and is not what it speaks of; what is not there cannot be another file."""
     there = dict(place.repo.sha256) if place.repo is not None else {}
     there |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
-    return [
-        f"the '{name}' beside the record is another file"
-        for name in recorded
-        if there.get(name, recorded[name]) != recorded[name]
-    ]
+    return [name for name, digest in recorded.items() if there.get(name, digest) != digest]
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:

@@ -89,7 +89,7 @@ def test_weights_that_were_replaced_are_noticed(hub: Hub, tmp_path: Path) -> Non
     again = hf_bico.rerun(REPO, device="cpu")
     assert not again.same
     assert again.files == {"open_clip_model.safetensors": True}
-    assert again.differences == ["the 'open_clip_model.safetensors' beside the record is another file"]
+    assert again.replaced == ["open_clip_model.safetensors"]
 
 
 def test_folders_are_looked_for_here_and_held_against_the_record(
