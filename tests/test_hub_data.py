@@ -144,6 +144,7 @@ def test_a_large_data_set_is_not_downloaded_for_a_few_samples(
     repo = hub.create("user/large", type="dataset")
     commit = repo.commit(five_hundred_megabytes)
     drawn = draw("user/large", Settings())
+    print(f"{hub.bytes_sent() / 1e6:.1f} MB served")
     assert hub.bytes_sent() < 20_000_000, "with the samples to measure on"
     assert len(hub.log) < 60
     assert len(drawn.samples) == 100
