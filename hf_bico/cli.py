@@ -6,20 +6,32 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hf_bico.errors import BicoError, RepoNotFoundError, UsageError
-from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, DTYPES, FORMATS, METHOD_NAMES, Settings
-from hf_bico.sizes import read_size
+from hf_bico.options import (
+    CALIBRATION_DATA,
+    base_option,
+    data_options,
+    hub_options,
+    output_options,
+    push_options,
+    read_push,
+    read_settings,
+    target_option,
+    typed_line,
+)
+from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, FORMATS, METHOD_NAMES
 from hf_bico.version import __version__
 
-Command = Callable[..., Any]
+if TYPE_CHECKING:
+    from hf_bico.planning import Plan
 
 
 def _quiet_libraries() -> None:
@@ -66,75 +78,6 @@ class _Commands(click.Group):
         return list(self.commands)
 
 
-def _output_options(command: Command) -> Command:
-    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(command)
-    return click.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings.")(command)
-
-
-def _hub_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--allow-pickle", is_flag=True, help="Read pickled weights, tensors alone, where nothing else is."
-        ),
-        click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN."),
-    ):
-        command = option(command)
-    return command
-
-
-def _push_options(command: Command) -> Command:
-    for option in reversed(
-        [
-            click.option(
-                "--private/--public",
-                "private",
-                default=None,
-                help="Visibility of a new repo; private by default if anything it was made from is private or gated.",
-            ),
-            click.option("--create-pr", is_flag=True, help="Open a pull request on an existing repo."),
-            click.option("--revision", help="Branch to push to; main by default."),
-            click.option("--message", help="Commit message."),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def _data_options(command: Command) -> Command:
-    for option in reversed(
-        [
-            click.option("--config", help="Configuration of the data set, where it has several."),
-            click.option(
-                "--max-download",
-                default="2GB",
-                show_default=True,
-                help="Most to download of a data set; large ones are sampled.",
-            ),
-            click.option("--image-column", help="The column with the images, when it cannot be found by its type."),
-            click.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
-            click.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
-            click.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
-            click.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
-            click.option(
-                "--batch-size",
-                default=32,
-                show_default=True,
-                help="Samples at a time; halved by itself when the GPU's memory runs out.",
-            ),
-            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-            click.option(
-                "--dtype",
-                default="auto",
-                show_default=True,
-                type=click.Choice(DTYPES),
-                help="Precision to run the models in; auto is float32.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hf-bico")
 def main() -> None:
@@ -151,20 +94,15 @@ def main() -> None:
     """
 
 
-_TARGET = click.option("--to", "target", required=True, help="The pretrained model to carry to.")
-_BASE = click.option("--base", help="The model that SOURCE was fine-tuned from; by default what its card says.")
-_CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet files; by default what the card says."
-
-
 @main.command()
 @click.argument("source")
-@_TARGET
-@_BASE
-@click.option("--data", help=_CALIBRATION_DATA)
+@target_option
+@base_option
+@click.option("--data", help=CALIBRATION_DATA)
 @click.option("--split", help="Split to calibrate on; train by default.")
 @click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
 @click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
-@_data_options
+@data_options
 @click.option(
     "--method",
     default="bico",
@@ -191,13 +129,13 @@ _CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet f
 @click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
 @click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
 @click.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
-@_push_options
+@push_options
 @click.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
 @click.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
 @click.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
 @click.option("--dry-run", is_flag=True, help="Only show the plan.")
-@_hub_options
-@_output_options
+@hub_options
+@output_options
 def port(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
     """Carry SOURCE's task vector to another pretrained model.
 
@@ -213,22 +151,22 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
     push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
     with _edge() as edge:
-        push = _push(options)
-        settings = _settings(options)
-        if dry_run:
-            command = _typed("port", leave_out=("dry_run", "token", "as_json", "quiet"))
-            _show_plan(source, target, base, data, token, allow_pickle, as_json, quiet, command)
-            return
+        push = read_push(options)
+        settings = read_settings(options)
         from hf_bico.hub.client import Hub
         from hf_bico.output import require_free
         from hf_bico.planning import plan as make_plan
 
         hub = Hub(token)
+        where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
+        if dry_run:
+            command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
+            _show_plan(make_plan(source, target, **where), as_json, quiet, command)
+            return
         if push_to is not None:
             from hf_bico.push_checks import require_hidden, require_pushable
 
             push_to = require_pushable(push_to, push, hub)
-        where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
         planned = make_plan(source, target, **where)
         folder = Path(output or f"{_last(source)}-to-{_last(target)}").expanduser()
         require_free(folder, overwrite)
@@ -260,11 +198,11 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 
 @main.command()
 @click.argument("source")
-@_TARGET
-@_BASE
-@click.option("--data", help=_CALIBRATION_DATA)
-@_hub_options
-@_output_options
+@target_option
+@base_option
+@click.option("--data", help=CALIBRATION_DATA)
+@hub_options
+@output_options
 def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
     """Say what a port would carry and leave behind, without downloading or reading a weight.
 
@@ -277,10 +215,12 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
     command += ["--data", data] if data else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
     with _edge():
-        _show_plan(
-            *(source, target, base, data, options["token"], options["allow_pickle"]),
-            *(options["as_json"], options["quiet"], shlex.join(command)),
-        )
+        from hf_bico.hub.client import Hub
+        from hf_bico.planning import plan as make_plan
+
+        hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
+        planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+        _show_plan(planned, options["as_json"], options["quiet"], shlex.join(command))
 
 
 @main.command("eval")
@@ -289,9 +229,9 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
 @click.option("--base", help="The whole model, where MODEL is a fine-tuned vision tower or a task vector.")
 @click.option("--split", help="Split to measure on; test by default, else validation, else train.")
 @click.option("-n", "n", type=int, help="Samples at most; all of the split by default.")
-@_data_options
-@_hub_options
-@_output_options
+@data_options
+@hub_options
+@output_options
 def evaluate(model: str, data: str | None, base: str | None, n: int | None, **options: Any) -> None:
     """Measure the zero-shot accuracy of MODEL.
 
@@ -303,7 +243,7 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, **op
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
     with _edge():
-        settings = _settings({**options, "n": n})
+        settings = read_settings({**options, "n": n})
         from hf_bico.evaluation import evaluate_model
 
         result = evaluate_model(model, data, base=base, **hub, **vars(settings))
@@ -320,8 +260,8 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, **op
 @click.option("-o", "output", help="Keep the result in this folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@_hub_options
-@_output_options
+@hub_options
+@output_options
 def rerun(ported: str, output: str | None, overwrite: bool, device: str, **options: Any) -> None:
     """Repeat a port from its record alone, and compare the weights' SHA-256.
 
@@ -357,7 +297,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
 
 @main.command()
 @click.argument("folder")
-@_output_options
+@output_options
 def card(folder: str, as_json: bool, quiet: bool) -> None:
     """Write the model card of FOLDER again, from its record alone.
 
@@ -382,11 +322,11 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
 @main.command()
 @click.argument("folder")
 @click.argument("repo")
-@_push_options
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace the files of a repo that is there already.")
 @click.option("--force", is_flag=True, help="Push although the port measured worse than its target.")
 @click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
-@_output_options
+@output_options
 def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Push FOLDER, which hf-bico wrote, to the Hub repo REPO as one commit.
 
@@ -409,74 +349,14 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
             print_pushed(pushed)
 
 
-def _push(options: dict[str, Any]) -> Any:
-    """The options of a push, taken out of a port's."""
-    from hf_bico.push_checks import PushOptions
-
-    own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
-    return PushOptions(**own, force=options["force"])
-
-
 def _last(reference: str) -> str:
     """The last part of a reference, without its revision: what to call an output folder after."""
     return Path(reference.rstrip("/").partition("@")[0]).name or "model"
 
 
-def _settings(options: dict[str, Any]) -> Settings:
-    """The settings: files read, and checked before anything heavy is imported."""
-    options["max_download"] = read_size(options["max_download"], "--max-download")
-    if "no_eval" in options:
-        options["evaluate"] = not options.pop("no_eval")
-    for name in ("class_names", "templates"):
-        file = options.pop(name)
-        if file is not None:
-            options[name] = _lines(file, name.replace("_", "-"))
-    return Settings(**options)
-
-
-def _lines(file: str, option: str) -> list[str]:
-    try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
-    kept = [line for line in lines if line]
-    if not kept:
-        raise UsageError(f"--{option}: '{file}' is empty", "give a text file with one entry a line")
-    return kept
-
-
-def _typed(command: str, leave_out: Sequence[str]) -> str:
-    """The command line as it was typed, without some of its options."""
-    context = click.get_current_context()
-    words = ["hf-bico", command]
-    for parameter in context.command.params:
-        name, value = str(parameter.name), context.params[str(parameter.name)]
-        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not typed or name in leave_out:
-            continue
-        if isinstance(value, bool):
-            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
-        else:
-            words += [str(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
-    return shlex.join(words)
-
-
-def _show_plan(
-    source: str,
-    target: str,
-    base: str | None,
-    data: str | None,
-    token: str | None,
-    allow_pickle: bool,
-    as_json: bool,
-    quiet: bool,
-    command: str,
-) -> None:
-    from hf_bico import planning
+def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str) -> None:
     from hf_bico.console import print_plan
-    from hf_bico.hub.client import Hub
 
-    planned = planning.plan(source, target, base=base, data=data, hub=Hub(token), allow_pickle=allow_pickle)
     if planned.lineage.data is None:
         command += " --data DATA"
     if as_json:

@@ -38,13 +38,14 @@ from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
 from hf_bico.output import whole_folder
 from hf_bico.patching import write_full
-from hf_bico.planning import Lineage, Plan, plan
+from hf_bico.planning import Plan, plan
 from hf_bico.progress import Progress, silent
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
 from hf_bico.recording import Findings, make_record, with_output
 from hf_bico.report import Report
+from hf_bico.resolving import Lineage
 from hf_bico.settings import FORMATS, Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32

@@ -116,8 +116,10 @@ def _push(folder: Path, repo_id: str, options: PushOptions, restricted: list[str
     first = None if branch is None else _branch(hub, repo_id, branch)
     try:
         return _commit(folder, repo_id, options, hub)
-    except BaseException:
-        _take_back(hub, repo_id, branch, first, created)
+    except BaseException as error:
+        if not _take_back(hub, repo_id, branch, first, created):
+            made = f"branch '{branch}'" if branch is not None and not created else "repo"
+            error.add_note(f"the empty {made} that was made for it could not be deleted")
         raise
 
 
@@ -149,16 +151,24 @@ def _branch(hub: Hub, repo_id: str, branch: str) -> str | None:
     return str(remote_info(hub, repo_id, branch).sha)
 
 
-def _take_back(hub: Hub, repo_id: str, branch: str | None, first: str | None, created: bool) -> None:
-    """Delete the repo or the branch that this push made and could not fill, unless somebody has filled it since."""
+def _take_back(hub: Hub, repo_id: str, branch: str | None, first: str | None, created: bool) -> bool:
+    """Delete the repo or the branch that this push made and could not fill, unless somebody has filled it since.
+
+    False where that cannot be done: a token may be allowed to write and not to delete.
+    """
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
     try:
         filled = remote_files(hub, repo_id, None) or (branch is not None and remote_files(hub, repo_id, branch))
-        if created and not filled and remote_info(hub, repo_id, None) is not None:
+        if created and not filled:
             hub.api.delete_repo(repo_id, missing_ok=True)
-        elif branch is not None and first is not None and remote_info(hub, repo_id, branch).sha == first:
-            hub.api.delete_branch(repo_id, branch=branch)
-    except Exception:  # the first error is the one to show
-        return
+        elif branch is not None and first is not None:
+            info = remote_info(hub, repo_id, branch)
+            if info is not None and info.sha == first:
+                hub.api.delete_branch(repo_id, branch=branch)
+    except (BicoError, HTTPError):
+        return False
+    return True
 
 
 def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed:
@@ -294,9 +304,12 @@ def _goes_on(repo_id: str, options: PushOptions, line: str | None) -> Iterator[N
     except PushError:
         raise
     except BicoError as error:
-        raise PushError(f"the push failed, and {state}: {error.cause}", remedy) from error
+        # what the client raised, and what was noted on it, stands behind ours
+        left = "; ".join(getattr(error.__cause__ or error, "__notes__", ()))
+        raise PushError(f"the push failed, and {left or state}: {error.cause}", remedy) from error
     except (ValueError, RuntimeError, OSError) as error:  # an invalid card, an upload that was refused
-        raise PushError(f"the push failed, and {state}: {error}", remedy) from error
+        left = "; ".join(getattr(error, "__notes__", ()))
+        raise PushError(f"the push failed, and {left or state}: {error}", remedy) from error
 
 
 def push_line(folder: Path, repo_id: str, options: PushOptions) -> str:

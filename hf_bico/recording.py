@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.models import Model
-from hf_bico.planning import Lineage, Plan
+from hf_bico.planning import Plan
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,
@@ -20,6 +20,7 @@ from hf_bico.record import (
     RunRecord,
 )
 from hf_bico.report import Report
+from hf_bico.resolving import Lineage
 from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, Settings
 from hf_bico.version import __version__
 

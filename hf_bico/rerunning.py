@@ -11,7 +11,8 @@ from hf_bico.checkpoints import sha256_of
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import Place, locate
-from hf_bico.pipeline import port
+from hf_bico.pipeline import carry_out
+from hf_bico.planning import plan
 from hf_bico.progress import Progress, silent
 from hf_bico.record import RECORD_FILE, DataRecord, ModelRecord, Record, read_record
 from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
@@ -48,25 +49,22 @@ def rerun(
 
     >>> hf_bico.rerun("user/vit-b16-plus-eurosat").same  # doctest: +SKIP
     """
-    place = locate(reference, "the port", Hub(token))
+    hub = Hub(token)
+    place = locate(reference, "the port", hub)
     place.fetch([RECORD_FILE])
     then = read_record(place.folder)
     if then.output is None:
         raise RecordError(f"{RECORD_FILE} of '{place.name}' does not say what was written", "port again")
-    try:
-        Settings(**{name: value for name, value in _options(then, place.name).items() if name != "data"})
-    except UsageError as error:
-        raise RecordError(f"{RECORD_FILE} of '{place.name}' cannot be followed: {error.cause}", "port again") from error
-    ported = port(
-        _reference(then.source),
-        _reference(then.target),
-        base=None if then.source.base is None else _reference(then.source.base),
-        progress=progress,
-        token=token,
+    settings, source, target = _settings(then, place.name, device), then.source, then.target
+    planned = plan(
+        _reference(source),
+        _reference(target),
+        base=None if source.base is None else _reference(source.base),
+        data=None if then.data is None else _reference(then.data),
+        hub=hub,
         allow_pickle=allow_pickle,
-        **_options(then, place.name),
-        device=device,
     )
+    ported = carry_out(planned, settings, hub, progress)
     with tempfile.TemporaryDirectory() as scratch:
         out = then.output
         written = ported.save(folder or Path(scratch) / "rerun", out.format, overwrite, out.repo, out.revision)
@@ -94,8 +92,8 @@ def _reference(entry: ModelRecord | DataRecord) -> str | Path:
     return Path(entry.id)
 
 
-def _options(record: Record, name: str) -> dict[str, Any]:
-    """The options of the port that gave a record."""
+def _settings(record: Record, name: str, device: str) -> Settings:
+    """The settings of the port that gave a record."""
     if record.command is None:
         raise RecordError(
             f"'{name}' was made from models, rows or an objective that were passed from Python",
@@ -106,6 +104,7 @@ def _options(record: Record, name: str) -> dict[str, Any]:
         "alpha": record.method.alpha,
         "batch_size": record.run.batch_size,
         "dtype": record.run.dtype,
+        "device": device,
         "evaluate": bool(record.evaluation),
         "force": True,  # what was let through then
     }
@@ -113,12 +112,16 @@ def _options(record: Record, name: str) -> dict[str, Any]:
         options["completion"] = record.method.completion
     if record.objective.templates is not None:
         options["templates"] = record.objective.templates
-    data = record.data
-    if data is None:
-        return options
+    if record.data is not None:
+        options |= _sampling(record.data)
+    try:
+        return Settings(**options)
+    except UsageError as error:
+        raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
+
+
+def _sampling(data: DataRecord) -> dict[str, Any]:
     return {
-        **options,
-        "data": _reference(data),
         "config": data.config,
         "split": data.split,
         **({"n": data.n} if data.per_class is None else {"per_class": data.per_class}),

@@ -34,9 +34,9 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
 from hf_bico.models import fetch_checkpoint
-from hf_bico.planning import find_base
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
+from hf_bico.resolving import find_base
 
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1

@@ -421,11 +421,15 @@ def test_a_conversion_works_offline_too(hub: Hub, tmp_path: Path, monkeypatch: p
     assert offline.lineage.base.commit == online.lineage.base.commit
 
 
-def test_a_closed_conversion_is_not_used(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("author", "status"), [("somebody-else", "open"), ("SFconvertbot", "closed")])
+def test_a_conversion_by_somebody_else_or_a_closed_one_is_not_used(
+    hub: Hub, tmp_path: Path, author: str, status: str
+) -> None:
     scene = publish(hub, tmp_path, ("transformers", "transformers"))
     make_pickled(hub, scene.base)
     files = {"model.safetensors": scene.base / "model.safetensors"}
-    hub.repo(BASE).pull_request(files, "Adding `safetensors` variant of this model", "somebody-else")
+    number = hub.repo(BASE).pull_request(files, "Adding `safetensors` variant of this model", author)
+    hub.repo(BASE).discussions[number].status = status
     with pytest.raises(PickledWeightsError):
         plan(SOURCE, TARGET)
 

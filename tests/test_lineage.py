@@ -20,7 +20,7 @@ from hf_bico.errors import (
     UnsupportedModelError,
 )
 from hf_bico.lineage import base_of, data_of, read_origin
-from hf_bico.planning import resolve
+from hf_bico.resolving import resolve
 
 TRAINER_CARD = """---
 library_name: transformers

@@ -35,7 +35,8 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def results() -> dict[str, Path]:
+    """What was ported once, for all tests."""
     return {}
 
 
@@ -586,3 +587,18 @@ def test_a_private_delta_is_measured_with_the_token_that_was_given(
     hf_bico.port(SOURCE, TARGET, n=24, device="cpu").push_to_hub("user/delta", format="delta", private=True, force=True)
     monkeypatch.delenv("HF_TOKEN")
     assert hf_bico.evaluate_model("user/delta", DATA, token="hf_secretOfUser").data == DATA
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("revision", [None, "dev"])
+def test_what_cannot_be_taken_back_is_said(hub: Hub, result: Path, revision: str | None) -> None:
+    """A token may be allowed to write and not to delete."""
+    if revision:
+        hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
+    hub.inject(Fault("DELETE", "/api/", "status", times=None, status=403))
+    with pytest.raises(PushError) as caught:
+        push_folder(result, REPO, PushOptions(revision=revision, overwrite=True))
+    made = "branch 'dev'" if revision else "repo"
+    assert f"the empty {made} that was made for it could not be deleted" in caught.value.cause
+    assert "is as it was" not in caught.value.cause

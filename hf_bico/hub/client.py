@@ -84,13 +84,18 @@ class HubRepo:
 
     def fetch(self, names: Iterable[str], downloaded: Downloaded | None = None) -> Path:
         """Have these files in the cache; returns the folder that they are in."""
-        folder, bar = None, None if downloaded is None else _reporting(downloaded)
-        with translated(self.asked, self.type, f"'{self.id}'"):
-            for name in names:
-                options: dict[str, Any] = {"revision": self.commit, "repo_type": self.type, "tqdm_class": bar}
-                path = again(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
-                folder = Path(path).parents[name.count("/")]
-        return folder or self.hub.snapshot(self.id, self.type, self.commit)
+        bar = None if downloaded is None else _reporting(downloaded)
+        options: dict[str, Any] = {"revision": self.commit, "repo_type": self.type, "tqdm_class": bar}
+        try:
+            with translated(self.asked, self.type, f"'{self.id}'"):
+                for name in names:
+                    again(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
+        except OSError as error:
+            raise RepoError(
+                f"'{self.id}' cannot be put into the cache: {error.strerror or error}",
+                "make room, or set HF_HOME to another folder",
+            ) from error
+        return self.hub.snapshot(self.id, self.type, self.commit)
 
     def header(self, name: str) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of a safetensors file, by one Range request."""
@@ -221,13 +226,15 @@ class Hub:
 
     def near(self, reference: HubReference, type: str) -> str | None:
         """The id of a repo whose name is like this one's."""
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
         name = reference.id.rpartition("/")[2]
         listed = self.api.list_models if type == "model" else self.api.list_datasets
         try:
             found = [info.id for info in listed(search=name, limit=20)]
             if "/" in reference.id:
                 found += [info.id for info in listed(author=reference.id.partition("/")[0], limit=200)]
-        except Exception:  # a hint is not worth an error of its own
+        except HTTPError:  # a hint is not worth an error of its own
             found = []
         by_name = {known.rpartition("/")[2].lower(): known for known in found if known != reference.id}
         whole = get_close_matches(reference.id, found, n=1, cutoff=0.8)
@@ -314,13 +321,6 @@ def translated(reference: HubReference, type: str, named: str, hub: Hub | None =
         raise _unavailable(named, error) from error
     except (AnyHTTPError, ConnectionError) as error:
         raise _unavailable(named, error) from error
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise RepoError(
-            f"{named} cannot be put into the cache: {error.strerror}",
-            "make room, or set HF_HOME to another folder",
-        ) from error
 
 
 def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) -> RepoError:

@@ -1,0 +1,173 @@
+"""From what was typed to a lineage: base and data set found, every repo pinned, and all of it readable.
+
+Asks the Hub and reads small files; no weights, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_bico.checkpoints import WEIGHT_FILES, holds_layout
+from hf_bico.errors import (
+    BaseUnknownError,
+    DataUnknownError,
+    EmptyRepoError,
+    LineageError,
+    RepoNotFoundError,
+    UnsupportedModelError,
+    WrongRepoTypeError,
+)
+from hf_bico.hub.client import Hub, HubRepo
+from hf_bico.hub.references import LOCAL, HubReference, RepoName, hub_reference, parse
+from hf_bico.hub.repos import Place, at_hub, locate
+from hf_bico.lineage import Origin, base_of, data_of, read_origin
+from hf_bico.models import Model, ModelReference
+
+_MOST_PARENTS = 4
+_NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The three models of a port, and the data set to calibrate on."""
+
+    source: Model
+    base: Model
+    target: Model
+    data: Any = None
+    """A reference, or rows that were passed."""
+    data_repo: HubRepo | None = None
+    no_data: LineageError | None = None
+    """Why no data set is known."""
+    notices: tuple[str, ...] = ()
+    """What was found out on the way and should be known."""
+
+    @property
+    def models(self) -> tuple[Model, Model, Model]:
+        return self.source, self.base, self.target
+
+    @property
+    def _hub_repos(self) -> list[HubRepo]:
+        repos = [model.place.repo for model in self.models if model.place is not None]
+        return [repo for repo in (*repos, self.data_repo) if repo is not None]
+
+    @property
+    def repos(self) -> list[RepoName]:
+        """Type and id of the Hub repos among them, and a word for what is none."""
+        return [*((repo.type, repo.id) for repo in self._hub_repos), *([LOCAL] if self._is_local else [])]
+
+    @property
+    def restricted(self) -> list[str]:
+        """What is private or gated among them, or on this machine only."""
+        return [*(repo.id for repo in self._hub_repos if repo.restricted), *([LOCAL[1]] if self._is_local else [])]
+
+    @property
+    def _is_local(self) -> bool:
+        models = any(model.place is None or model.place.repo is None for model in self.models)
+        return models or (self.data is not None and self.data_repo is None)
+
+
+def resolve(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    hub: Hub | None = None,
+    allow_pickle: bool = False,
+) -> Lineage:
+    """Find the base and the data set that were not named, pin every repo, and make sure that all can be read."""
+    hub = hub or Hub()
+    place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
+    origin = Origin() if place is None else read_origin(place.folder, place.name)
+    name = type(source).__name__ if place is None else place.name
+    start: ModelReference | Place = base if base is not None else _named_base(origin, name, hub)
+    notices: list[str] = []
+    if isinstance(start, str | Path | Place):
+        start = _unquantised(start, hub, notices)
+    target = locate(to, "the target", hub) if isinstance(to, str | Path) else to
+    data_repo, no_data = None, None
+    if data is None:
+        data, data_repo, no_data = _named_data(origin, name, hub)
+    elif isinstance(data, str | Path):
+        data = parse(data, "the data set", files=True)
+        data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
+
+    library = _shared_library(place, start)
+    tuned = Model.open(place or source, "the fine-tuned model", library, hub, allow_pickle)
+    first = Model.open(start, "the base", tuned.family.library, hub, allow_pickle)
+    last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
+    notices += [model.notice for model in (tuned, first, last) if model.notice]
+    if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
+        notices.append("The target is the base itself.")
+    repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
+    notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
+    return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
+
+
+def _shared_library(*places: object) -> str:
+    """The library in whose layout all of these repos hold weights; transformers where there is no such."""
+    known = [place for place in places if isinstance(place, Place)]
+    shared = (library for library in WEIGHT_FILES if all(holds_layout(place.sizes, library) for place in known))
+    return next(shared, "transformers")
+
+
+def find_base(place: Place, hub: Hub) -> Place:
+    """The base that a repo names, where it is found."""
+    return _named_base(read_origin(place.folder, place.name), place.name, hub)
+
+
+def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
+    base = base_of(origin, name)
+    try:
+        # what a card names is on the Hub, whatever folders there are here
+        return at_hub(hub.repo(_reference(base), "the base"))
+    except _NO_REPO as error:
+        raise BaseUnknownError(
+            f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
+            "name the model that was fine-tuned with --base",
+        ) from error
+
+
+def _reference(name: str) -> HubReference:
+    found = hub_reference(name)
+    if found is None:
+        raise RepoNotFoundError(f"'{name}' is not an id of the Hub", "use OWNER/NAME")
+    return found
+
+
+def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[HubReference | None, HubRepo | None, LineageError | None]:
+    data = data_of(origin, name)
+    if isinstance(data, LineageError):
+        return None, None, data
+    try:
+        reference = _reference(data)
+        return reference, hub.repo(reference, "the data set", "dataset"), None
+    except _NO_REPO as error:
+        cause = f"the card of '{name}' names the data set '{data}': {error.cause}"
+        return None, None, DataUnknownError(cause, "name a data set with --data")
+
+
+def _unquantised(start: str | Path | Place, hub: Hub, notices: list[str]) -> Place:
+    """The base, or the model that it was quantised from; a base that was fine-tuned itself is noticed."""
+    place = start if isinstance(start, Place) else locate(start, "the base", hub)
+    for _ in range(_MOST_PARENTS):
+        origin = read_origin(place.folder, place.name)
+        if not origin.quantized:
+            if origin.bases and origin.bases_from == "card":
+                notices.append(
+                    f"The base {place.name} was itself made from {', '.join(origin.bases)}: what it learnt over that "
+                    "is not carried."
+                )
+            return place
+        if len(origin.bases) != 1:
+            break
+        parent = _named_base(origin, place.name, hub)
+        notices.append(f"The base {place.name} is quantised: its parent {parent.name} is used.")
+        place = parent
+    raise UnsupportedModelError(
+        f"the base '{place.name}' is quantised, and its card does not name the one model that it was made from",
+        "name the unquantised model with --base",
+    )
