@@ -33,7 +33,7 @@ def demo(folder: Path, task: str, seed: int) -> None:
         str(world.base("wide")),
     ]
     data, ported = ["--data", str(world.data(task))], f"narrow-{task}-on-wide"
-    _run("plan", *models)
+    _run("plan", *models, *data)
     _run("port", *models, *data, "-n", "100", "-o", ported, "--overwrite")
     _run("eval", ported, *data)
     _run("eval", str(world.fine_tuned("wide", task)), *data)
