@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hf_bico.applying import apply as apply
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.evaluation import evaluate_model as evaluate_model
-    from hf_bico.pipeline import Ported as Ported
+    from hf_bico.extracting import extract as extract
     from hf_bico.pipeline import port as port
     from hf_bico.planning import Plan as Plan
     from hf_bico.planning import plan as plan
+    from hf_bico.ported import Ported as Ported
     from hf_bico.push_checks import PushOptions as PushOptions
     from hf_bico.pushing import Pushed as Pushed
     from hf_bico.rerunning import rerun as rerun
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "BicoError": "hf_bico.errors",
     "Plan": "hf_bico.planning",
-    "Ported": "hf_bico.pipeline",
+    "Ported": "hf_bico.ported",
     "PushOptions": "hf_bico.push_checks",
     "Pushed": "hf_bico.pushing",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",
+    "apply": "hf_bico.applying",
     "evaluate_model": "hf_bico.evaluation",
+    "extract": "hf_bico.extracting",
     "plan": "hf_bico.planning",
     "port": "hf_bico.pipeline",
     "rerun": "hf_bico.rerunning",

@@ -27,8 +27,13 @@ WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_mod
 DELTA_FILE = "task_vector.safetensors"
 """The file of the delta format."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+"""The files of a PEFT adapter."""
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin")
+NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -53,10 +58,28 @@ class MemoryCheckpoint:
 
     @classmethod
     def of(cls, module: nn.Module) -> MemoryCheckpoint:
-        return cls(module.state_dict())
+        own = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+        # a tied tensor once, as it is in files
+        return cls({name: tensor for name, tensor in module.state_dict().items() if name in own})
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
+
+
+@dataclass
+class RenamedCheckpoint:
+    """Tensors of which some have other names, given by those that they have."""
+
+    inner: Checkpoint
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._old_names = {self.names.get(name, name): name for name in self.inner.shapes}
+        self.shapes = {name: self.inner.shapes[old] for name, old in self._old_names.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self.inner.tensor(self._old_names[name])
 
 
 @dataclass(frozen=True)
@@ -263,6 +286,11 @@ def holds_layout(names: Collection[str], library: str) -> bool:
     return any(f"{stem}.{end}" in names for stem in stems[library] for end in ends)
 
 
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether a repo with these files is a PEFT adapter."""
+    return ADAPTER_CONFIG in names and (ADAPTER_FILE in names or ADAPTER_PICKLE in names)
+
+
 def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
     """Choose among a repo's files, in the layout of `library` where there are two; pickles are refused.
 
@@ -275,7 +303,7 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
         if f"{name}.index.json" in names:
             return WeightFiles(_shards(folder / f"{name}.index.json", names, called), f"{name}.index.json")
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-    if len(found) == 1 and found[0] != "adapter_model.safetensors":
+    if len(found) == 1 and found[0] != ADAPTER_FILE:
         return WeightFiles(tuple(found))
     pickles = sorted(name for name in names if name.endswith(PICKLES) and "/" not in name and name not in NO_WEIGHTS)
     if pickles:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hf_bico.adapters.adapter import Adapter
+from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.report import VALUE_NAMES, Report, format_table, headline
 from hf_bico.sizes import size_text
 
 if TYPE_CHECKING:
-    from hf_bico.models import Model
     from hf_bico.planning import Plan
     from hf_bico.pushing import Pushed
-    from hf_bico.record import Record
+    from hf_bico.record import Made, Record
     from hf_bico.rerunning import Rerun
 
 
@@ -35,8 +36,10 @@ def print_plan(planned: Plan, command: str) -> None:
     click.echo(
         f"blocks  {lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, taken from {list(planned.blocks)}"
     )
-    grids = [" x ".join(map(str, model.layout.tokens.grid)) for model in (lineage.base, lineage.target)]
-    click.echo(f"tokens  {grids[0]} -> {grids[1]} patches")
+    tokens = [model.layout.tokens for model in (lineage.base, lineage.target)]
+    grids = [" x ".join(map(str, known.grid)) for known in tokens if known is not None]
+    if len(grids) == 2:
+        click.echo(f"tokens  {grids[0]} -> {grids[1]} patches")
     roles = Counter(pair.target.role for pair in planned.pairs)
     click.echo(f"carried {len(planned.pairs)} sites: " + ", ".join(f"{role} x{count}" for role, count in roles.items()))
     click.echo(f"shapes  {_shapes(planned)}")
@@ -52,14 +55,23 @@ def print_plan(planned: Plan, command: str) -> None:
     click.echo(f"fetches {size_text(planned.download_bytes)} of models{samples}")
     fits = "fits" if planned.fits else "does NOT fit"
     click.echo(f"memory  about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine")
-    click.echo(f"writes  {size_text(planned.output_bytes)} as a full model")
+    form = "as a full model" if planned.format == "full" else f"as an adapter{_ranks(planned)}"
+    click.echo(f"writes  {size_text(planned.output_bytes)} {form}")
     click.echo(f"\n{_verdict(planned)}\nNext: {command}")
 
 
-def _known(model: Model) -> str:
+def _ranks(planned: Plan) -> str:
+    ranks = sorted(set(planned.ranks))
+    if not ranks:
+        return ""
+    return f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _known(model: Model | Adapter) -> str:
     commit = "" if model.commit is None else f" at {model.commit[:12]}"
     licence = f", licence {model.origin.license}" if model.origin.license else ""
-    return f"{model.name}{commit} ({model.family.name}{licence})"
+    kind = model.family.name if isinstance(model, Model) else f"{model.config.kind} adapter"
+    return f"{model.name}{commit} ({kind}{licence})"
 
 
 def _data(planned: Plan) -> str:
@@ -102,6 +114,8 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
     click.echo(report.table())
     click.echo(f"\n{report.summary()}")
+    if record.output is not None and record.output.energy_kept is not None:
+        click.echo(f"The adapter holds {record.output.energy_kept:.2%} of the carried change's energy.")
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
@@ -121,6 +135,25 @@ def print_pushed(pushed: Pushed) -> None:
         click.echo(f"{pushed.url} ({seen}) holds these files already, commit {pushed.commit[:12]}")
     if pushed.edited_card:
         click.echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
+
+
+def print_made(record: Made, folder: Path) -> None:
+    output = record.output
+    if output.energy_kept is not None:
+        asked = "exact" if output.rank is None else f"of rank {output.rank}" if isinstance(output.rank, int) else ""
+        asked = asked or f"that keeps {output.rank:g} of each layer's energy"
+        ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
+        spans = f", ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f", rank {ranks[0]}" if ranks else ""
+        click.echo(f"An adapter over {record.target.id}, {asked}: {output.energy_kept:.2%} of the change{spans}.")
+        if record.left:
+            share = sum(entry.energy for entry in record.left)
+            click.echo(f"Left out: {len(record.left)} tensors of no linear layer, {share:.1%} of the change.")
+    else:
+        names = " + ".join(f"{part.weight:g} x {part.model.id}" for part in record.parts)
+        click.echo(f"{record.target.id} + {record.alpha:g} x ({names}), as {output.format}.")
+    for notice in record.notices:
+        click.echo(f"Notice: {notice}")
+    click.echo(f"Written to {folder}")
 
 
 def print_rerun(again: Rerun) -> None:

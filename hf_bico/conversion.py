@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import WEIGHT_FILES, folder_name, save_tensors, sha256_of
+from hf_bico.checkpoints import folder_name, save_tensors, sha256_of
 from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ def _shards(index: Path, names: Mapping[str, int]) -> list[str]:
     return shards
 
 
-def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[str]) -> Path:
-    """A folder with the same weights as safetensors, and the files `beside` them; made once, kept in the cache."""
+def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence[str]) -> Path:
+    """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
     from huggingface_hub import constants
 
     from hf_bico.output import whole_folder
 
     sides = [name for name in beside if (folder / name).is_file()]
     digests = sha256_of(folder / name for name in (*names, *sides))
-    key = hashlib.sha256(json.dumps([library, digests], sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
     converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
     if not converted.is_dir():
         tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
@@ -70,7 +70,7 @@ def convert(folder: Path, names: Sequence[str], library: str, beside: Sequence[s
             # safetensors keeps no two names for one memory
             save_tensors(
                 {key: value.clone() for key, value in tensors.items()},
-                scratch / WEIGHT_FILES[library],
+                scratch / file_name,
                 {"format": "pt"},
             )
             for name in sides:

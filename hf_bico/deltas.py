@@ -1,67 +1,77 @@
 """Deltas: named changes of weights, their arithmetic, and how they are added to a model.
 
 A sum of weighted sources that are read when asked for, so arithmetic costs nothing and a difference of two
-checkpoints never stands in memory as a whole. Knows tensors; not files, models or the Hub.
+checkpoints never stands in memory as a whole. Low-rank changes stay factors, in sums too. Knows tensors; not files,
+models or the Hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hf_bico.checkpoints import Checkpoint, Overlap, align_names, overlap
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
+from hf_bico.factors import Change, Factors, dense, energy, total
+
+Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
+"""Weighted sources, of whose sum a vector consists."""
 
 
 class Deltas(Mapping[str, Tensor]):
-    """Named changes of weights over one base model.
+    """Named changes of weights over one base model: as a mapping dense tensors, by `change` factors where they are.
 
     >>> tau = Deltas({"w": torch.ones(2)})
     >>> (0.5 * tau + tau)["w"]
     tensor([1.5000, 1.5000])
     """
 
-    def __init__(self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None) -> None:
-        self._terms: tuple[tuple[float, Mapping[str, Tensor]], ...] = ((1.0, deltas),)
+    def __init__(self, deltas: Mapping[str, Change], overlap: Overlap | None = None) -> None:
+        self.terms: Terms = deltas.terms if isinstance(deltas, Deltas) else ((1.0, deltas),)
         self.overlap = overlap or Overlap()
 
     def __getitem__(self, name: str) -> Tensor:
+        return dense(self.change(name))
+
+    def change(self, name: str) -> Change:
+        """One change, as factors where every source of it has factors."""
         parts = [
-            source[name] if weight == 1.0 else weight * source[name] for weight, source in self._terms if name in source
+            source[name] if weight == 1.0 else weight * source[name] for weight, source in self.terms if name in source
         ]
         if not parts:
             raise KeyError(name)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return total(parts)
+
+    def changes(self) -> Iterator[tuple[str, Change]]:
+        """Every name with its change; what `items` would multiply out stays factors."""
+        return ((name, self.change(name)) for name in self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(name for _, source in self._terms for name in source))
+        return iter(dict.fromkeys(name for _, source in self.terms for name in source))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return any(name in source for _, source in self._terms)
+        return any(name in source for _, source in self.terms)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} tensors"
 
     def __add__(self, other: Self) -> Self:
-        return self._combined(self._terms + other._terms, Overlap(), other)
+        return self._combined(self.terms + other.terms, Overlap(), other)
 
     def __radd__(self, other: int) -> Self:
         """`sum` of vectors begins with 0."""
         return self if other == 0 else NotImplemented
 
     def __mul__(self, factor: float) -> Self:
-        return self._combined(tuple((factor * weight, source) for weight, source in self._terms), self.overlap)
+        return self._combined(tuple((factor * weight, source) for weight, source in self.terms), self.overlap)
 
     __rmul__ = __mul__
 
@@ -74,9 +84,17 @@ class Deltas(Mapping[str, Tensor]):
     def __sub__(self, other: Self) -> Self:
         return self + -other
 
+    def renamed(self, names: Mapping[str, str]) -> Deltas:
+        """The same changes, some of them under other names, given by those that they have."""
+        if not names:
+            return self
+        changed = Deltas({})
+        changed.terms = tuple((weight, Renamed(source, names)) for weight, source in self.terms)
+        return changed
+
     def energy(self, name: str) -> float:
         """The squared norm of one delta."""
-        return float(self[name].double().square().sum())
+        return energy(self.change(name))
 
     def apply_to(self, model: nn.Module) -> nn.Module:
         """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
@@ -106,7 +124,7 @@ class Deltas(Mapping[str, Tensor]):
         try:
             for name, place in places.items():
                 parameter = parameters[place]
-                changed = add_delta(parameter.data, self[name], name)
+                changed = add_delta(parameter.data, self.change(name), name)
                 originals.append((parameter, parameter.data))
                 parameter.data = changed
         except BaseException:
@@ -114,10 +132,10 @@ class Deltas(Mapping[str, Tensor]):
             raise
         return originals
 
-    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap, *others: Self) -> Self:
+    def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
         """A vector of these terms, made of this one and `others`."""
         vector = type(self)({}, overlap)
-        vector._terms = terms
+        vector.terms = terms
         return vector
 
 
@@ -126,15 +144,18 @@ def _put_back(originals: list[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.data = data
 
 
-def add_delta(weight: Tensor, delta: Tensor, name: str) -> Tensor:
+def add_delta(weight: Tensor, delta: Change, name: str) -> Tensor:
     """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
-    if weight.shape != delta.shape:
+    if tuple(weight.shape) != tuple(delta.shape):
         raise BaseMismatchError(
             f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
             "apply the task vector to the model that it was made for",
         )
     wide = torch.promote_types(torch.promote_types(weight.dtype, delta.dtype), torch.float32)
-    return (weight.to(wide) + delta.to(weight.device, wide)).to(weight.dtype)
+    delta = delta.to(weight.device, wide)
+    if isinstance(delta, Factors):
+        return torch.addmm(weight.to(wide), delta.left, delta.right).to(weight.dtype)
+    return (weight.to(wide) + delta).to(weight.dtype)
 
 
 @dataclass
@@ -194,20 +215,53 @@ def _narrower(tensor: Tensor, other: Tensor) -> bool:
     return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
 
 
-@dataclass
-class Lazy(Mapping[str, Tensor]):
-    """A checkpoint as a mapping."""
+class Renamed(Mapping[str, Change]):
+    """Changes of which some have other names."""
 
-    checkpoint: Checkpoint
+    def __init__(self, source: Mapping[str, Change], names: Mapping[str, str]) -> None:
+        self.source = source
+        self.old_names = {names.get(name, name): name for name in source}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name)
+    def __getitem__(self, name: str) -> Change:
+        return self.source[self.old_names[name]]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.checkpoint.shapes
+        return name in self.old_names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.checkpoint.shapes)
+        return iter(self.old_names)
 
     def __len__(self) -> int:
-        return len(self.checkpoint.shapes)
+        return len(self.old_names)
+
+
+@dataclass
+class Lazy(Mapping[str, Change]):
+    """Changes in a checkpoint, read when asked for; those of the names in `low_rank` are there as two factors."""
+
+    checkpoint: Checkpoint
+    low_rank: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        halves = {half for name in self.low_rank for half in factor_names(name)}
+        self.names = dict.fromkeys([*(name for name in self.checkpoint.shapes if name not in halves), *self.low_rank])
+
+    def __getitem__(self, name: str) -> Change:
+        if name not in self.low_rank:
+            return self.checkpoint.tensor(name)
+        left, right = factor_names(name)
+        return Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """Under which names the two factors of a change are kept."""
+    return f"{name}.left", f"{name}.right"

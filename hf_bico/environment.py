@@ -15,7 +15,7 @@ import torch
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
 from hf_bico.progress import Progress, silent
 
-PACKAGES = ("torch", "transformers", "open_clip_torch", "safetensors", "datasets")
+PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
 
 Result = TypeVar("Result")
 

@@ -27,6 +27,10 @@ class UsageError(BicoError):
     """Options that contradict each other or cannot be read, whatever the models are."""
 
 
+class RankError(UsageError):
+    """A rank, or a share of energy, that an adapter cannot have."""
+
+
 class RepoError(BicoError):
     """A model or data repo that cannot be found or opened."""
 
@@ -137,6 +141,14 @@ class EmptyTaskVectorError(TaskVectorError):
 
 class ImplausibleTaskVectorError(TaskVectorError):
     """The change is as large as the weights: probably the wrong base."""
+
+
+class AdapterError(BicoError):
+    """A PEFT adapter that cannot be read or written."""
+
+
+class UnsupportedAdapterError(AdapterError):
+    """An adapter whose meaning is no sum of weights, or is not known here."""
 
 
 class DataError(BicoError):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_bico.checkpoints import DELTA_FILE
+from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.data.calibration import Samples, evaluation_split, open_data
 from hf_bico.environment import choose_device, choose_dtype, halving_batches
-from hf_bico.errors import BaseMismatchError, BaseUnknownError, DataNotFoundError, DataUnknownError, LineageError
+from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError
 from hf_bico.families import LiveModel
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, hub_reference
@@ -19,7 +19,7 @@ from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
 from hf_bico.models import Model, ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
-from hf_bico.record import RECORD_FILE, EvaluationRecord, read_record
+from hf_bico.record import RECORD_FILE, EvaluationRecord, Record, read_any
 from hf_bico.settings import Settings
 from hf_bico.statistics import exact_float32
 from hf_bico.task_vector import TaskVector
@@ -83,7 +83,8 @@ def _known_data(model: ModelReference, hub: Hub) -> Any:
     place = locate(model, "the model", hub)
     if RECORD_FILE in place.sizes:
         place.fetch([RECORD_FILE])
-        data = read_record(place.folder).data
+        record = read_any(place.folder)
+        data = record.data if isinstance(record, Record) else None
         if data is not None and data.commit is not None:
             return HubReference(data.id, data.commit)
     named = data_of(read_origin(place.folder, place.name), place.name)
@@ -104,25 +105,12 @@ def _open(
     if place is not None and DELTA_FILE in place.sizes:
         place.fetch([DELTA_FILE])
         vector = TaskVector.load(place.folder / DELTA_FILE)
-        whole = opened(
-            base or _base_of(vector, place.name), "the base", str(vector.about.get("library", "transformers"))
-        )
-        if whole.sha256 and vector.about.get("base_sha256", whole.sha256) != whole.sha256:
-            raise BaseMismatchError(
-                f"the task vector '{place.name}' was made for other weights than those of '{whole.name}'",
-                f"name the model that it was made for, '{vector.about.get('base')}', with --base",
-            )
-        return whole, vector, place.name
+        return vector.base_model(base, hub, allow_pickle), vector, place.name
+    if place is not None and is_adapter(place.sizes):
+        vector = TaskVector.from_adapter(place, base, token=hub.token, allow_pickle=allow_pickle)
+        return vector.base_model(), vector, place.name
     tuned = opened(place or model, "the model")
     if base is None:
         return tuned, None, tuned.name
     whole = opened(base, "the base", tuned.family.library)
     return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name
-
-
-def _base_of(vector: TaskVector, name: str) -> str:
-    """The Hub model that a task vector was made for, as its file says."""
-    base, commit = vector.about.get("base"), vector.about.get("base_commit")
-    if not commit:
-        raise BaseUnknownError(f"'{name}' is a task vector over a local model", "name that model with --base")
-    return f"{base}@{commit}"

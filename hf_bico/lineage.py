@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_bico.checkpoints import ADAPTER_CONFIG
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -21,7 +22,6 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.references import hub_reference
 
-ADAPTER_CONFIG = "adapter_config.json"
 LOADERS = (
     *("generator", "imagefolder", "audiofolder", "videofolder", "webdataset"),
     *("json", "csv", "parquet", "arrow", "text", "pandas", "xml"),

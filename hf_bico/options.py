@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.errors import UsageError
-from hf_bico.settings import DTYPES, Settings
+from hf_bico.settings import DTYPES, Settings, read_rank
 from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ Command = Callable[..., Any]
 
 target_option = click.option("--to", "target", required=True, help="The pretrained model to carry to.")
 base_option = click.option("--base", help="The model that SOURCE was fine-tuned from; by default what its card says.")
+device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+rank_option = click.option(
+    "--rank",
+    help="Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a LoRA keeps its "
+    "rank and anything else is exact.",
+)
 CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet files; by default what the card says."
 
 
@@ -78,7 +84,7 @@ def data_options(command: Command) -> Command:
                 show_default=True,
                 help="Samples at a time; halved by itself when the GPU's memory runs out.",
             ),
-            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+            device_option,
             click.option(
                 "--dtype",
                 default="auto",
@@ -94,6 +100,8 @@ def data_options(command: Command) -> Command:
 
 def read_settings(options: dict[str, Any]) -> Settings:
     """The settings: files read, and checked before anything heavy is imported."""
+    if options.get("rank") is not None:
+        options["rank"] = read_rank(options["rank"])
     options["max_download"] = read_size(options["max_download"], "--max-download")
     if "no_eval" in options:
         options["evaluate"] = not options.pop("no_eval")

@@ -1,23 +1,18 @@
-"""The pipeline: plan, read, sample, load, calibrate, align, transport, evaluate, save.
+"""The pipeline: plan, sample, download, read, load, calibrate, align, transport, evaluate.
 
-Computes and returns data classes; prints nothing.
+Computes and returns data classes; prints and writes nothing.
 """
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_bico.cards.card import write_card
-from hf_bico.checkpoints import FileCheckpoint, expanded, sha256_of
 from hf_bico.data.calibration import Drawn, Samples, draw, evaluation_samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import (
@@ -29,28 +24,25 @@ from hf_bico.environment import (
     installed_versions,
     peak_memory,
 )
-from hf_bico.errors import DataUnknownError, ObjectiveError, OutputError, UsageError
+from hf_bico.errors import DataUnknownError, ObjectiveError
 from hf_bico.evaluation import zero_shot_accuracy
 from hf_bico.families import LiveModel
+from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS
-from hf_bico.models import Model, ModelReference
+from hf_bico.models import ModelReference
 from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
-from hf_bico.output import whole_folder
-from hf_bico.patching import write_full
 from hf_bico.planning import Plan, plan
+from hf_bico.ported import Ported, with_held
 from hf_bico.progress import Progress, silent
-from hf_bico.push_checks import PushOptions
-from hf_bico.pushing import Pushed, push_folder
-from hf_bico.record import EvaluationRecord, OutputRecord, Record, RunRecord
-from hf_bico.recording import Findings, make_record, with_output
-from hf_bico.report import Report
+from hf_bico.record import EvaluationRecord, RunRecord
+from hf_bico.recording import Findings, make_record
 from hf_bico.resolving import Lineage
-from hf_bico.settings import FORMATS, Settings
+from hf_bico.settings import Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
 from hf_bico.task_vector import MADE_FROM, TaskVector
-from hf_bico.transport import account, as_stored, gather, require_plausible, site_delta
+from hf_bico.transport import account, gather, require_plausible, site_delta
 
 
 @dataclass(frozen=True)
@@ -59,69 +51,6 @@ class Batch:
 
     pixels: Tensor
     labels: Tensor
-
-
-@dataclass(frozen=True)
-class Ported:
-    """A task vector in the target's coordinates, with everything known about how it got there."""
-
-    task_vector: TaskVector
-    report: Report
-    record: Record
-    target: Model
-    rounding_lost: float | None = None
-
-    def model(self, device: str = "cpu") -> nn.Module:
-        """A new copy of the target with the task vector applied, in float32 on this device."""
-        live = self.target.load(torch.device(device), torch.float32)
-        module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
-        return self.task_vector.apply_to(module.to(device, torch.float32))
-
-    def save(
-        self,
-        folder: str | Path,
-        format: str = "full",
-        overwrite: bool = False,
-        repo: str | None = None,
-        revision: str | None = None,
-    ) -> Path:
-        """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
-
-        `repo`, and a branch of it, are what the card is for when it will be pushed.
-        """
-        folder = expanded(folder)
-        with whole_folder(folder, overwrite) as scratch:
-            weights = self._write_weights(scratch, format)
-            lost = self.rounding_lost if format == "full" else None
-            record = with_output(self.record, OutputRecord(format, sha256_of(weights), lost, repo, revision))
-            record.write(scratch)
-            write_card(record, scratch)
-        return folder
-
-    def push_to_hub(self, repo_id: str, *, format: str = "full", token: str | None = None, **options: Any) -> Pushed:
-        """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`.
-
-        private, create_pr, revision, message, overwrite, force.
-        """
-        wanted = PushOptions(**options)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision)
-            return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
-
-    def _write_weights(self, folder: Path, format: str) -> list[Path]:
-        if format not in FORMATS:
-            raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
-        if format == "delta":
-            return [self.task_vector.save(folder)]
-        checkpoint, origin = self.target.checkpoint, self.target.folder
-        if origin is None or not isinstance(checkpoint, FileCheckpoint):
-            raise OutputError(
-                "a target that was passed as a loaded model has no files to write a full model from",
-                "save with format='delta', or save ported.model() with its own library",
-            )
-        for file in self.target.family.side_files(origin):
-            (folder / file.name).write_bytes(file.read_bytes())
-        return write_full(checkpoint, self.task_vector, folder)
 
 
 def port(
@@ -138,12 +67,12 @@ def port(
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
-    Models are Hub ids, folders, or loaded modules; `data` is a Hub id, a folder of images or parquet files, a
-    `datasets` object or a list of rows. `base` and `data` may be left out where the source's card names them;
-    `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card; `progress` is
-    called with (stage, steps done, steps in all). The options, with what they mean, are those of `hf_bico.Settings`:
-    n, per_class, config, split, seed, max_download, method, completion, alpha, objective, image_column, label_column,
-    class_names, templates, batch_size, device, dtype, evaluate, force.
+    Models are Hub ids, folders, or loaded modules, and `source` may be a PEFT adapter; `data` is a Hub id, a folder of
+    images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's
+    card names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
+    `progress` is called with (stage, steps done, steps in all). The options, with what they mean, are those of
+    `hf_bico.Settings`: n, per_class, config, split, seed, max_download, method, completion, alpha, format, rank,
+    objective, image_column, label_column, class_names, templates, batch_size, device, dtype, evaluate, force.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
@@ -162,13 +91,16 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     method = METHODS[settings.method](settings)
     if planned.lineage.data is None and method.needs_statistics:
         raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
+    if settings.zero_shot and planned.lineage.data is not None:
+        for model in (planned.lineage.base, planned.lineage.target):
+            model.family.require_zero_shot()
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
     with watch("download"):
         planned = planned.fetched(progress)
     lineage = planned.lineage
     with watch("read"):
-        vector = TaskVector.from_models(lineage.source.checkpoint, lineage.base.checkpoint)
+        vector = TaskVector.over(lineage.source, lineage.base)
         pairs = [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
         require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
     with watch("load"):
@@ -183,13 +115,15 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     with watch("transport"):
         carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
         gathered = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
-        ported = TaskVector(gathered, about=_about(lineage))
-        stored, rounding_lost = as_stored(ported, lineage.target.checkpoint)
+        ported = _over_target(gathered, lineage)
+        format = settings.format or ("adapter" if settings.rank is not None else planned.format)
+        form = make_form(ported, lineage.target, format, settings.rank, two.target.module, device)
         report = account(vector, carried, pairs, planned.left)
+        report = replace(report, sites=tuple(with_held(list(report.sites), form, lineage.target)))
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
         if settings.evaluate and drawn is not None and two.heads is not None:
-            evaluation = _evaluate(two, drawn, vector, stored, settings, progress)
+            evaluation = _evaluate(two, drawn, vector, form.changes, settings, progress)
 
     run = RunRecord(
         started=started.isoformat(timespec="seconds"),
@@ -204,15 +138,16 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     with watch("record"):
         found = Findings(vector, report, tuple(evaluation))
         record = make_record(planned, settings, drawn, found, run)
-    return Ported(ported, report, record, lineage.target, rounding_lost)
+    return Ported(ported, report, record, lineage.target, form)
 
 
-def _about(lineage: Lineage) -> dict[str, Any]:
-    """Over which model the ported vector lies, and what it was made from."""
+def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
+    """The ported vector, which knows over which model it lies and what it was made from."""
     target = lineage.target
-    about: dict[str, Any] = {"base": target.name, "base_sha256": target.sha256, "library": target.family.library}
+    about: dict[str, Any] = {"base": target.name, "library": target.family.library}
+    about |= {} if target.commit is None else {"base_commit": target.commit}
     about[MADE_FROM] = [list(name) for name in lineage.repos]
-    return about if target.commit is None else {**about, "base_commit": target.commit}
+    return TaskVector(changes, about=about, base=target)
 
 
 def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:

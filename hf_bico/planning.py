@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint, overlap
-from hf_bico.errors import BaseMismatchError, ModelError, NotCachedError, UsageError
+from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
+from hf_bico.families import require_same_kind
 from hf_bico.hub.client import Hub, is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.matching import blocks_by_index, pair_sites
@@ -36,6 +38,13 @@ class Plan:
     """Tensors of the base that the fine-tuned model lacks."""
     extra: tuple[str, ...]
     """Tensors of the fine-tuned model that the base lacks."""
+    ranks: tuple[int, ...] = ()
+    """Of a LoRA's layers."""
+
+    @property
+    def format(self) -> str:
+        """In which form the result is written unless another is asked for."""
+        return "adapter" if isinstance(self.lineage.source, Adapter) else "full"
 
     @property
     def memory_bytes(self) -> int:
@@ -97,11 +106,25 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        """Size of the written model; a full port is as large as its target."""
+        """Size of the result in its usual form: a full port is as large as its target, an adapter as its factors."""
+        if self.ranks:
+            return self._adapter_bytes()
         checkpoint = self.lineage.target.checkpoint
         if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):
             return checkpoint.size
         return 4 * _elements(self.lineage.target)
+
+    def _adapter_bytes(self) -> int:
+        """Factors of the greatest rank; a packed attention whose output changes is saved whole."""
+        packed = {pair.target.block for pair in self.pairs if pair.target.weight.rows is not None}
+        outputs = {pair.target.block for pair in self.pairs if pair.target.role == "attn.out"}
+        whole = {
+            site.name: site.shape[0] * (site.shape[1] + 1)
+            for site in self.lineage.target.layout.sites
+            if site.block in packed & outputs and site.role.startswith("attn.")
+        }
+        factors = [sum(pair.target.shape) for pair in self.pairs if pair.target.name not in whole]
+        return 4 * (max(self.ranks) * sum(factors) + sum(whole.values()))
 
     @property
     def fits(self) -> bool:
@@ -131,10 +154,15 @@ class Plan:
             "left": [{"name": name, "reason": reason} for name, reason in self.left.items()],
             "missing": list(self.missing),
             "extra": list(self.extra),
-            "tokens": {"source": asdict(lineage.base.layout.tokens), "target": asdict(lineage.target.layout.tokens)},
+            "tokens": {
+                part: None if model.layout.tokens is None else asdict(model.layout.tokens)
+                for part, model in (("source", lineage.base), ("target", lineage.target))
+            },
             "download_bytes": self.download_bytes,
             "memory_bytes": self.memory_bytes,
             "machine_bytes": machine_memory(),
+            "format": self.format,
+            "ranks": sorted(set(self.ranks)),
             "output_bytes": self.output_bytes,
             "fits": self.fits,
         }
@@ -161,14 +189,8 @@ def plan(
 
 def make_plan(lineage: Lineage) -> Plan:
     """Match blocks and sites, and say what stays behind."""
-    tuned, base, target = lineage.source, lineage.base, lineage.target
-    if tuned.family.name != base.family.name:
-        raise BaseMismatchError(
-            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
-            "name the base in the library that the fine-tuned model was saved with",
-        )
-    shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
-    _require_blocks(base.layout, shared.missing)
+    base, target = lineage.base, lineage.target
+    require_same_kind(base.layout, target.layout)
     blocks = blocks_by_index(base.layout.blocks, target.layout.blocks)
     pairs = pair_sites(base.layout, target.layout, blocks)
     if not pairs:
@@ -176,10 +198,41 @@ def make_plan(lineage: Lineage) -> Plan:
     carried = {slot.tensor for pair in pairs for slot in pair.source.slots}
     left = {slot.tensor: UNMATCHED for slot in base.layout.slots() if slot.tensor not in carried}
     left.update(base.layout.others)
-    return Plan(lineage, tuple(blocks), tuple(pairs), left, shared.missing, shared.extra)
+    everything = Plan(lineage, tuple(blocks), tuple(pairs), left, (), ())
+    if isinstance(lineage.source, Adapter):
+        return _of_adapter(everything, lineage.source)
+    return _of_model(everything, lineage.source)
 
 
-def _about(model: Model) -> dict[str, str]:
+def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
+    """What the adapter changes of all that could be carried."""
+    changes = adapter.changes(everything.lineage.base)
+    if changes is None:  # which layers it changes only peft can tell, with the models loaded
+        return everything
+    pairs = [pair for pair in everything.pairs if any(slot.tensor in changes for slot in pair.source.slots)]
+    if not pairs:
+        reasons = sorted({everything.left.get(name, UNMATCHED) for name in changes})
+        raise EmptyTaskVectorError(
+            f"'{adapter.name}' changes nothing that can be carried ({', '.join(reasons) or 'nothing at all'})",
+            "use an adapter of the tower's linear layers",
+        )
+    left = {name: reason for name, reason in everything.left.items() if name in changes}
+    return replace(everything, pairs=tuple(pairs), left=left, extra=changes.extra, ranks=tuple(changes.ranks))
+
+
+def _of_model(everything: Plan, tuned: Model) -> Plan:
+    base = everything.lineage.base
+    if tuned.family.name != base.family.name:
+        raise BaseMismatchError(
+            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
+            "name the base in the library that the fine-tuned model was saved with",
+        )
+    shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
+    _require_blocks(base.layout, shared.missing)
+    return replace(everything, missing=shared.missing, extra=shared.extra)
+
+
+def _about(model: Model | Adapter) -> dict[str, str]:
     known = {"license": model.origin.license, "pipeline": model.origin.pipeline}
     return {**_named(model.name, model.commit), **{key: value for key, value in known.items() if value}}
 

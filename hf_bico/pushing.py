@@ -29,7 +29,7 @@ from hf_bico.push_checks import (
     require_pushable,
     restricted_among,
 )
-from hf_bico.record import Record, read_record
+from hf_bico.record import Made, Record, read_any
 from hf_bico.report import headline, is_worse
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def push_folder(
     options, hub = options or PushOptions(), hub or Hub()
     if not folder.is_dir():
         raise PushError(f"there is no folder '{folder}'", "name a folder that 'hf-bico port' wrote")
-    record = read_record(folder) if made_from is None else None
+    record = read_any(folder) if made_from is None else None
     if record is not None:
         _require_whole(folder, record)
         made_from = _repos_of(record)
-        if is_worse(record) and not options.force:
+        if isinstance(record, Record) and is_worse(record) and not options.force:
             line = push_line(folder, repo_id, replace(options, force=True))
             raise PushRefusedError(
                 f"{headline(record)} It is not pushed.", f"insist with: {line}" if kept else "insist with force=True"
@@ -229,7 +229,7 @@ def _local_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _require_whole(folder: Path, record: Record) -> None:
+def _require_whole(folder: Path, record: Record | Made) -> None:
     """The folder must hold the weights that its record speaks of."""
     files = record.output.files if record.output is not None else {}
     for name, digest in files.items():
@@ -267,17 +267,17 @@ def _address(hub: Hub, repo_id: str, revision: str | None) -> str:
     return f"{hub.api.endpoint}/{repo_id}{branch}"
 
 
-def _repos_of(record: Record) -> list[RepoName]:
+def _repos_of(record: Record | Made) -> list[RepoName]:
     """The Hub repos that a result was made from, with their types."""
-    models = [record.source, record.source.base, record.target]
-    repos = [("model", model.id) for model in models if model is not None and model.commit is not None]
-    if record.data is not None and record.data.commit is not None:
-        repos.append(("dataset", record.data.id))
-    entries = (*models, record.data)
-    return [*repos, LOCAL] if any(entry is not None and entry.commit is None for entry in entries) else repos
+    data = record.data if isinstance(record, Record) else None
+    repos = [("model", model.id) for model in record.models if model.commit is not None]
+    if data is not None and data.commit is not None:
+        repos.append(("dataset", data.id))
+    local = any(model.commit is None for model in record.models) or (data is not None and data.commit is None)
+    return [*repos, LOCAL] if local else repos
 
 
-def _made_for(repo_id: str, revision: str | None, record: Record, folder: Path) -> bool:
+def _made_for(repo_id: str, revision: str | None, record: Record | Made, folder: Path) -> bool:
     """Put the repo's name into record and card; False for a card that somebody edited, which stays as it is."""
     card, output = folder / CARD_FILE, record.output
     ours = not card.is_file() or card.read_bytes() == render_card(record).encode()

@@ -22,7 +22,8 @@ SCHEMA = 1
 class ModelRecord:
     """One model; `commit` is there for a Hub repo, and then `id` is its Hub id, else the name of a local folder.
 
-    `license` (with `license_name` where it is "other") and `language` are what its own card says.
+    `kind` of a source is "full", "delta" or "adapter", and then `peft_type` says which. `license` (with `license_name`
+    where it is "other") and `language` are what its own card says.
     """
 
     id: str
@@ -30,6 +31,7 @@ class ModelRecord:
     sha256: dict[str, str] = field(default_factory=dict)
     family: str | None = None
     kind: str | None = None
+    peft_type: str | None = None
     base: ModelRecord | None = None
     license: str | None = None
     license_name: str | None = None
@@ -84,7 +86,8 @@ class SiteRecord:
     """One carried site.
 
     `energy` is the share of the task vector's energy that lies in its source's weight and bias, `unseen` the share of
-    the weight's energy that lay where calibration saw nothing.
+    the weight's energy that lay where calibration saw nothing. Of an adapter, `rank` is that of the weight's factors
+    (absent where it is held exactly) and `kept` the share of the carried weight's energy that they hold.
     """
 
     name: str
@@ -98,6 +101,8 @@ class SiteRecord:
     score_in: float | None = None
     score_out: float | None = None
     unseen: float | None = None
+    rank: int | None = None
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ class LeftRecord:
 class OutputRecord:
     """What was written, and the Hub `repo`, with the branch, that it was made for.
 
-    `rounding_lost` is the share of the change that rounding to half precision took away.
+    `rounding_lost` is the share of the change that rounding to half precision took away, `rank` what was asked of an
+    adapter (absent: as it came), and `energy_kept` the share of the change that it holds.
     """
 
     format: str
@@ -121,6 +127,8 @@ class OutputRecord:
     rounding_lost: float | None = None
     repo: str | None = None
     revision: str | None = None
+    rank: int | float | None = None
+    energy_kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,24 @@ class RunRecord:
     versions: dict[str, str]
 
 
+class _Written:
+    """A record as a file."""
+
+    def to_json(self) -> str:
+        fields = asdict(self)  # type: ignore[call-overload]
+        return json.dumps(_without_empty(fields), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        file, beside = folder / RECORD_FILE, folder / f".{RECORD_FILE}"
+        content = self.to_json().encode()  # first: what cannot be encoded leaves the old record as it is
+        beside.write_bytes(content)
+        return beside.replace(file)
+
+
 @dataclass(frozen=True)
-class Record:
+class Record(_Written):
+    """Of a port."""
+
     hf_bico: str
     source: ModelRecord
     target: ModelRecord
@@ -164,21 +188,82 @@ class Record:
     notices: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
-    def to_json(self) -> str:
-        return json.dumps(_without_empty(asdict(self)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-    def write(self, folder: Path) -> Path:
-        file, beside = folder / RECORD_FILE, folder / f".{RECORD_FILE}"
-        content = self.to_json().encode()  # first: what cannot be encoded leaves the old record as it is
-        beside.write_bytes(content)
-        return beside.replace(file)
+    @property
+    def models(self) -> list[ModelRecord]:
+        """Every model that it was made from."""
+        return [model for model in (self.source, self.source.base, self.target) if model is not None]
 
     def value(self, model: str) -> float | None:
         """The measured value of "target", "ported" or "source"; None when it was not evaluated."""
         return next((entry.value for entry in self.evaluation if entry.model == model), None)
 
 
+@dataclass(frozen=True)
+class PartOfSum:
+    """One fine-tuned model, adapter or task vector, and how much of it was taken."""
+
+    model: ModelRecord
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One tensor that an adapter holds: its share of the change's energy, and how much of that is `kept`.
+
+    `rank` is that of its factors, absent where it is held exactly.
+    """
+
+    name: str
+    energy: float
+    kept: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class MakingRecord:
+    """What differs from run to run."""
+
+    started: str
+    seconds: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Made(_Written):
+    """Of a change that was extracted from a model, or applied to one: nothing was calibrated, and nothing measured."""
+
+    hf_bico: str
+    job: str
+    """ "extract" or "apply"."""
+    parts: list[PartOfSum]
+    target: ModelRecord
+    """The model that the change lies over."""
+    alpha: float
+    output: OutputRecord
+    run: MakingRecord
+    command: str | None = None
+    layers: list[LayerRecord] = field(default_factory=list)
+    left: list[LeftRecord] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    @property
+    def models(self) -> list[ModelRecord]:
+        """Every model that it was made from."""
+        parts = [model for part in self.parts for model in (part.model, part.model.base) if model is not None]
+        return [*parts, self.target]
+
+
 def read_record(folder: Path) -> Record:
+    """The record of a folder that a port wrote."""
+    record = read_any(folder)
+    if isinstance(record, Record):
+        return record
+    again = f"do it again with: {record.command}" if record.command else "do it again"
+    raise RecordError(f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port", again)
+
+
+def read_any(folder: Path) -> Record | Made:
     """The record of a folder that this tool wrote."""
     file = folder / RECORD_FILE
     try:
@@ -196,7 +281,11 @@ def read_record(folder: Path) -> Record:
             "use the version of hf-bico that wrote it",
         )
     try:
-        record: Record = _build(Record, {"sites": [], "left": [], **raw}, "record")  # lists are absent when empty
+        # lists are absent when empty
+        if "job" in raw:
+            made: Made = _build(Made, {"parts": [], **raw}, "record")
+            return made
+        record: Record = _build(Record, {"sites": [], "left": [], **raw}, "record")
         return record
     except TypeError as error:
         raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' is not a record: {error}", "port again") from error
@@ -210,7 +299,8 @@ def _build(kind: Any, value: Any, name: str) -> Any:
         return kind(**{field: _build(hints[field], value[field], field) for field in known})  # type: ignore[operator]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return None if value is None else _build(inner[0], value, name)
+        kinds = [one for one in inner if one is type(value)] or inner  # a rank is a whole number or a share
+        return None if value is None else _build(kinds[0], value, name)
     if origin is list and isinstance(value, list):
         return [_build(inner[0], item, name) for item in value]
     if origin is dict and isinstance(value, dict):

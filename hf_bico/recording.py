@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
+from hf_bico.adapters.adapter import Adapter
+from hf_bico.checkpoints import Overlap
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.models import Model
@@ -46,8 +48,8 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     return Record(
         hf_bico=__version__,
         command=_command(planned, settings, drawn),
-        source=replace(_model_record(lineage.source), kind="full", base=_model_record(lineage.base)),
-        target=_model_record(lineage.target),
+        source=source_record(lineage.source, lineage.base),
+        target=model_record(lineage.target),
         data=None if drawn is None else _data_record(drawn, settings),
         objective=ObjectiveRecord("zero-shot" if settings.zero_shot else own_name, templates),
         method=MethodRecord(settings.method, settings.alpha, list(planned.blocks), completion),
@@ -59,13 +61,21 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     )
 
 
-def _model_record(model: Model) -> ModelRecord:
+def source_record(source: Model | Adapter, base: Model | None) -> ModelRecord:
+    """What something was taken from: a fine-tuned model or an adapter, over its base where that is known."""
+    known = replace(model_record(source), base=None if base is None else model_record(base))
+    if isinstance(source, Adapter):
+        return replace(known, kind="adapter", peft_type=source.config.kind)
+    return replace(known, kind="full")
+
+
+def model_record(model: Model | Adapter) -> ModelRecord:
     origin = model.origin
     return ModelRecord(
         model.name,
         model.commit,
         model.sha256,
-        model.family.name,
+        model.family.name if isinstance(model, Model) else None,
         license=origin.license,
         license_name=origin.license_name,
         language=list(origin.language),
@@ -80,13 +90,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    for names, what in (
-        (found.vector.overlap.missing, "of the base that the fine-tuned model lacks, taken as unchanged"),
-        (found.vector.overlap.extra, "of the fine-tuned model that its base lacks, left behind"),
-    ):
-        if names:
-            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            notices.append(f"Tensors {what}: {len(names)} ({listed}).")
+    notices += tensor_notices(found.vector.overlap)
     if drawn is not None:
         seen, known = len(set(drawn.samples.labels)), len(drawn.data.class_names)
         if seen == 1:
@@ -101,14 +105,36 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
     return notices
 
 
-def with_output(record: Record, output: OutputRecord) -> Record:
-    """The record of what was written in the end."""
-    notices, lost = list(record.notices), output.rounding_lost
-    if lost is not None and lost > NOTABLE_ROUNDING:
-        notices.append(f"{lost:.0%} of the change is lost by rounding to the target's own precision.")
+def tensor_notices(overlap: Overlap) -> list[str]:
+    """Which tensors the fine-tuned model or its base lacks."""
+    notices = []
+    for names, what in (
+        (overlap.missing, "of the base that the fine-tuned model lacks, taken as unchanged"),
+        (overlap.extra, "of the fine-tuned model that its base lacks, left behind"),
+    ):
+        if names:
+            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            notices.append(f"Tensors {what}: {len(names)} ({listed}).")
+    return notices
+
+
+def rounding_notices(lost: float | None) -> list[str]:
+    """What rounding to half precision took away, if it is worth a word."""
+    if lost is None or lost <= NOTABLE_ROUNDING:
+        return []
+    return [f"{lost:.0%} of the change is lost by rounding to the target's own precision; --format adapter loses none."]
+
+
+def with_output(record: Record, output: OutputRecord, as_measured: bool = True) -> Record:
+    """The record of what was written in the end; `as_measured` says whether the results are of that very form."""
+    notices = [*record.notices, *rounding_notices(output.rounding_lost)]
+    if record.evaluation and not as_measured:
+        notices.append("The results were measured before the port was brought into the form that is written here.")
     command = record.command
-    if command is not None and output.format != "full":
-        command = f"{command} --format {output.format}"
+    if command is not None:
+        usual = "adapter" if record.source.kind == "adapter" else "full"
+        command += f" --format {output.format}" if output.format != usual else ""
+        command += f" --rank {output.rank}" if output.rank is not None else ""
     return replace(record, output=output, notices=notices, command=command)
 
 
@@ -131,7 +157,7 @@ def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
     )
 
 
-def _reference(model: Model) -> str:
+def typed_reference(model: Model | Adapter) -> str:
     """What to type for a model: its Hub id, with the revision that was asked for, or the folder's name."""
     repo = None if model.place is None else model.place.repo
     revision = None if repo is None else repo.asked.revision
@@ -144,10 +170,10 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
     None where no command line could: models, rows or an objective that were passed from Python.
     """
     lineage = planned.lineage
-    models = (lineage.source, lineage.base, lineage.target)
+    models = lineage.models
     if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None
-    source, base, target = (_reference(model) for model in models)
+    source, base, target = (typed_reference(model) for model in models)
     words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
         repo = drawn.data.repo

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from hf_bico.record import LeftRecord, Record, SiteRecord
-from hf_bico.sites import ROLES
+from hf_bico.sites import role_labels
 
 VALUE_NAMES = {"target": "target, zero-shot", "ported": "target, ported", "source": "source, fine-tuned"}
 
@@ -49,15 +49,15 @@ class Report:
         return f"{text}; left behind: {left}" if left else text
 
     def table(self) -> str:
-        """One line a role: how many sites, their energy, scores, ranks and unseen energy."""
+        """One line a role: how many sites, their energy, scores, ranks and unseen energy, as far as they are known."""
         rows: list[tuple[str, ...]] = [
-            ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen")
+            ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept")
         ]
-        for role in ROLES:
-            sites = [site for site in self.sites if site.role == role]
-            if sites:
-                rows.append(_role_row(role, sites))
-        return format_table(rows)
+        labels = role_labels(site.role for site in self.sites)
+        for label in dict.fromkeys(labels.values()):
+            rows.append(_role_row(label, [site for site in self.sites if labels[site.role] == label]))
+        known = [column for column, _ in enumerate(rows[0]) if any(row[column] != "-" for row in rows[1:])]
+        return format_table([[row[column] for column in known] for row in rows])
 
 
 def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
@@ -72,7 +72,16 @@ def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
         _span(site.rank_in for site in sites),
         _span(site.rank_out for site in sites),
         _mean((site.unseen for site in sites), percent=True),
+        _held_rank(sites),
+        _mean((site.kept for site in sites), percent=True),
     )
+
+
+def _held_rank(sites: Sequence[SiteRecord]) -> str:
+    """The rank at which an adapter holds these sites; some may be saved whole."""
+    saved_whole = any(site.kept is not None and site.rank is None for site in sites)
+    ranks = _span(site.rank for site in sites)
+    return ranks if not saved_whole else "whole" if ranks == "-" else f"{ranks}, whole"
 
 
 def _mean(values: Iterable[float | None], percent: bool = False) -> str:

@@ -67,7 +67,8 @@ def rerun(
     ported = carry_out(planned, settings, hub, progress)
     with tempfile.TemporaryDirectory() as scratch:
         out = then.output
-        written = ported.save(folder or Path(scratch) / "rerun", out.format, overwrite, out.repo, out.revision)
+        where = folder or Path(scratch) / "rerun"
+        written = ported.save(where, overwrite=overwrite, repo=out.repo, revision=out.revision)
         now = read_record(written)
     digests = now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
@@ -105,6 +106,8 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         "batch_size": record.run.batch_size,
         "dtype": record.run.dtype,
         "device": device,
+        "format": record.output.format if record.output else None,
+        "rank": record.output.rank if record.output else None,
         "evaluate": bool(record.evaluation),
         "force": True,  # what was let through then
     }

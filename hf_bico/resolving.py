@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import WEIGHT_FILES, holds_layout
+from hf_bico.adapters.adapter import Adapter, is_peft_model
+from hf_bico.checkpoints import WEIGHT_FILES, holds_layout, is_adapter
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -33,7 +34,7 @@ _NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
 class Lineage:
     """The three models of a port, and the data set to calibrate on."""
 
-    source: Model
+    source: Model | Adapter
     base: Model
     target: Model
     data: Any = None
@@ -45,7 +46,7 @@ class Lineage:
     """What was found out on the way and should be known."""
 
     @property
-    def models(self) -> tuple[Model, Model, Model]:
+    def models(self) -> tuple[Model | Adapter, Model, Model]:
         return self.source, self.base, self.target
 
     @property
@@ -95,9 +96,9 @@ def resolve(
         data = parse(data, "the data set", files=True)
         data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
 
-    library = _shared_library(place, start)
-    tuned = Model.open(place or source, "the fine-tuned model", library, hub, allow_pickle)
-    first = Model.open(start, "the base", tuned.family.library, hub, allow_pickle)
+    tuned = _open_source(source, place, _shared_library(place, start), hub, allow_pickle)
+    library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
+    first = Model.open(start, "the base", library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
     if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
@@ -105,6 +106,17 @@ def resolve(
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
     notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
+
+
+def _open_source(
+    source: ModelReference, place: Place | None, library: str, hub: Hub, allow_pickle: bool
+) -> Model | Adapter:
+    """The fine-tuned model, or the adapter that stands for it."""
+    if place is not None and is_adapter(place.sizes):
+        return Adapter.open(place, allow_pickle)
+    if place is None and not isinstance(source, str | Path) and is_peft_model(source):
+        return Adapter.of(source)
+    return Model.open(place or source, "the fine-tuned model", library, hub, allow_pickle)
 
 
 def _shared_library(*places: object) -> str:

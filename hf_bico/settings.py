@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
-from hf_bico.errors import UsageError
+from hf_bico.errors import RankError, UsageError
 from hf_bico.sizes import read_size
 
 METHOD_NAMES = ("bico", "naive")
 COMPLETIONS = ("drop", "svd")
-FORMATS = ("full", "delta")
+FORMATS = ("full", "adapter", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_SAMPLES = 100
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
@@ -31,6 +31,9 @@ class Settings:
     `batch.pixels` and `batch.labels`.
     Method: "bico", or "naive" for comparison; `completion` says what the maps do where calibration saw nothing: "drop"
     it, or complete it arbitrarily by the "svd"; `alpha` scales what is added.
+    Result: `format` is "full", a model, "adapter", for peft, or "delta", the change alone; by default a LoRA gives an
+    adapter and anything else a full model. `rank` is an adapter's: a whole number, or a share of each layer's energy
+    such as 0.95; by default a LoRA keeps its rank and anything else is exact.
     Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples; `force` goes on
     although the base looks wrong.
     """
@@ -44,6 +47,8 @@ class Settings:
     method: str = "bico"
     completion: str = "drop"
     alpha: float = 1.0
+    format: str | None = None
+    rank: int | float | None = None
     image_column: str | None = None
     label_column: str | None = None
     class_names: Sequence[str] | None = None
@@ -74,6 +79,10 @@ class Settings:
         _require_one_of("method", self.method, METHOD_NAMES)
         _require_one_of("completion", self.completion, COMPLETIONS)
         _require_one_of("dtype", self.dtype, DTYPES)
+        if self.format is not None:
+            _require_one_of("format", self.format, FORMATS)
+        if require_rank(self.rank) is not None and self.format not in (None, "adapter"):
+            raise UsageError(f"--rank was given with --format {self.format}", "use --rank with --format adapter")
         if isinstance(self.objective, str):
             _require_one_of("objective", self.objective, ("auto", "zero-shot"))
         if self.n is not None and self.per_class is not None:
@@ -97,6 +106,29 @@ class Settings:
     def zero_shot(self) -> bool:
         """Whether the task loss is the zero-shot one, and not the caller's own."""
         return isinstance(self.objective, str)
+
+
+def require_rank(rank: Any) -> int | float | None:
+    """A whole number of at least 1, a share of energy between 0 and 1, or None."""
+    if rank is None or (type(rank) is int and rank >= 1) or (type(rank) is float and 0.0 < rank < 1.0):
+        found: int | float | None = rank
+        return found
+    which = ": the rank 1, or all of the energy?" if rank == 1.0 and type(rank) is float else ""
+    raise RankError(
+        f"the rank is {rank!r}{which}",
+        "give a whole number of at least 1, or a share of energy between 0 and 1, such as 0.95",
+    )
+
+
+def read_rank(text: str) -> int | float:
+    """A rank as it is typed: 16, or 0.95."""
+    for kind in (int, float):
+        try:
+            rank = require_rank(kind(text))
+        except ValueError:
+            continue
+        return 1 if rank is None else rank
+    raise RankError(f"--rank is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
 
 
 def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:

@@ -5,11 +5,19 @@ Pure descriptions made from names and shapes; this module knows neither torch no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down", "proj")
+"""The roles of CLIP's towers, in the order of tables and pictures; a generic model has roles of its own."""
+
+MOST_ROLES = 24
+"""In so many lines a table or picture is still readable."""
+OTHER_ROLES = "other roles"
+_PATH = re.compile(r"[A-Za-z0-9_.-]+")
+_LONGEST_LABEL = 60
 
 
 @dataclass(frozen=True)
@@ -60,17 +68,29 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model as its family reads it: the sites, the tokens, and why each other tensor stays behind."""
+    """A model as its family reads it: the sites, the tokens, and why each other tensor stays behind.
+
+    Without `tokens`, rows of two models pair one by one; without `image_size`, prepared images run as they are.
+    `kind` is the model's class, where only models of one class have the same sites. `own_names` are the names in the
+    loaded model of tensors that its files keep under others.
+    """
 
     family: str
     sites: tuple[Site, ...]
     blocks: int
-    tokens: Tokens
-    image_size: tuple[int, int]
+    tokens: Tokens | None
+    image_size: tuple[int, int] | None
     others: dict[str, str]
+    kind: str = ""
+    own_names: Mapping[str, str] = field(default_factory=dict)
 
     def site(self, name: str) -> Site:
         return next(site for site in self.sites if site.name == name)
+
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors that hold sites."""
+        return {slot.tensor for slot in self.slots()}
 
     def slots(self) -> Iterable[Slot]:
         return (slot for site in self.sites for slot in site.slots)
@@ -82,3 +102,27 @@ class SitePair:
 
     source: Site
     target: Site
+
+
+def role_labels(roles: Iterable[str]) -> dict[str, str]:
+    """The line of a table or picture that each role stands in; the known ones first, then as they appear.
+
+    Roles that differ in numbers alone share a line, and so does what comes after `MOST_ROLES` lines, or is no path of
+    modules. Of a long path the end is shown, which tells more than its beginning.
+
+    >>> role_labels(["block.0.up", "mlp.up", "block.1.up"])
+    {'mlp.up': 'mlp.up', 'block.0.up': 'block.*.up', 'block.1.up': 'block.*.up'}
+    """
+    present = dict.fromkeys(roles)
+    ordered = [role for role in ROLES if role in present] + [role for role in present if role not in ROLES]
+    labels = {role: _label(role) for role in ordered}
+    shown = [label for label in dict.fromkeys(labels.values()) if label != OTHER_ROLES]
+    shown = shown if len(shown) <= MOST_ROLES else shown[: MOST_ROLES - 1]
+    return {role: label if label in shown else OTHER_ROLES for role, label in labels.items()}
+
+
+def _label(role: str) -> str:
+    if not _PATH.fullmatch(role):
+        return OTHER_ROLES
+    label = re.sub(r"(?<![^.])\d+(?![^.])", "*", role)
+    return label if len(label) <= _LONGEST_LABEL else f"...{label[3 - _LONGEST_LABEL :]}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.errors import NonFiniteWeightsError, ObjectiveError
+from hf_bico.errors import ModelError, NonFiniteWeightsError, ObjectiveError
 from hf_bico.sites import Site, SitePair, Tokens
 
 
@@ -55,7 +55,7 @@ class Side:
     """One of the two models, as calibration sees it."""
 
     model: Observable
-    tokens: Tokens
+    tokens: Tokens | None
 
 
 @dataclass
@@ -139,7 +139,7 @@ def _observe(model: Observable, sites: Sequence[Site], loss: Loss) -> _Observati
 def _accumulate(
     statistics: Statistics,
     pairs: Sequence[SitePair],
-    tokens: tuple[Tokens, Tokens],
+    tokens: tuple[Tokens | None, Tokens | None],
     source: _Observation,
     target: _Observation,
 ) -> None:
@@ -160,13 +160,23 @@ def _sum(sums: dict[Any, CrossCovariance], key: Any, source_rows: Tensor, target
     sums[key].add(source_rows, target_rows)
 
 
-def pair_rows(source: Tensor, target: Tensor, source_tokens: Tokens, target_tokens: Tokens) -> tuple[Tensor, Tensor]:
+def pair_rows(
+    source: Tensor, target: Tensor, source_tokens: Tokens | None, target_tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
     """Rows of both models that belong together, flattened to (rows, width).
 
     Pooled activations (samples, width) pair by sample. Token activations (samples, tokens, width) pair by token:
     patches are resized bilinearly from the source's grid to the target's; prefix tokens are kept apart, and
-    where their counts differ only the first (CLS) pairs.
+    where their counts differ only the first (CLS) pairs. Without a known layout of tokens, all rows pair one by one.
     """
+    if source_tokens is None or target_tokens is None:
+        if source.shape[:-1] != target.shape[:-1]:
+            raise ModelError(
+                f"the source shows activations of {tuple(source.shape)} and the target of {tuple(target.shape)}, "
+                "whose rows do not pair one by one",
+                "give both models inputs of one size, and choose a target that cuts them into as many tokens",
+            )
+        return source.flatten(0, -2), target.flatten(0, -2)
     if source.ndim == 2:
         return source, target
     prefix = min(source_tokens.prefix, target_tokens.prefix)

@@ -1,4 +1,4 @@
-"""TaskVector: what fine-tuning changed, taken from two models, saved and loaded, pulled and pushed.
+"""TaskVector: what fine-tuning changed, taken from two models or an adapter, saved and loaded, pulled and pushed.
 
 The arithmetic is that of `deltas`; here is how a task vector comes in and goes out.
 """
@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from hf_bico.adapters.adapter import Adapter
+from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
 from hf_bico.cards.card import CARD_FILE
 from hf_bico.cards.vector_card import render_vector_card
 from hf_bico.checkpoints import (
@@ -24,22 +27,25 @@ from hf_bico.checkpoints import (
     MemoryCheckpoint,
     Overlap,
     expanded,
+    is_adapter,
     open_safetensors,
     save_tensors,
     sha256_of,
 )
-from hf_bico.deltas import Deltas, Difference, Lazy
-from hf_bico.errors import BaseUnknownError, RecordError
+from hf_bico.deltas import Deltas, Difference, Lazy, Terms, factor_names
+from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
+from hf_bico.factors import Change, Factors
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
-from hf_bico.models import fetch_checkpoint
+from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.resolving import find_base
 
 _FORMAT = "hf-bico task vector"
 _SCHEMA = 1
+_LOW_RANK = "low_rank"
 MADE_FROM = "made_from"
 
 ModelLike = str | Path | nn.Module | Checkpoint
@@ -48,6 +54,8 @@ ModelLike = str | Path | nn.Module | Checkpoint
 
 class TaskVector(Deltas):
     """Named changes of weights over one base model; `about` says which, as far as it is known.
+
+    A LoRA's changes stay factors, in sums too; as a mapping a vector gives dense tensors.
 
     >>> import torch
     >>> from hf_bico.checkpoints import MemoryCheckpoint
@@ -59,10 +67,15 @@ class TaskVector(Deltas):
     """
 
     def __init__(
-        self, deltas: Mapping[str, Tensor], overlap: Overlap | None = None, about: Mapping[str, Any] | None = None
+        self,
+        deltas: Mapping[str, Change],
+        overlap: Overlap | None = None,
+        about: Mapping[str, Any] | None = None,
+        base: Model | Place | nn.Module | None = None,
     ) -> None:
         super().__init__(deltas, overlap)
         self.about = dict(about or {})
+        self._base = base
 
     @classmethod
     def from_models(
@@ -91,7 +104,48 @@ class TaskVector(Deltas):
         start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"), allow_pickle)
         difference = Difference.between(tuned_checkpoint, start_checkpoint)
         made_from = [name for known in (about, more) for name in known.pop(MADE_FROM, ())]
-        return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from})
+        known = start if isinstance(start, Place | nn.Module) else None
+        return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from}, known)
+
+    @classmethod
+    def from_adapter(
+        cls,
+        adapter: str | Path | Place | nn.Module,
+        base: ModelReference | None = None,
+        *,
+        token: str | None = None,
+        allow_pickle: bool = False,
+    ) -> TaskVector:
+        """What a PEFT adapter changes of its base: low-rank where it is a LoRA, and never merged to find it out.
+
+        A Hub id, a folder, or a loaded PeftModel. The base may be left out where the adapter names it.
+        """
+        hub = Hub(token)
+        if isinstance(adapter, nn.Module):
+            if base is None:
+                raise BaseUnknownError("the base of a loaded adapter is not known", "pass base=")
+            return cls.over(Adapter.of(adapter), Model.open(base, "the base", hub=hub).fetched())
+        place = adapter if isinstance(adapter, Place) else locate(adapter, "the adapter", hub)
+        if not is_adapter(place.sizes):
+            raise AdapterError(f"'{place.name}' holds no PEFT adapter", "take its task vector with from_models")
+        opened = Adapter.open(place, allow_pickle)
+        start = find_base(place, hub) if base is None else base
+        over = Model.open(start, "the base", opened.library, hub, allow_pickle)
+        return cls.over(opened.fetched(), over.fetched())
+
+    @classmethod
+    def over(cls, source: Model | Adapter, base: Model) -> TaskVector:
+        """What a model or an adapter changes of its base, both of them on this machine."""
+        changes: Deltas | Difference
+        if isinstance(source, Adapter):
+            changes = source.deltas(base)
+        else:
+            changes = Difference.between(source.checkpoint, base.checkpoint)
+        about: dict[str, Any] = {"library": base.family.library}
+        for part, model in (("source", source), ("base", base)):
+            about |= {part: model.name, **({f"{part}_commit": model.commit} if model.commit else {})}
+        about[MADE_FROM] = [list(model.repo_name) for model in (source, base)]
+        return cls(changes, changes.overlap, about, base)
 
     @classmethod
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
@@ -110,16 +164,83 @@ class TaskVector(Deltas):
             about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
         origin = place.repo.id if place is not None and place.repo is not None else cached.id if cached else None
         about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
-        return cls(Lazy(FileCheckpoint([file])), about=about)
+        low_rank = about.pop(_LOW_RANK, [])
+        checkpoint = FileCheckpoint([file])
+        if any(half not in checkpoint.shapes for name in low_rank for half in factor_names(name)):
+            raise RecordError(f"'{file.name}' lacks factors that it speaks of", "save it again with this tool")
+        return cls(Lazy(checkpoint, low_rank), about=about)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
-        """Write the lossless delta format into `folder`; `about` goes into its metadata."""
+        """Write the lossless delta format into `folder`, factors as factors; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **self.about, **about}, sort_keys=True)
+        tensors: dict[str, Tensor] = {}
+        low_rank = []
+        for name, change in self.changes():
+            if isinstance(change, Factors):
+                low_rank.append(name)
+                tensors |= dict(zip(factor_names(name), (change.left, change.right), strict=True))
+            else:
+                tensors[name] = change
+        known = {**self.about, **({_LOW_RANK: low_rank} if low_rank else {}), **about}
+        if isinstance(self._base, Model) and self._base.sha256:
+            known.setdefault("base_sha256", self._base.sha256)
+        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **known}, sort_keys=True)
         # one metadata entry: safetensors does not promise an order of several
-        save_tensors(self, file, {"hf_bico": header})
+        save_tensors(tensors, file, {"hf_bico": header})
         return file
+
+    def save_adapter(
+        self,
+        folder: str | Path,
+        rank: int | float | None = None,
+        *,
+        base: str | Path | nn.Module | None = None,
+        everything: bool = False,
+        device: str = "auto",
+        token: str | None = None,
+        allow_pickle: bool = False,
+    ) -> Fitted:
+        """Write it as a PEFT adapter into `folder`, and return what that holds of it: `energy_kept`, `kept`, `ranks`.
+
+        Linear layers are held as factors of `rank`: a whole number, or a share of each layer's energy such as 0.95;
+        None keeps a LoRA's rank, and anything else exactly. What is no linear layer is held, as it will be, if
+        `everything` is asked for. `base` need be named only where the vector does not know it.
+
+        >>> TaskVector.from_models("user/vit-b16-eurosat").save_adapter("out", rank=16)  # doctest: +SKIP
+        """
+        from hf_bico.environment import choose_device
+
+        over = self.base_model(base, Hub(token), allow_pickle)
+        skeleton = over.skeleton()
+        fitted = fit_to(self, over, skeleton, rank, everything, choose_device(device))
+        place = expanded(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        write_adapter(fitted, skeleton, over.as_loaded, BaseName(over.name, over.commit), place)
+        return fitted
+
+    def base_model(
+        self, base: ModelReference | None = None, hub: Hub | None = None, allow_pickle: bool = False
+    ) -> Model:
+        """The model that it changes, on this machine: the one that is named, else the one that it knows."""
+        known = base if base is not None else self._base if self._base is not None else self._named_base()
+        if isinstance(known, Model):
+            return known
+        opened = Model.open(known, "the base", str(self.about.get("library", "transformers")), hub, allow_pickle)
+        model = opened.fetched()
+        if model.sha256 and self.about.get("base_sha256", model.sha256) != model.sha256:
+            raise BaseMismatchError(
+                f"the task vector was made for other weights than those of '{model.name}'",
+                f"name the model that it was made for, '{self.about.get('base')}', with --base",
+            )
+        return model
+
+    def _named_base(self) -> str:
+        """The Hub model that it was made for, as its file says."""
+        name, commit = self.about.get("base"), self.about.get("base_commit")
+        if not name or not commit:
+            raise BaseUnknownError("this task vector lies over a local model", "name that model with --base")
+        return f"{name}@{commit}"
 
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Push the delta format with a short card, as one commit; the options are those of `PushOptions`.
@@ -140,7 +261,7 @@ class TaskVector(Deltas):
         named = [(str(type), str(name)) for type, name in self.about.get(MADE_FROM) or ()]
         return list(dict.fromkeys(named)) or [LOCAL]
 
-    def _combined(self, terms: tuple[tuple[float, Mapping[str, Tensor]], ...], overlap: Overlap, *others: Self) -> Self:
+    def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
         vector = super()._combined(terms, overlap, *others)
         # over which base a sum lies is known if its parts agree
         parts = (self, *others)
@@ -148,7 +269,23 @@ class TaskVector(Deltas):
             key: value for key, value in self.about.items() if all(value == o.about.get(key) for o in others)
         }
         vector.about[MADE_FROM] = [list(name) for part in parts for name in part.made_from]
+        if all(part._base is self._base or part.about.get("base") == self.about.get("base") for part in others):
+            vector._base = self._base
         return vector
+
+
+def fit_to(
+    vector: Deltas,
+    base: Model,
+    module: nn.Module,
+    rank: int | float | None,
+    everything: bool,
+    device: torch.device | None,
+) -> Fitted:
+    """Fit a vector to a rank for peft, which knows the names of the loaded model alone."""
+    names = base.layout.own_names
+    sites = {names.get(tensor, tensor) for tensor in base.layout.tensors}
+    return fit(vector.renamed(names), module, sites, rank, everything, device)
 
 
 def _opened(
@@ -176,8 +313,10 @@ def _read_header(text: str, name: str) -> dict[str, Any]:
     except ValueError:
         header = None
     known = isinstance(header, dict) and header.pop("format", None) == _FORMAT and header.pop("schema", None) == _SCHEMA
-    repos = header.get(MADE_FROM, []) if known else []
-    if not known or not isinstance(repos, list) or not all(isinstance(r, list) and len(r) == 2 for r in repos):
+    repos, low_rank = (header.get(key, []) if known else [] for key in (MADE_FROM, _LOW_RANK))
+    listed = isinstance(repos, list) and all(isinstance(repo, list) and len(repo) == 2 for repo in repos)
+    named = isinstance(low_rank, list) and all(isinstance(name, str) for name in low_rank)
+    if not known or not listed or not named:
         raise RecordError(f"'{name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
     about: dict[str, Any] = header
     return about

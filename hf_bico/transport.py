@@ -5,15 +5,19 @@ Knows task vectors, sites and methods; not models, samples or files.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf, sqrt
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import Checkpoint
-from hf_bico.deltas import Deltas, add_delta
-from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError, NonFiniteWeightsError
+from hf_bico.deltas import Deltas
+from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
+from hf_bico.factors import Change, Factors, dense, energy, is_zero, stacked
 from hf_bico.methods import Carried, SiteDelta
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
@@ -28,11 +32,12 @@ def site_delta(vector: Deltas, site: Site) -> SiteDelta:
     return SiteDelta(_read(vector, site.weight), None if site.bias is None else _read(vector, site.bias))
 
 
-def _read(vector: Deltas, slot: Slot) -> Tensor | None:
+def _read(vector: Deltas, slot: Slot) -> Any:
+    """The change of one slot, factors where it has them; None where nothing changed."""
     if slot.tensor not in vector:
         return None
-    part: Tensor = slot.view(vector[slot.tensor])
-    return part if bool(part.any()) else None
+    part: Change = slot.view(vector.change(slot.tensor))
+    return None if is_zero(part) else part
 
 
 def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
@@ -61,42 +66,32 @@ def _ratio(vector: Deltas, slot: Slot, base: Checkpoint) -> float:
     if change is None:
         return 0.0
     start: Tensor = slot.view(base.tensor(slot.tensor))
-    return float(change.norm() / start.to(change.dtype).norm())
+    own = energy(start)
+    return sqrt(energy(change) / own) if own else inf
 
 
 def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> Deltas:
     """alpha times the carried changes, put into the target's tensors."""
-    deltas: dict[str, Tensor] = {}
+    parts: dict[str, list[tuple[Slot, Change]]] = defaultdict(list)
     for pair in pairs:
         delta = carried[pair.target.name].delta
         for slot, change in ((pair.target.weight, delta.weight), (pair.target.bias, delta.bias)):
             if slot is not None and change is not None:
-                if slot.tensor not in deltas:
-                    wide = torch.promote_types(target.tensor(slot.tensor).dtype, torch.float32)
-                    deltas[slot.tensor] = torch.zeros(target.shapes[slot.tensor], dtype=wide)
-                slot.view(deltas[slot.tensor]).copy_(alpha * change)
-    return Deltas(deltas)
+                parts[slot.tensor].append((slot, alpha * change))
+    return Deltas({name: _put_together(found, target, name) for name, found in parts.items()})
 
 
-def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
-    """The change that is left once the sum is rounded to the target's own dtype, and the share that is lost.
-
-    The share is None where the target is stored in full precision.
-    """
-    stored, lost, total = {}, 0.0, 0.0
-    for name in vector:
-        delta = vector[name]
-        start = target.tensor(name).to(delta.device)
-        changed = add_delta(start, delta, name)
-        if not bool(torch.isfinite(changed).all()):
-            raise NonFiniteWeightsError(
-                f"the change takes '{name}' beyond what {start.dtype} holds", "add less of it with --alpha"
-            )
-        stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
-        lost += _energy(stored[name] - delta)
-        total += _energy(delta)
-    halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)
-    return Deltas(stored), lost / total if halved and total else None
+def _put_together(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name: str) -> Change:
+    """The change of one tensor from those of its slots; of factors alone, factors."""
+    shape, wide = target.shapes[name], torch.promote_types(target.tensor(name).dtype, torch.float32)
+    factors = [(slot, change) for slot, change in parts if isinstance(change, Factors)]
+    if len(factors) == len(parts):
+        placed = [(slot.rows[0] if slot.rows else 0, part.T if slot.transposed else part) for slot, part in factors]
+        return stacked([(start, part.to("cpu", wide)) for start, part in placed], shape[0])
+    whole = torch.zeros(shape, dtype=wide)
+    for slot, change in parts:
+        slot.view(whole).copy_(dense(change))
+    return whole
 
 
 def account(
@@ -107,7 +102,7 @@ def account(
     sites = []
     for pair in pairs:
         result = carried[pair.target.name]
-        energy = sum(_energy(_read(vector, slot)) for slot in pair.source.slots)
+        changes = [_read(vector, slot) for slot in pair.source.slots]
         r_in, r_out = result.input_map, result.output_map
         sites.append(
             SiteRecord(
@@ -116,7 +111,7 @@ def account(
                 source=pair.source.name,
                 shape_source=pair.source.shape,
                 shape_target=pair.target.shape,
-                energy=energy / total,
+                energy=sum(energy(change) for change in changes if change is not None) / total,
                 rank_in=None if r_in is None else r_in.rank,
                 rank_out=None if r_out is None else r_out.rank,
                 score_in=None if r_in is None else r_in.score,
@@ -126,7 +121,3 @@ def account(
         )
     stayed = [LeftRecord(name, reason, vector.energy(name) / total) for name, reason in left.items() if name in vector]
     return Report(tuple(sites), tuple(stayed))
-
-
-def _energy(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else float(tensor.double().square().sum())

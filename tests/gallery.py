@@ -1,4 +1,4 @@
-"""The gallery of model cards: real ports of the small world between repos of the loopback Hub.
+"""The gallery of model cards: real ports and adapters of the small world, between repos of the loopback Hub.
 
 `python tests/gallery.py` writes `model_cards/` again; a test holds the cards against their records and runs them.
 """
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hub import Hub
 
     from hf_bico.demo import World
+    from hf_bico.making import Making
+    from hf_bico.ported import Ported
 
 GALLERY = Path(__file__).parent.parent / "model_cards"
 OWNER, TASK = "small-world", "inverted"
@@ -27,12 +29,11 @@ SHOWN = ("README.md", "bico.json", "alignment.png")
 
 @dataclass(frozen=True)
 class Entry:
-    """One card: what is ported, and under which name it is pushed."""
+    """One card: what is ported, or extracted where there is no target, and under which name it is pushed."""
 
     name: str
     source: str = f"{OWNER}/narrow-{TASK}"
-    target: str = f"{OWNER}/wide"
-    format: str = "full"
+    target: str | None = f"{OWNER}/wide"
     local: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -45,14 +46,19 @@ ENTRIES = (
     Entry("open-clip-port"),
     Entry("transformers-port", f"{OWNER}/narrow-{TASK}-hf", f"{OWNER}/wide-hf", options={"per_class": 10}),
     Entry("port-that-did-not-help", target=f"{OWNER}/wide-{TASK}"),
-    Entry("delta-port", format="delta", options={"n": 50}),
+    Entry("delta-port", options={"format": "delta", "n": 50}),
+    Entry("adapter-port", options={"format": "adapter", "rank": 8}),
+    Entry("lora-port", f"{OWNER}/narrow-{TASK}-lora", f"{OWNER}/wide-hf"),
+    Entry("extracted-adapter", target=None, options={"rank": 8}),
     Entry("port-of-local-folders", local=True),
 )
 
 
 def publish(hub: Hub, world: World, folder: Path) -> None:
-    """The models of the small world as repos, in both layouts, and the data set."""
+    """The models of the small world as repos, in both layouts, a LoRA of rank 4, and the data set."""
     from hub_scenes import upload
+
+    from hf_bico.extracting import extract
 
     data = f"{OWNER}/{TASK}"
     models = {"narrow": None, "wide": None, f"narrow-{TASK}": "narrow", f"wide-{TASK}": "wide"}
@@ -63,24 +69,38 @@ def publish(hub: Hub, world: World, folder: Path) -> None:
             files = world.folder / "models" / name
             files = files if not suffix else as_transformers(files, folder / name)
             upload(hub, f"{OWNER}/{name}{suffix}", files, f"{card}---\n# {name}\n")
+    lora = extract(f"{OWNER}/narrow-{TASK}-hf", rank=4, device="cpu").save(folder / "lora")
+    card = f"---\nlicense: mit\nbase_model: {OWNER}/narrow-hf\ndatasets: [{data}]\nlibrary_name: peft\n---\n# A LoRA\n"
+    upload(hub, f"{OWNER}/narrow-{TASK}-lora", lora, card)
     upload(hub, data, world.data(TASK), "---\nlicense: cc-by-4.0\n---\n# Inverted digits\n", type="dataset")
 
 
 def make(entry: Entry, world: World, folder: Path) -> Path:
-    """Port and push one entry; returns the folder that was pushed."""
-    import hf_bico
+    """Port or extract, and push one entry; returns the folder that was pushed."""
     from hf_bico.hub.client import Hub as Client
     from hf_bico.push_checks import PushOptions
     from hf_bico.pushing import push_folder
 
-    source, target, local = entry.source, entry.target, {}
+    made = _port(entry, world) if entry.target else _extract(entry)
+    written = made.save(folder, repo=entry.repo)
+    push_folder(written, entry.repo, PushOptions(force=True, private=False), Client(TOKEN))
+    return written
+
+
+def _port(entry: Entry, world: World) -> Ported:
+    import hf_bico
+
+    source, target, local = entry.source, str(entry.target), {}
     if entry.local:
         source, target = str(world.fine_tuned("narrow", TASK)), str(world.base("wide"))
         local = {"base": str(world.base("narrow")), "data": str(world.data(TASK))}
-    ported = hf_bico.port(source, target, device="cpu", **local, **entry.options)
-    written = ported.save(folder, entry.format, repo=entry.repo)
-    push_folder(written, entry.repo, PushOptions(force=True, private=False), Client(TOKEN))
-    return written
+    return hf_bico.port(source, target, device="cpu", **local, **entry.options)
+
+
+def _extract(entry: Entry) -> Making:
+    from hf_bico.extracting import extract
+
+    return extract(entry.source, device="cpu", **entry.options)
 
 
 def as_transformers(folder: Path, out: Path) -> Path:

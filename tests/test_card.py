@@ -112,6 +112,18 @@ def a_record(blocks: int = 2, **changes: Any) -> Record:
     return replace(full, **changes)
 
 
+def an_adapter_record(family: str = "open_clip ViT", rank: int | float | None = 4, **changes: Any) -> Record:
+    """The same port as an adapter: attention and projection exact, as open_clip needs it, and the rest by factors."""
+    full = a_record()
+    sites = [
+        replace(site, kept=1.0) if site.role[:4] in ("attn", "proj") else replace(site, rank=4 + i % 2, kept=0.9)
+        for i, site in enumerate(full.sites)
+    ]
+    output = OutputRecord("adapter", {"adapter_model.safetensors": "b9" * 32}, None, REPO, None, rank, 0.9321)
+    record = replace(full, target=replace(full.target, family=family), sites=sites, output=output)
+    return replace(record, **changes)
+
+
 def a_local_record(**changes: Any) -> Record:
     """The same port between folders, each with a name that must not be told."""
     full = a_record()
@@ -251,6 +263,78 @@ def test_delta_is_an_adapter_of_this_library() -> None:
     assert "pipeline_tag" not in found
 
 
+def test_adapter_is_one_of_peft_over_the_target() -> None:
+    card = render_card(an_adapter_record())
+    found = metadata(card)
+    assert (found["base_model"], found["base_model_relation"], found["library_name"]) == (TARGET, "adapter", "peft")
+    assert found["pipeline_tag"] == "zero-shot-image-classification"
+    assert found["tags"] == ["hf-bico", "task-vector", "training-free", "lora", "clip", "bico"]
+    assert found["model-index"]
+    ast.parse(snippet(card))
+    assert f'snapshot_download("{TARGET}", revision="{COMMITS[TARGET]}"' in snippet(card)
+    assert f'PeftModel.from_pretrained(model, "{REPO}")' in snippet(card)
+    read = text_of(card)
+    assert f"This is a PEFT adapter for {TARGET}. It holds what {SOURCE} learnt, carried over" in read
+    assert "The adapter fits the weights of the lineage table and no others." in read
+
+
+def test_adapter_card_says_what_it_holds() -> None:
+    card = render_card(an_adapter_record())
+    read = text_of(card)
+    assert "holds 93.2% of the carried change's energy: linear layers as factors of rank 4, or less where" in read
+    assert "| attn.q | 2 | exact | 100.0% |\n" in card
+    assert "| mlp.up | 2 | 4 | 90.0% |\n" in card
+    assert "| proj | 1 | exact | 100.0% |\n" in card
+    assert " kept" not in next(block.content for block in fences(card) if not block.info)
+    assert "attention modules are saved whole" in read
+    assert "visual.proj is loaded in place of the base's: disable_adapter() does not take that back" in read
+    in_transformers = text_of(render_card(an_adapter_record("transformers CLIP")))
+    assert "disable_adapter" not in in_transformers
+    assert "attention modules" not in in_transformers
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "said"),
+    [
+        (8, "full", "as factors of rank 8, or less where a layer is smaller"),
+        (0.95, "full", "as factors of the rank that keeps 0.95 of each one's energy"),
+        (None, "full", "linear layers exactly"),
+        (None, "adapter", "at the rank that they came in"),
+    ],
+)
+def test_adapter_card_says_which_rank_was_asked(rank: int | float | None, kind: str, said: str) -> None:
+    record = an_adapter_record(rank=rank)
+    assert said in text_of(render_card(replace(record, source=replace(record.source, kind=kind))))
+
+
+def test_source_that_is_an_adapter_is_called_one() -> None:
+    full = a_record()
+    lora = replace(full.source, kind="adapter", peft_type="LORA")
+    card = render_card(replace(full, source=lora))
+    assert "| source, an adapter \\(LORA\\) | [alice/" in card
+    assert "(what the adapter adds to its base)" in text_of(card)
+    local = render_card(replace(full, source=replace(lora, id="secret", commit=None)))
+    assert headings(local)[0].startswith("A local adapter, carried to ")
+
+
+def test_adapter_that_holds_no_site_leaves_no_empty_table() -> None:
+    card = render_card(an_adapter_record(sites=[replace(site, rank=None, kept=None) for site in some_sites(1)]))
+    assert "| role |" not in card
+    assert "\n\n\n" not in card
+
+
+def test_model_of_another_family_is_no_clip() -> None:
+    record = an_adapter_record("generic")
+    for format, library in (("full", "transformers"), ("adapter", "peft"), ("delta", "hf-bico")):
+        card = render_card(_output(record, format=format))
+        found = metadata(card)
+        assert found["library_name"] == library
+        assert "pipeline_tag" not in found
+        assert "clip" not in found["tags"]
+        ast.parse(snippet(card))
+        assert "Image" not in snippet(card)
+
+
 @pytest.mark.parametrize(
     ("source", "base", "target", "expected"),
     [
@@ -285,7 +369,7 @@ def test_licence_is_carried_over_only_where_all_agree(
     assert ("They are not one and the same" in card) == (not agree)
 
 
-@pytest.mark.parametrize("format", ["full", "delta"])
+@pytest.mark.parametrize("format", ["full", "delta", "adapter"])
 def test_local_folders_are_never_named(format: str) -> None:
     card = render_card(a_local_record(output=OutputRecord(format, {WEIGHTS: "b9" * 32})))
     assert "secret" not in card
@@ -353,7 +437,7 @@ def test_unknown_things_leave_no_empty_section() -> None:
     ]
     assert metadata(card) == {
         "library_name": "hf-bico",
-        "tags": ["hf-bico", "task-vector", "training-free", "clip", "naive"],
+        "tags": ["hf-bico", "task-vector", "training-free", "naive"],
     }
     for empty in ("None", "[]", "()", ": .", " ,", "\n\n\n"):
         assert empty not in card
@@ -480,6 +564,39 @@ def test_snippet_of_a_delta_changes_the_target_of_the_record(
     assert printed[0] != printed[1]
 
 
+@pytest.mark.parametrize("library", ["open_clip", "transformers"])
+@pytest.mark.parametrize("branch", [None, "v2"])
+def test_snippet_of_an_adapter_changes_the_target_of_the_record(
+    library: str,
+    branch: str | None,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It prints what the fine-tuned model itself prints: peft finds every change."""
+    state = random_state(Toy(), 0)
+    generator = torch.Generator().manual_seed(3)
+    tuned = {name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    folders = [WRITERS[library](tmp_path / name, Toy(), of) for name, of in (("base", state), ("tuned", tuned))]
+    repo = hub.create("laion/target")
+    commit = repo.commit_folder(folders[0])
+    repo.commit_folder(WRITERS[library](tmp_path / "newer", Toy(width=32), random_state(Toy(width=32), 1)))
+    vector = TaskVector.from_models(str(folders[1]), base=str(folders[0]))
+    vector.save_adapter(tmp_path / "adapter", everything=True, device="cpu")
+    adapter = hub.create("user/adapter")
+    adapter.commit({"x": "y"})
+    if branch is not None:
+        adapter.branch(branch)
+    adapter.commit_folder(tmp_path / "adapter", revision=branch or "main")
+    record = toy_record(library, output=OutputRecord("adapter", {}, repo="user/adapter", revision=branch))
+    record = replace(record, target=replace(record.target, id="laion/target", commit=commit))
+    printed = run_snippet(render_card(record), tmp_path, monkeypatch, capsys)
+    full = render_card(toy_record(library, output=OutputRecord("full", {})))
+    assert printed == run_snippet(full, folders[1], monkeypatch, capsys)
+    assert printed != run_snippet(full, folders[0], monkeypatch, capsys)
+
+
 # Hostile texts
 
 BENIGN = "x y!"
@@ -517,6 +634,8 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "model commit": lambda record, text: _models(record, commit=text),
     "model files": lambda record, text: _models(record, sha256={text: "ab" * 32}),
     "model digest": lambda record, text: _models(record, sha256={WEIGHTS: text}),
+    "kind": lambda record, text: replace(record, source=replace(record.source, kind=text)),
+    "peft type": lambda record, text: replace(record, source=replace(record.source, kind="adapter", peft_type=text)),
     "licence": lambda record, text: _models(record, license=text),
     "licence name": lambda record, text: _models(record, license="other", license_name=text),
     "language": lambda record, text: _models(record, language=[text]),
@@ -535,6 +654,7 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "role": lambda record, text: _site(record, role=text),
     "reason": lambda record, text: replace(record, left=[LeftRecord(text, text, 0.1)]),
     "repo": lambda record, text: _output(record, repo=text),
+    "branch": lambda record, text: _output(record, revision=text),
     "files": lambda record, text: _output(record, files={text: "ab" * 32}),
     "metric": lambda record, text: _evaluation(record, metric=text),
     "measured split": lambda record, text: _evaluation(record, split=text),
@@ -616,11 +736,11 @@ def python_without_texts(source: str) -> str:
 @given(
     fields=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1),
     text=HOSTILE,
-    format=st.sampled_from(["full", "delta"]),
+    format=st.sampled_from(["full", "delta", "adapter"]),
 )
 def test_no_text_breaks_the_card(fields: set[str], text: str, format: str) -> None:
     """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
-    hostile = benign = _output(a_record(), format=format)
+    hostile = benign = _output(an_adapter_record() if format == "adapter" else a_record(), format=format)
     for field in sorted(fields):
         hostile, benign = FIELDS[field](hostile, text), FIELDS[field](benign, BENIGN)
     card, expected = render_card(hostile), render_card(benign)

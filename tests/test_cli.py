@@ -88,7 +88,7 @@ def test_rounding_of_a_half_precision_target_is_said(tmp_path: Path) -> None:
     scene = make_scene(tmp_path / "scene", dtype=torch.bfloat16)
     result = run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--alpha", "0.02", "--no-eval")
     assert result.exit_code == 0, result.output
-    assert "of the change is lost by rounding to the target's own precision." in result.stdout
+    assert "of the change is lost by rounding to the target's own precision; --format adapter" in result.stdout
 
 
 def test_port_as_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
@@ -256,9 +256,39 @@ def empty_reference(scene: Scene, folder: Path) -> list[str]:
 
 
 def adapter(scene: Scene, folder: Path) -> list[str]:
-    shutil.copytree(scene.tuned, folder / "adapter")
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
-    return replaced(scene.arguments, "source", str(folder / "adapter"))
+    return replaced(scene.arguments, "--to", str(an_adapter(folder)))
+
+
+def adapter_of_another_kind(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "source", str(an_adapter(folder, peft_type="IA3")))
+
+
+def adapter_with_something_new(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "source", str(an_adapter(folder, use_frobnication=True)))
+
+
+def adapter_of_another_model(scene: Scene, folder: Path) -> list[str]:
+    return replaced(scene.arguments, "source", str(an_adapter(folder)))
+
+
+def an_adapter(folder: Path, **config: object) -> Path:
+    """A LoRA of a layer that no model has."""
+    (folder / "lora").mkdir()
+    (folder / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, **config}))
+    factors = {
+        "base_model.model.x.lora_A.weight": torch.ones(2, 3),
+        "base_model.model.x.lora_B.weight": torch.ones(3, 2),
+    }
+    save_file(factors, folder / "lora" / "adapter_model.safetensors")
+    return folder / "lora"
+
+
+def rank_of_a_full_model(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--format", "full", "--rank", "4"]
+
+
+def rank_that_means_two_things(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--rank", "1.0"]
 
 
 def long_name(scene: Scene, folder: Path) -> list[str]:
@@ -343,7 +373,12 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (too_few_class_names, 1, "2 class names were given and the data set has 4 classes", "one name for each class"),
     (no_gpu, 1, "CUDA", "--device cpu"),
     (empty_reference, 1, "the target: the reference is empty", "name a Hub repo or a folder"),
-    (adapter, 1, "is a PEFT adapter", "merge_and_unload"),
+    (adapter, 1, "is a PEFT adapter, not a model", "hf-bico apply"),
+    (adapter_of_another_kind, 1, "'lora' is an adapter of the type IA3", "merge_and_unload"),
+    (adapter_with_something_new, 1, "'lora' is a LoRA with 'use_frobnication'", "merge_and_unload"),
+    (adapter_of_another_model, 1, "'lora' changes 'x' (1 of 1 layers), which its base lacks", "--base"),
+    (rank_of_a_full_model, 2, "--rank was given with --format full", "--format adapter"),
+    (rank_that_means_two_things, 2, "the rank is 1.0: the rank 1, or all of the energy?", "0.95"),
     (long_name, 1, "there is no folder", "check the path"),
     (unknown_user, 1, "there is no folder", "check the path"),
     (config_without_model, 1, "has no open_clip_config.json with a model_cfg", "open_clip"),
@@ -416,7 +451,7 @@ def test_eval_of_a_delta_over_its_target(scene: Scene, tmp_path: Path) -> None:
         values.append(json.loads(run("eval", str(out), "--data", str(scene.data), "--json", *extra).stdout)["value"])
     assert values[0] == values[1]
     alone = run("eval", str(tmp_path / "delta"), "--data", str(scene.data))
-    assert "is a task vector over a local model" in alone.stderr
+    assert "this task vector lies over a local model" in alone.stderr
 
 
 def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """On a GPU: the transformers family ports, its maps are the CPU's, and the stage times are printed.
 
-Needs torch, transformers and safetensors only. Run it with `pytest -m cuda -s tests/test_cuda.py`.
+Needs torch, transformers, peft and safetensors only. Run it with `pytest -m cuda -s tests/test_cuda.py`.
 """
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +57,6 @@ def tower(width: int, grid: int, blocks: int = 2, seed: int = 0, patch: int = 16
 
 
 def fine_tuned(model: nn.Module) -> nn.Module:
-    import copy
-
     tuned = copy.deepcopy(model)
     torch.manual_seed(9)
     with torch.no_grad():
@@ -173,3 +173,65 @@ def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
 
     one, two = port(), port()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """A PeftModel whose LoRA changes every linear layer of the blocks."""
+    import peft
+
+    layers = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+    found: nn.Module = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=rank, target_modules=layers))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    return found
+
+
+@pytest.mark.parametrize(("shapes", "blocks"), [(SMALL, None), (VIT_B, 12)], ids=["small", "ViT-B/16"])
+def test_port_of_a_lora_on_the_gpu(
+    shapes: tuple[dict[str, int], ...], blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_bico.factors import Factors
+
+    depth = {} if blocks is None else {"blocks": blocks}
+    base, target = (tower(**{**shape, **depth}, seed=seed) for seed, shape in enumerate(shapes))
+    options: dict[str, Any] = {"n": 64, "objective": loss, "device": "cuda", "evaluate": False}
+    names = [str(index) for index in range(CLASSES)]
+    images = rows(64, shapes[0]["grid"] * 16)
+    lora = adapted(base, rank=8).cuda()
+    merged = copy.deepcopy(lora).merge_and_unload()
+
+    def port(source: nn.Module, **more: Any) -> hf_bico.Ported:
+        return hf_bico.port(
+            source, to=target.cuda(), base=base.cuda(), data=images, class_names=names, **options, **more
+        )
+
+    dense = port(merged, format="delta").task_vector
+    with monkeypatch.context() as context:
+        context.setattr(Factors, "dense", None)
+        ported = port(lora)
+        ported.save(tmp_path / "out")
+    run = ported.record.run
+    print(f"\n{run.device}, seconds: {run.seconds}, peak memory {run.peak_memory / 1e9:.2f} GB")
+    assert all(isinstance(ported.task_vector.change(name), Factors) for name in ported.task_vector)
+    worst = max(float((ported.task_vector[name] - dense[name]).norm() / dense[name].norm()) for name in dense)
+    print(f"port of the LoRA against that of the merged model: {worst:.1e}")
+    assert worst < 1e-3, "the merged model's own rounding"
+
+
+def test_truncation_on_the_gpu_equals_the_cpus() -> None:
+    from hf_bico.factors import energy, truncated
+
+    generator = torch.Generator().manual_seed(0)
+    for shape, rank in (((96, 64), 8), ((64, 96), 0.9), ((1200, 1100), 16)):
+        scale = torch.logspace(0, -3, min(shape))
+        left, right = (torch.randn(extent, min(shape), generator=generator) for extent in shape)
+        matrix = (left * scale) @ right.T
+        on_cpu, on_gpu = truncated(matrix, rank), truncated(matrix.cuda(), rank)
+        assert on_gpu.left.is_cuda
+        assert on_gpu.rank == on_cpu.rank
+        assert energy(on_gpu) == pytest.approx(energy(on_cpu), rel=1e-4)
+        assert torch.allclose(on_gpu.dense().cpu(), on_cpu.dense(), atol=1e-3 * float(matrix.abs().max()))
+        again = truncated(matrix.cuda(), rank)
+        assert torch.equal(again.left, on_gpu.left)

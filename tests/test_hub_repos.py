@@ -130,11 +130,13 @@ def test_revision_type_emptiness_and_token(hub: Hub, tmp_path: Path, monkeypatch
         plan(SOURCE, TARGET)
 
 
-def test_an_adapter_is_refused_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_an_adapter_as_the_target_is_refused_by_name(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path)
     config = json.dumps({"base_model_name_or_path": BASE, "peft_type": "LORA"})
     hub.create("user/lora").commit({"adapter_config.json": config, "adapter_model.safetensors": b"x"})
-    with pytest.raises(RepoError, match="'user/lora' is a PEFT adapter"):
+    with pytest.raises(RepoError, match="'user/lora' is a PEFT adapter, not a model"):
+        plan(SOURCE, "user/lora")
+    with pytest.raises(BrokenWeightsError, match="'adapter_model.safetensors' of 'user/lora' cannot be read"):
         plan("user/lora", TARGET)
 
 

@@ -8,7 +8,7 @@ from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.record import Record, SiteRecord
-from hf_bico.sites import ROLES
+from hf_bico.sites import role_labels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,8 @@ MOST_NUMBERS = 13
 """In so many columns the values are written too."""
 MOST_BLOCKS = 512
 """No model has so many: a record that says so is not drawn."""
-_BLOCK = re.compile(r"blocks\.(\d{1,4})\.")
+_BLOCK = re.compile(r"(?:^|\.)(\d{1,4})$")
+_LONGEST_LABEL = 44
 # the font comes with matplotlib: the same on every machine
 _FONT: dict[str, Any] = {"fontfamily": "DejaVu Sans", "color": "#333333"}
 _NOT_CARRIED = "#e4e4e4"
@@ -69,9 +70,9 @@ def _draw(record: Record) -> Figure:
         _panel(axes, _values(record, value, roles, columns), "viridis_r" if value == "unseen" else "viridis")
         axes.set_title(title, fontsize=10, loc="left", **_FONT)
     for axes in grid[-1, :]:
-        _label_blocks(axes, columns)
+        _label_blocks(axes, columns, "proj" if "proj" in roles else "other")
     for axes in grid[:, 0]:
-        axes.set_yticks(range(len(roles)), roles, fontsize=8.5, **_FONT)
+        axes.set_yticks(range(len(roles)), [_short(role) for role in roles], fontsize=8.5, **_FONT)
         axes.tick_params(which="major", labelleft=True)
     bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=panels, fraction=0.03, pad=0.015, ticks=[0, 1])
     bar.set_ticklabels(["worst", "best"])
@@ -106,49 +107,70 @@ def _panel(axes: Axes, values: np.ndarray[Any, Any], colours: str) -> None:
         spine.set_visible(False)
 
 
-def _label_blocks(axes: Axes, columns: list[int | None]) -> None:
-    """Block numbers, not more than fit."""
+def _label_blocks(axes: Axes, columns: list[int | None], outside: str) -> None:
+    """Block numbers, not more than fit, and a word for what is `outside` of them."""
     blocks = columns[: columns.index(None)] if None in columns else columns
     step = max(1, ceil(len(blocks) / (8 if len(blocks) <= SIDE_BY_SIDE else 16)))
     places = [*range(0, len(blocks), step), *range(len(blocks), len(columns))]
-    labels = ["proj" if columns[place] is None else str(columns[place]) for place in places]
+    labels = [outside if columns[place] is None else str(columns[place]) for place in places]
     axes.set_xticks(places, labels, fontsize=8.5, **_FONT)
     axes.tick_params(which="major", labelbottom=True)
     axes.set_xlabel("target block", fontsize=8.5, **_FONT)
+
+
+def _short(label: str) -> str:
+    """The end of a long path, which tells more than its beginning."""
+    return label if len(label) <= _LONGEST_LABEL else f"...{label[3 - _LONGEST_LABEL :]}"
 
 
 def _drawable(record: Record) -> list[SiteRecord]:
     blocks = range(len(record.method.layers))
     if len(blocks) > MOST_BLOCKS:
         return []
-    return [site for site in record.sites if site.role in ROLES and (site.role == "proj" or _block(site) in blocks)]
+    return [site for site in record.sites if _outside(site) or _block(site) in blocks]
+
+
+def _outside(site: SiteRecord) -> bool:
+    """Whether a site stands outside the blocks, as a projection or a head does: then its role is its whole name."""
+    return site.name == site.role
 
 
 def _block(site: SiteRecord) -> int | None:
-    """The target block of a site; None for the projection, which stands outside the blocks."""
-    found = _BLOCK.match(site.name)
-    return int(found[1]) if found and site.role != "proj" else None
+    """The target block of a site, which stands before its role in its name; None outside the blocks."""
+    found = _BLOCK.search(site.name.removesuffix(f".{site.role}"))
+    return int(found[1]) if found and not _outside(site) else None
+
+
+def _labels(record: Record) -> dict[str, str]:
+    """The row of each role."""
+    return role_labels(site.role for site in _drawable(record))
 
 
 def _roles(record: Record) -> list[str]:
-    present = {site.role for site in _drawable(record)}
-    return [role for role in ROLES if role in present]
+    return list(dict.fromkeys(_labels(record).values()))
 
 
 def _columns(record: Record) -> list[int | None]:
-    """The target blocks, then None for the projection."""
-    return [*range(len(record.method.layers)), *([None] if "proj" in _roles(record) else [])]
+    """The target blocks, then None for what stands outside of them."""
+    outside = any(_outside(site) for site in _drawable(record))
+    return [*range(len(record.method.layers)), *([None] if outside else [])]
 
 
 def _values(record: Record, value: str, roles: list[str], columns: list[int | None]) -> np.ndarray[Any, Any]:
-    """Roles by columns; NaN where a site was not carried, infinity where there can be none."""
+    """Rows by columns, the mean where several sites meet; NaN where none was carried, infinity where none can be."""
     import numpy as np
 
+    labels, sites = _labels(record), _drawable(record)
     values = np.full((len(roles), len(columns)), np.inf)
     for row, role in enumerate(roles):
-        values[row, [(role == "proj") == (block is None) for block in columns]] = np.nan
-    for site in _drawable(record):
+        places = {_outside(site) for site in sites if labels[site.role] == role}
+        values[row, [(block is None) in places for block in columns]] = np.nan
+    cells: dict[tuple[int, int], list[float]] = {}
+    for site in sites:
         number = getattr(site, value)
         if number is not None and isfinite(number):
-            values[roles.index(site.role), columns.index(_block(site))] = min(max(number, 0.0), 1.0)
+            cell = (roles.index(labels[site.role]), columns.index(_block(site)))
+            cells.setdefault(cell, []).append(min(max(number, 0.0), 1.0))
+    for cell, numbers in cells.items():
+        values[cell] = sum(numbers) / len(numbers)
     return values

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from hf_bico.errors import UnknownFamilyError
 from hf_bico.families.base import Family, LiveModel, Shapes
+from hf_bico.families.generic import Generic, require_same_kind
 from hf_bico.families.openclip import OpenClip
 from hf_bico.families.transformers_clip import TransformersClip
 
-FAMILIES: tuple[Family, ...] = (OpenClip(), TransformersClip())
+if TYPE_CHECKING:
+    from torch import nn
+
+_KNOWN: tuple[Family, ...] = (OpenClip(), TransformersClip())
+FAMILIES: tuple[Family, ...] = (*_KNOWN, Generic())
 
 
-def family_of(shapes: Shapes, what: str) -> Family:
-    """The family that recognises these tensors; `what` names the model in the error."""
-    for family in FAMILIES:
+def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
+    """The family that recognises these tensors, else one that takes the model itself: its folder, or as it is loaded.
+
+    `what` names the model in the error.
+    """
+    for family in _KNOWN:
         if family.recognises(shapes):
             return family
-    known = ", ".join(family.name for family in FAMILIES)
+    for family in FAMILIES:
+        if family.accepts(model):
+            return family
+    known = ", ".join(family.name for family in _KNOWN)
     raise UnknownFamilyError(
         f"{what} is of no known family (its tensors look like '{next(iter(shapes), 'nothing')}')",
         f"use a model of one of these families: {known}",
     )
 
 
-__all__ = ["FAMILIES", "Family", "LiveModel", "family_of"]
+__all__ = ["FAMILIES", "Family", "LiveModel", "family_of", "require_same_kind"]

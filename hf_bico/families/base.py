@@ -48,6 +48,14 @@ class Family(ABC):
     def recognises(self, shapes: Shapes) -> bool:
         """Whether a model with these tensors is of this family."""
 
+    def accepts(self, model: Path | nn.Module) -> bool:
+        """Whether this family takes a folder or loaded model that none recognises by its tensors."""
+        return False
+
+    def require_zero_shot(self) -> None:
+        """Refuse the zero-shot objective where models of this family have no text side to give it."""
+        return
+
     @abstractmethod
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         """Sites, tokens and what stays behind, from names, shapes and the model's configuration."""
@@ -64,6 +72,10 @@ class Family(ABC):
         if not isinstance(config, dict):
             raise RepoError(f"'{file.name}' in '{folder_name(folder)}' is not a JSON object", "copy the file again")
         return config
+
+    @abstractmethod
+    def skeleton(self, folder: Path) -> nn.Module:
+        """The model's modules without weights, on the meta device, by the names that `load` gives them."""
 
     @abstractmethod
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
@@ -125,7 +137,7 @@ class LiveModel(ABC):
             raise UnreadableSampleError(
                 f"the model's own processor cannot prepare the images: {error}", "check its configuration"
             ) from error
-        if tuple(batch.shape[-2:]) != self.layout.image_size:
+        if self.layout.image_size not in (None, tuple(batch.shape[-2:])):
             raise UnsupportedModelError(
                 f"the processor gives images of {tuple(batch.shape[-2:])} and the model takes {self.layout.image_size}",
                 "use the processor that belongs to the model",
@@ -225,9 +237,9 @@ def patch_tokens(positions: int, patch: int, image_size: Any, prefix: int, what:
     return Tokens(prefix, grid)
 
 
-def _fit_to(batch: Tensor, size: tuple[int, int]) -> Tensor:
+def _fit_to(batch: Tensor, size: tuple[int, int] | None) -> Tensor:
     from torch.nn import functional
 
-    if tuple(batch.shape[-2:]) == size:
+    if size is None or tuple(batch.shape[-2:]) == size:
         return batch
     return functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_bico.statistics import Trace
 
 _ATTENTION_BIAS = "attn.in_proj_bias"
+_CANNOT_BUILD = (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError)
 
 
 class OpenClip(Family):
@@ -59,14 +60,38 @@ class OpenClip(Family):
         others = {name: _reason(name, root) for name in shapes if name not in taken}
         return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        config = self.read_config(folder)
-        if not _section(config, "model_cfg"):
+    def skeleton(self, folder: Path) -> nn.Module:
+        import torch
+
+        with torch.device("meta"):
+            skeleton: nn.Module = self._bare(folder, torch.device("meta"))
+        return skeleton
+
+    def _bare(self, folder: Path, device: torch.device) -> Any:
+        """The model that open_clip builds from a folder's configuration, without its weights."""
+        import open_clip
+
+        if not _section(self.read_config(folder), "model_cfg"):
             raise RepoError(
                 f"'{folder_name(folder)}' has no {self.config_file} with a model_cfg",
                 "name a folder in open_clip's Hub layout",
             )
+        bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
+        try:
+            with _silenced_logging():
+                return open_clip.create_model(f"local-dir:{folder}", device=device, **bare).eval()
+        except _CANNOT_BUILD as error:
+            raise self._cannot_build(folder, error) from error
+
+    def _cannot_build(self, folder: Path, error: Exception) -> RepoError:
+        return RepoError(
+            f"open_clip cannot build a model from '{self.config_file}' of '{folder_name(folder)}': {error}",
+            "copy the file again, or use the open_clip release that it was made for",
+        )
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
         import open_clip
+        import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2
 
         weights = FileCheckpoint.in_folder(folder, self.library).files
@@ -75,21 +100,17 @@ class OpenClip(Family):
                 f"the open_clip weights of '{folder_name(folder)}' are in shards, which open_clip does not read",
                 "save them as one open_clip_model.safetensors",
             )
+        # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
+        model = self._bare(folder, torch.device("cpu")).to(device=device, dtype=dtype)
         try:
-            # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
-            with _silenced_logging():
-                bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
-                model = open_clip.create_model(f"local-dir:{folder}", **bare).to(device=device, dtype=dtype).eval()
             transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
-            raise RepoError(
-                f"open_clip cannot build a model from '{self.config_file}' of '{folder_name(folder)}': {error}",
-                "copy the file again, or use the open_clip release that it was made for",
-            ) from error
+        except _CANNOT_BUILD as error:
+            raise self._cannot_build(folder, error) from error
         try:
             open_clip.load_checkpoint(model, str(weights[0]))
         except RuntimeError as error:
             raise weights_do_not_fit(folder, error) from error
+        config = self.read_config(folder)
         live = self._live(model, config)
         live.transform = transform
         from_hub_library = _section(_section(config, "model_cfg"), "text_cfg").get("hf_tokenizer_name")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import folder_name
-from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError
+from hf_bico.errors import MissingTextTowerError
 from hf_bico.families.base import (
     TOKENIZER_FILES,
     WHOLE_MODEL,
@@ -18,15 +16,20 @@ from hf_bico.families.base import (
     count_blocks,
     patch_tokens,
     prefix_before,
-    weights_do_not_fit,
+)
+from hf_bico.families.pretrained import (
+    PROCESSOR_FILES,
+    PretrainedModel,
+    bare_model_of,
+    load_pretrained,
+    origin_of,
+    require_config,
 )
 from hf_bico.sites import Layout, Site, Slot
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-    from hf_bico.statistics import Trace
 
 _MODULES = {
     "attn.q": "self_attn.q_proj",
@@ -36,7 +39,6 @@ _MODULES = {
     "mlp.up": "mlp.fc1",
     "mlp.down": "mlp.fc2",
 }
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel")
 
 
@@ -68,34 +70,19 @@ class TransformersClip(Family):
         others = {name: _reason(name, root) for name in shapes if name not in taken}
         return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        import transformers
-        from huggingface_hub.errors import StrictDataclassError
+    def skeleton(self, folder: Path) -> nn.Module:
+        config = require_config(self, folder)
+        return bare_model_of(folder, _class_name(config), config)
 
-        if not (folder / self.config_file).is_file():
-            raise RepoError(
-                f"'{folder_name(folder)}' has no {self.config_file}", "name a folder in transformers' layout"
-            )
-        config = self.read_config(folder)
-        named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
-        # old repos do not name their class: `text_config` is what only the whole model has
-        name = named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
-        try:
-            module, report = getattr(transformers, name).from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
-        except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-            raise weights_do_not_fit(folder, error) from error
-        if report["missing_keys"]:  # transformers has made these up at random
-            raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
-        live = self._live(module.to(device).eval())
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        name = _class_name(require_config(self, folder))
+        live = self._live(load_pretrained(folder, name, device, dtype))
         live.folder = folder
         return live
 
     def wrap(self, module: nn.Module) -> LiveModel:
         live = self._live(module)
-        origin = Path(str(getattr(module, "name_or_path", "")))
-        live.folder = origin if str(origin) != "." and origin.is_dir() else None  # where from_pretrained read it
+        live.folder = origin_of(module)
         return live
 
     def _live(self, module: nn.Module) -> TransformersClipModel:
@@ -104,18 +91,10 @@ class TransformersClip(Family):
         return TransformersClipModel(module, self.layout(shapes, config.to_dict()))
 
 
-class TransformersClipModel(LiveModel):
+class TransformersClipModel(PretrainedModel):
     """A loaded transformers CLIP, whole or its vision tower alone."""
 
-    folder: Path | None = None
-    _processor: Any = None
     _tokenizer: Any = None
-
-    def _preprocess(self, images: Sequence[Any]) -> Tensor:
-        if self._processor is None:
-            self._processor = self._from_folder("AutoImageProcessor", "image processor", PROCESSOR_FILES)
-        batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
-        return batch
 
     def image_features(self, pixels: Tensor) -> Tensor:
         model: Any = self.module
@@ -140,29 +119,11 @@ class TransformersClipModel(LiveModel):
         model: Any = self.module
         return model.logit_scale.exp(), None
 
-    def _from_folder(self, loader: str, what: str, files: Sequence[str]) -> Any:
-        import transformers
 
-        if self.folder is None:
-            raise MissingProcessorError(
-                f"a loaded model does not know its {what}", "pass its Hub id or folder instead of the loaded model"
-            )
-        if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
-            raise MissingProcessorError(
-                f"'{folder_name(self.folder)}' has no {what}", "copy it from the repo that the model came from"
-            )
-        try:
-            auto = getattr(transformers, loader)
-            return auto.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise MissingProcessorError(
-                f"'{folder_name(self.folder)}' has no {what} that can be loaded",
-                "copy it from the repo that the model came from",
-            ) from error
-
-    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        name = site.weight.tensor.removesuffix(".weight")
-        self._watch_linear(self.module.get_submodule(name), site, trace, stack)
+def _class_name(config: Mapping[str, Any]) -> str:
+    named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
+    # old repos do not name their class: `text_config` is what only the whole model has
+    return named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
 
 
 def _vision_prefix(shapes: Shapes) -> str | None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_bico.factors import Change
 from hf_bico.procrustes import OrthogonalMap
 from hf_bico.settings import Settings
 from hf_bico.sites import SitePair
@@ -17,9 +18,9 @@ from hf_bico.statistics import Statistics
 
 @dataclass(frozen=True)
 class SiteDelta:
-    """The change of one site: weight (out, in) and bias (out,), None where nothing changed."""
+    """The change of one site: weight (out, in), maybe as factors, and bias (out,); None where nothing changed."""
 
-    weight: Tensor | None = None
+    weight: Change | None = None
     bias: Tensor | None = None
 
     @property

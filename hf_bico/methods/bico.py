@@ -1,11 +1,13 @@
-"""Bilinear Coordinate Alignment: tau_B = R_out^T tau_A R_in, with R_in from inputs, R_out from output gradients."""
+"""Bilinear Coordinate Alignment: tau_B = R_out^T tau_A R_in, with R_in from inputs, R_out from output gradients.
+
+A low-rank tau_A = B A stays low-rank: its factors become R_out^T B and A R_in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from hf_bico.factors import between, energy
 from hf_bico.methods.base import Carried, Method, SiteDelta
 from hf_bico.procrustes import OrthogonalMap, polar
 from hf_bico.settings import Settings
@@ -39,14 +41,10 @@ class Bico(Method):
         r_in, r_out = self.maps[pair.target.name]
         weight = bias = unseen = None
         if delta.weight is not None:
-            tau = delta.weight.to(r_in.matrix)
-            weight = r_out.matrix.T @ tau @ r_in.matrix
-            seen = weight if self.settings.completion == "drop" else r_out.seen.T @ tau @ r_in.seen
-            unseen = max(0.0, 1.0 - _energy(seen) / _energy(tau))
+            weight = between(r_out.matrix.T, delta.weight, r_in.matrix)
+            dropped = self.settings.completion == "drop"
+            seen = weight if dropped else between(r_out.seen.T, delta.weight, r_in.seen)
+            unseen = max(0.0, 1.0 - energy(seen) / energy(delta.weight))
         if delta.bias is not None:
             bias = delta.bias.to(r_out.matrix) @ r_out.matrix
         return Carried(SiteDelta(weight, bias), r_in, r_out, unseen)
-
-
-def _energy(tensor: Tensor) -> float:
-    return float(tensor.square().sum())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from hf_bico.factors import Change, Factors
 from hf_bico.methods.base import Carried, Method, SiteDelta
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Statistics
@@ -19,9 +20,15 @@ class Naive(Method):
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
         rows, columns = pair.target.shape
-        weight = None if delta.weight is None else _fit(delta.weight, (rows, columns))
+        weight = None if delta.weight is None else _fit_weight(delta.weight, rows, columns)
         bias = None if delta.bias is None else _fit(delta.bias, (rows,))
         return Carried(SiteDelta(weight, bias))
+
+
+def _fit_weight(change: Change, rows: int, columns: int) -> Change:
+    if isinstance(change, Factors):
+        return Factors(_fit(change.left, (rows, change.rank)), _fit(change.right, (change.rank, columns)))
+    return _fit(change, (rows, columns))
 
 
 def _fit(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

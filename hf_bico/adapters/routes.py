@@ -1,0 +1,177 @@
+"""How PEFT can hold the change of each tensor of a model, so that loading, running and merging it are all exact.
+
+Looks at the kinds of a model's modules; reads no weight. What is worked around here is pinned by tests of peft itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_bico.checkpoints import align_names
+from hf_bico.errors import AdapterError, BaseMismatchError
+
+NOT_LINEAR = "no linear layer"
+
+
+@dataclass
+class Routes:
+    """Where each changed tensor goes; all names are the module's own."""
+
+    lora: dict[str, bool] = field(default_factory=dict)
+    """Linear layers that get factors, and whether they keep their weight as (in, out)."""
+    parameters: list[str] = field(default_factory=list)
+    """Matrices that no layer of their own holds, which get factors by `target_parameters`."""
+    whole: dict[str, list[str]] = field(default_factory=dict)
+    """Modules that are saved as they will be, with the names of their tensors."""
+    replaced: list[str] = field(default_factory=list)
+    """Single tensors that are saved as they will be, which peft loads in place of the base's."""
+    bias: str = "none"
+    """How the biases of LoRA layers change: "none", by "lora_bias", or "replaced"."""
+    left: list[str] = field(default_factory=list)
+    """Changed tensors that the adapter does not hold."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """The name in the task vector of each changed tensor."""
+
+    @property
+    def low_rank(self) -> dict[str, str]:
+        """The tensors that are held as factors, by the task vector's names."""
+        names = [*(f"{module}.weight" for module in self.lora), *self.parameters]
+        return {self.origin[name]: name for name in names if name in self.origin}
+
+    @property
+    def exact(self) -> list[str]:
+        """The tensors that are saved as they will be, by the task vector's names."""
+        biases = [f"{module}.bias" for module in self.lora] if self.bias == "replaced" else []
+        names = [*(name for names in self.whole.values() for name in names), *self.replaced, *biases]
+        return [self.origin[name] for name in names if name in self.origin]
+
+
+def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str], everything: bool = False) -> Routes:
+    """The routes of the changed tensors of a model, which may be a skeleton.
+
+    Linear layers, and the `sites`, are always held; other tensors (norms, embeddings) if `everything` is asked for.
+    """
+    modules = dict(model.named_modules())
+    places = align_names(changed, model.state_dict())
+    homeless = [name for name in changed if name not in places]
+    if homeless:
+        raise BaseMismatchError(
+            f"the model has no tensor '{homeless[0]}'", "use the model that the task vector was made for"
+        )
+    routes = Routes(origin={place: name for name, place in places.items()})
+    wanted = {places[name] for name in sites if name in places}
+    tied = _tied_modules(model)
+    attention: dict[str, list[str]] = {}
+    for name in places.values():
+        owner, _, parameter = name.rpartition(".")
+        packed = _packed_attention(owner, modules)
+        if packed is not None:
+            attention.setdefault(packed, []).append(name)
+        elif _is_linear(modules[owner]) and parameter in ("weight", "bias") and owner not in tied:
+            routes.lora[owner] = _is_transposed(modules[owner])
+        elif not everything and name not in wanted:
+            routes.left.append(name)
+        elif owner in tied:
+            routes.replaced.append(name)
+        else:
+            _save(name, modules, routes)
+    _choose_bias(routes, modules)
+    for path, names in attention.items():
+        _route_attention(path, names, modules, model, routes)
+    _require_target(routes, modules)
+    return routes
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _tied_modules(model: nn.Module) -> set[str]:
+    """The modules with a tensor that stands elsewhere too: peft would change it in one place, or part the two."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    return {name.rpartition(".")[0] for names in places.values() if len(names) > 1 for name in names}
+
+
+def _packed_attention(owner: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """The attention with a packed `in_proj_weight`, or torch's own, that a tensor is of: peft gets its LoRA wrong."""
+    for path in (owner, owner.rpartition(".")[0]):
+        module = modules[path]
+        if isinstance(module, nn.MultiheadAttention) or getattr(module, "in_proj_weight", None) is not None:
+            return path
+    return None
+
+
+def _choose_bias(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
+    """`lora_bias` where every LoRA layer has a bias, which peft asks for.
+
+    Layers without one that stand outside the blocks are saved whole instead; within the blocks, that would be most of
+    the model, and so the biases are.
+    """
+    if not any(f"{module}.bias" in routes.origin for module in routes.lora):
+        return
+    without = [module for module in routes.lora if modules[module].bias is None]
+    if any(part.isdigit() for module in without for part in module.split(".")):
+        routes.bias = "replaced"
+        return
+    routes.bias = "lora_bias"
+    for module in without:
+        del routes.lora[module]
+        _save(f"{module}.weight", modules, routes)
+
+
+def _save(name: str, modules: Mapping[str, nn.Module], routes: Routes) -> None:
+    """A tensor as it will be: with its whole module where peft finds that one by name, else on its own."""
+    owner = name.rpartition(".")[0]
+    if owner and not any(modules[owner].children()) and _found_alone(owner, modules):
+        routes.whole[owner] = [f"{owner}.{key}" for key in modules[owner].state_dict()]
+    elif name not in routes.replaced:
+        routes.replaced.append(name)
+
+
+def _found_alone(path: str, modules: Iterable[str]) -> bool:
+    """Whether no other module's name ends so: peft takes a name of `modules_to_save` for every one that does."""
+    return [name for name in modules if name.endswith(path)] == [path]
+
+
+def _route_attention(
+    path: str, names: list[str], modules: Mapping[str, nn.Module], model: nn.Module, routes: Routes
+) -> None:
+    """A packed attention: by factors if only q, k and v change and peft finds the parameter, else saved whole."""
+    packed = f"{path}.in_proj_weight"
+    ending = [name for name in model.state_dict() if name == packed or name.endswith(f".{packed}")]
+    if names == [packed] and ending == [packed] and routes.bias != "lora_bias":
+        routes.parameters.append(packed)
+    elif _found_alone(path, modules):
+        routes.whole[path] = [f"{path}.{key}" for key in modules[path].state_dict()]
+    else:
+        routes.replaced += names
+
+
+def _require_target(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
+    """peft reads no LoRA without a layer: where nothing else needs one, the smallest gets factors of zero."""
+    if routes.lora or routes.parameters:
+        return
+    inside = tuple(f"{path}." for path in routes.whole)
+    changed = {name.rpartition(".")[0] for name in routes.replaced}
+    free = [
+        (sum(tensor.numel() for tensor in module.parameters()), name)
+        for name, module in modules.items()
+        if _is_linear(module)
+        and name not in routes.whole
+        and name not in changed
+        and not name.startswith(inside)
+        and _packed_attention(name, modules) is None
+    ]
+    if not free:
+        raise AdapterError("the model has no linear layer that peft could adapt", "save the change as a delta")
+    name = min(free)[1]
+    routes.lora[name] = _is_transposed(modules[name])

@@ -1,0 +1,171 @@
+"""Apply: a weighted sum of adapters and task vectors, merged into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from hf_bico.adapters.adapter import Adapter
+from hf_bico.checkpoints import DELTA_FILE, align_names, is_adapter, sha256_of
+from hf_bico.environment import Stopwatch, choose_device
+from hf_bico.errors import BaseMismatchError, LineageError, RepoError, UsageError
+from hf_bico.forms import make_form
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import Place, locate
+from hf_bico.making import Course, Making, make_record
+from hf_bico.models import Model, ModelReference
+from hf_bico.progress import Progress, silent
+from hf_bico.record import ModelRecord, PartOfSum
+from hf_bico.recording import source_record, typed_reference
+from hf_bico.resolving import find_base
+from hf_bico.settings import FORMATS, require_rank
+from hf_bico.task_vector import TaskVector
+
+
+def apply(
+    vectors: ModelReference | Sequence[ModelReference],
+    to: ModelReference | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    alpha: float = 1.0,
+    format: str = "full",
+    rank: int | float | None = None,
+    device: str = "auto",
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+) -> Making:
+    """`to` plus alpha times the weighted sum of adapters or task vectors; by default the model that they were made for.
+
+    A port can so be rescaled without calibrating again.
+
+    >>> hf_bico.apply(["user/lora-a", "user/lora-b"], weights=[0.7, 0.3]).save("merged")  # doctest: +SKIP
+    """
+    named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
+    shares = list(weights) if weights is not None else [1.0] * len(named)
+    _require_sum(named, shares, alpha, format, rank)
+    course, hub = Course(datetime.now(UTC), Stopwatch(progress)), Hub(token)
+    with course.watch("download"):
+        target, opened = _open_all(named, to, hub, allow_pickle)
+    with course.watch("sum"):
+        parts = [share * _placed(vector, target) for share, (vector, _) in zip(shares, opened, strict=True)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        total = alpha * total
+        form = make_form(total, target, format, rank, device=choose_device(device))
+    sources = [PartOfSum(source, float(share)) for share, (_, source) in zip(shares, opened, strict=True)]
+    words = None if target.folder is None else _command(named, sources, target, alpha, format, rank)
+    record = make_record("apply", sources, target, form, course, words)
+    notices = [notice for vector, source in opened for notice in _other_base(vector, source, target)]
+    return Making(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
+
+
+def _open_all(
+    named: Sequence[ModelReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
+) -> tuple[Model, list[tuple[TaskVector, ModelRecord]]]:
+    """The model, which is by default what the first vector was made for, and every vector with its record."""
+    target = None if to is None else Model.open(to, "the model", hub=hub, allow_pickle=allow_pickle).fetched()
+    opened = []
+    for reference in named:
+        vector, record = _open_vector(reference, target, hub, allow_pickle)
+        target = target or vector.base_model(None, hub, allow_pickle)
+        opened.append((vector, record))
+    if target is None:
+        raise UsageError("no task vector was given", "name at least one")
+    return target, opened
+
+
+def _command(
+    named: Sequence[ModelReference],
+    parts: Sequence[PartOfSum],
+    target: Model,
+    alpha: float,
+    format: str,
+    rank: int | float | None,
+) -> list[str]:
+    """The command line that does the same, by Hub ids as they were asked for and the names of folders."""
+    asked = [str(name) if part.model.commit else part.model.id for name, part in zip(named, parts, strict=True)]
+    words = [*asked, "--to", typed_reference(target)]
+    if any(part.weight != 1.0 for part in parts):
+        words += ["--weights", ",".join(f"{part.weight!r}" for part in parts)]
+    words += ["--alpha", f"{alpha!r}"] if alpha != 1.0 else []
+    words += ["--format", format] if format != "full" else []
+    return [*words, "--rank", str(rank)] if rank is not None else words
+
+
+def _require_sum(
+    vectors: Sequence[Any], weights: Sequence[float], alpha: float, format: str, rank: int | float | None
+) -> None:
+    if len(vectors) != len(weights):
+        raise UsageError(
+            f"there are {len(vectors)} task vectors and {len(weights)} weights", "give one weight for each"
+        )
+    for value in (*weights, alpha):
+        if type(value) not in (int, float) or not isfinite(value):
+            raise UsageError(f"a weight or alpha is {value!r}", "use finite numbers")
+    if format not in FORMATS:
+        raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
+    if require_rank(rank) is not None and format != "adapter":
+        raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
+
+
+def _open_vector(
+    reference: ModelReference, target: Model | None, hub: Hub, allow_pickle: bool
+) -> tuple[TaskVector, ModelRecord]:
+    """An adapter over the model that it shall be applied to, or a task vector; and what the record says of it."""
+    if not isinstance(reference, str | Path):
+        raise UsageError(f"a loaded {type(reference).__name__} is no task vector", "name an adapter or a task vector")
+    place = locate(reference, "the task vector", hub)
+    if is_adapter(place.sizes):
+        try:
+            return _open_adapter(place, target, hub, allow_pickle)
+        except (LineageError, BaseMismatchError) as error:
+            raise type(error)(error.cause, "name the model that it was trained on with --to") from error
+    if DELTA_FILE not in place.sizes:
+        raise RepoError(
+            f"'{place.name}' is neither an adapter nor a task vector",
+            "take a fine-tuned model's change first: 'hf-bico extract MODEL -o FOLDER'",
+        )
+    place.fetch([DELTA_FILE])
+    digests = sha256_of([place.folder / DELTA_FILE])
+    return TaskVector.load(place.folder / DELTA_FILE), ModelRecord(place.name, place.commit, digests, kind="delta")
+
+
+def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, ModelRecord]:
+    adapter = Adapter.open(place, allow_pickle).fetched()
+    start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
+    return TaskVector.over(adapter, start), source_record(adapter, None)
+
+
+def _placed(vector: TaskVector, target: Model) -> TaskVector:
+    """The vector under the target's own names, every one of which must be there."""
+    shapes = target.checkpoint.shapes
+    places = align_names(vector, shapes)
+    homeless = [name for name in vector if name not in places]
+    if homeless:
+        raise BaseMismatchError(
+            f"'{target.name}' has no tensor '{homeless[0]}' ({len(homeless)} of {len(vector)} changes have no place)",
+            "apply the task vector to the model that it was made for",
+        )
+    for name, change in vector.changes():
+        if tuple(change.shape) != tuple(shapes[places[name]]):
+            raise BaseMismatchError(
+                f"'{name}' is {tuple(change.shape)} in the task vector and {tuple(shapes[places[name]])} in "
+                f"'{target.name}'",
+                "apply the task vector to the model that it was made for",
+            )
+    return TaskVector(vector.renamed(places), vector.overlap, vector.about, target)
+
+
+def _other_base(vector: TaskVector, source: ModelRecord, target: Model) -> list[str]:
+    """Whether it was made for other weights, as far as that is known."""
+    meant = vector.about.get("base_sha256")
+    if meant is None or not target.sha256 or meant == target.sha256:
+        return []
+    made_for = vector.about["base"] if vector.about.get("base_commit") else "another model"  # no name of a folder
+    return [f"{source.id} was made for {made_for}, whose weights are others than {target.name}'s."]

@@ -1,0 +1,108 @@
+"""What a card may name: repos of the Hub with their commits, as links; a folder of the maker's machine never.
+
+Knows models and data sets of a record; neither metadata nor templates.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from hf_bico.cards.markdown import Markdown, clean, code, plain
+from hf_bico.hub.references import is_repo_id
+from hf_bico.record import DataRecord, ModelRecord, OutputRecord
+
+HUB = "https://huggingface.co/"
+FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)
+WORD = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
+_HEX = re.compile(r"[0-9a-f]{7,64}")
+_OWN_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
+_LOCAL_KINDS = {"adapter": "a local adapter", "delta": "a local task vector"}
+
+Entry = TypeVar("Entry", ModelRecord, DataRecord)
+Place = tuple[ModelRecord | DataRecord | None, str]
+"""What a word of a command line names, and the word that stands for it where that is local."""
+
+
+def shown(entry: Entry, local: str) -> Entry:
+    """The entry as anyone may read it: what is no repo of the Hub gets the words `local` for a name."""
+    on_hub = _HEX.fullmatch(str(entry.commit)) and is_repo_id(entry.id)
+    return entry if on_hub else replace(entry, id=local, commit=None)
+
+
+def shown_source(source: ModelRecord) -> ModelRecord:
+    """The same of a fine-tuned model, adapter or task vector, and of its base."""
+    base = None if source.base is None else shown(source.base, "a local model")
+    return replace(shown(source, _LOCAL_KINDS.get(source.kind or "", "a local fine-tuned model")), base=base)
+
+
+def shown_output(output: OutputRecord) -> OutputRecord:
+    return output if is_repo_id(output.repo or "") else replace(output, repo=None)
+
+
+def kind_of(source: ModelRecord) -> str:
+    """What a source is, in words: "an adapter (LORA)"."""
+    if source.kind == "adapter":
+        return f"an adapter ({clean(source.peft_type, 24)})" if source.peft_type else "an adapter"
+    return "a task vector" if source.kind == "delta" else "fine-tuned"
+
+
+def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | None, ...]]) -> str:
+    """A sentence with each local name replaced by what is shown of it; `pairs` are of entries and entries as shown.
+
+    A folder that is called "base" gives nothing away.
+    """
+    local = {before.id: after.id for before, after in pairs if before and after and not after.commit}
+    for name, instead in local.items():
+        quoted = f"'{re.escape(name)}'"
+        bare = rf"|(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)" if name not in _OWN_WORDS else ""
+        text = re.sub(quoted + bare, instead, text)
+    return text
+
+
+def public_command(command: str | None, job: str, given: Sequence[Place], options: Mapping[str, Place]) -> str | None:
+    """The command line with a word in place of each local folder; None where its words cannot be told apart.
+
+    `given` are its arguments, in order, which come before any option.
+    """
+    try:
+        typed = shlex.split(command or "")
+    except ValueError:
+        return None
+    words = [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    arguments, rest = words[2 : 2 + len(given)], words[2 + len(given) :]
+    if words[:2] != ["hf-bico", job] or len(arguments) < len(given) or any(word[:1] == "-" for word in arguments):
+        return None
+    places = {**options, "-o": (None, "FOLDER")}
+    public = [_public(word, place) for word, place in zip(arguments, given, strict=True)]
+    for option, word in zip(["", *rest], rest, strict=False):
+        public.append(_public(word, places.get(option, (None, word))))
+    return clean(shlex.join([*words[:2], *public]), 2000)
+
+
+def _public(word: str, place: Place) -> str:
+    entry, placeholder = place
+    on_hub = entry is not None and entry.commit and word.partition("@")[0] == entry.id
+    return clean(word if on_hub else placeholder, 200)
+
+
+def link(entry: ModelRecord | DataRecord) -> Markdown:
+    """A link to a repo and to its commit, or the words for a local one."""
+    if not entry.commit:
+        return plain(entry.id)
+    address = HUB + ("datasets/" if isinstance(entry, DataRecord) else "") + entry.id
+    return Markdown(f"[{plain(entry.id)}]({address}) at [`{entry.commit[:7]}`]({address}/tree/{entry.commit})")
+
+
+def digests(files: Mapping[str, str], most: int = 4) -> Markdown:
+    """The first digits of each file's SHA-256."""
+    known = [
+        f"{code(name) if FILE_NAME.fullmatch(name) else plain(name, 60)} `{digest[:16]}`"
+        for name, digest in files.items()
+        if _HEX.fullmatch(digest)
+    ]
+    more = [f"{len(known) - most} more in `bico.json`"] if len(known) > most else []
+    return Markdown(", ".join(known[:most] + more))

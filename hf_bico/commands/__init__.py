@@ -1,0 +1,1 @@
+"""The commands, by what they do: parse, call, print. Each imports what it needs when it runs."""

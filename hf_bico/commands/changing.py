@@ -1,0 +1,125 @@
+"""Commands on changes alone, without calibration: extract and apply."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hf_bico.commands.porting import last_name
+from hf_bico.edge import edge
+from hf_bico.errors import UsageError
+from hf_bico.options import base_option, device_option, hub_options, output_options, rank_option
+from hf_bico.settings import FORMATS, read_rank, require_rank
+
+if TYPE_CHECKING:
+    from hf_bico.making import Making
+
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
+
+
+@click.command()
+@click.argument("finetuned")
+@base_option
+@rank_option
+@click.option("--everything", is_flag=True, help="Hold norms, embeddings and the like too, as they will be.")
+@device_option
+@click.option("-o", "output", help="Output folder; ./FINETUNED-adapter by default.")
+@overwrite_option
+@hub_options
+@output_options
+def extract(finetuned: str, rank: str | None, output: str | None, overwrite: bool, **options: Any) -> None:
+    """Take FINETUNED's change of its base as a PEFT adapter.
+
+    \b
+    Examples:
+      hf-bico extract user/vit-b16-eurosat --rank 16
+      hf-bico extract my-finetune --base model-A --rank 0.95 -o my-lora
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    with edge():
+        wanted = None if rank is None else read_rank(rank)
+        folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
+        from hf_bico.console import shown_progress
+        from hf_bico.output import require_free
+
+        require_free(folder, overwrite)
+        from hf_bico.extracting import extract as take
+
+        with shown_progress(quiet or as_json) as progress:
+            made = take(finetuned, rank=wanted, progress=progress, **options)
+            made.save(folder, overwrite)
+        _show(made, folder, as_json, quiet)
+
+
+@click.command()
+@click.argument("vectors", nargs=-1, required=True)
+@click.option("--to", help="The model to change; by default the one that the first VECTOR was made for.")
+@click.option("--alpha", default=1.0, show_default=True, help="How much of the sum to add.")
+@click.option("--weights", help="One number for each VECTOR, with commas: 0.7,0.3; 1 each by default.")
+@click.option(
+    "--format",
+    default="full",
+    show_default=True,
+    type=click.Choice(FORMATS),
+    help="A model, a PEFT adapter, or only the change.",
+)
+@rank_option
+@device_option
+@click.option("-o", "output", help="Output folder; ./VECTOR-applied by default.")
+@overwrite_option
+@hub_options
+@output_options
+def apply(
+    vectors: tuple[str, ...], rank: str | None, weights: str | None, output: str | None, overwrite: bool, **options: Any
+) -> None:
+    """Add adapters or task vectors to a model, which is a way to rescale a port without calibrating again.
+
+    \b
+    Examples:
+      hf-bico apply my-lora -o merged
+      hf-bico apply user/lora-a user/lora-b --weights 0.7,0.3 --alpha 0.8 -o merged
+      hf-bico apply my-port --alpha 0.5 --format adapter -o my-port-halved
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    with edge():
+        wanted = None if rank is None else read_rank(rank)
+        if require_rank(wanted) is not None and options["format"] != "adapter":
+            raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
+        shares = None if weights is None else _numbers(weights, len(vectors))
+        folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
+        from hf_bico.console import shown_progress
+        from hf_bico.output import require_free
+
+        require_free(folder, overwrite)
+        from hf_bico.applying import apply as add
+
+        with shown_progress(quiet or as_json) as progress:
+            made = add(vectors, weights=shares, rank=wanted, progress=progress, **options)
+            made.save(folder, overwrite)
+        _show(made, folder, as_json, quiet)
+
+
+def _numbers(text: str, count: int) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count:
+        raise UsageError(f"--weights is '{text}'", f"give {count} numbers with commas, one for each VECTOR")
+    return numbers
+
+
+def _show(made: Making, folder: Path, as_json: bool, quiet: bool) -> None:
+    from hf_bico.console import print_made
+    from hf_bico.record import read_any
+
+    record = read_any(folder)
+    if as_json:
+        click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
+    elif not quiet:
+        print_made(made.record, folder)
+        click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")

@@ -1,0 +1,215 @@
+"""Commands that carry a task vector: port, plan and rerun."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hf_bico.edge import edge
+from hf_bico.options import (
+    CALIBRATION_DATA,
+    base_option,
+    data_options,
+    device_option,
+    hub_options,
+    output_options,
+    push_options,
+    rank_option,
+    read_push,
+    read_settings,
+    target_option,
+    typed_line,
+)
+from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, FORMATS, METHOD_NAMES
+
+if TYPE_CHECKING:
+    from hf_bico.planning import Plan
+
+
+@click.command()
+@click.argument("source")
+@target_option
+@base_option
+@click.option("--data", help=CALIBRATION_DATA)
+@click.option("--split", help="Split to calibrate on; train by default.")
+@click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
+@click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
+@data_options
+@click.option(
+    "--method",
+    default="bico",
+    show_default=True,
+    type=click.Choice(METHOD_NAMES),
+    help="How to carry; naive adds the task vector as it is, padded by zeros, for comparison.",
+)
+@click.option(
+    "--completion",
+    default="drop",
+    show_default=True,
+    type=click.Choice(COMPLETIONS),
+    help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
+)
+@click.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add.")
+@click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    help="A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything else a model.",
+)
+@rank_option
+@click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
+@click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
+@click.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
+@push_options
+@click.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
+@click.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
+@click.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
+@click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@hub_options
+@output_options
+def port(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+    """Carry SOURCE's task vector to another pretrained model.
+
+    \b
+    Examples:
+      hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
+      hf-bico port my-finetune --base model-A --to model-B --data eurosat -k 10 -o out --json
+      hf-bico port user/my-lora --to model-B
+      hf-bico port my-finetune --base model-A --to model-B --data eurosat --format adapter --rank 16
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    output, overwrite = options.pop("output"), options["overwrite"]
+    token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
+    push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
+    with edge() as at:
+        push = read_push(options)
+        settings = read_settings(options)
+        from hf_bico.hub.client import Hub
+        from hf_bico.output import require_free
+        from hf_bico.planning import plan as make_plan
+
+        hub = Hub(token)
+        where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
+        if dry_run:
+            command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
+            _show_plan(make_plan(source, target, **where), as_json, quiet, command)
+            return
+        if push_to is not None:
+            from hf_bico.push_checks import require_hidden, require_pushable
+
+            push_to = require_pushable(push_to, push, hub)
+        planned = make_plan(source, target, **where)
+        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
+        require_free(folder, overwrite)
+        if push_to is not None:
+            require_hidden(push_to, push, planned.lineage.restricted, hub)
+        # what takes seconds to import comes after what a typo would stop
+        from hf_bico.console import print_ported, print_pushed, shown_progress
+        from hf_bico.pipeline import carry_out
+        from hf_bico.pushing import push_folder
+        from hf_bico.record import read_record
+        from hf_bico.report import headline, is_worse
+
+        with shown_progress(quiet or as_json) as progress:
+            ported = carry_out(planned, settings, hub, progress)
+            ported.save(folder, overwrite=overwrite, repo=push_to, revision=push.revision)
+        at.interrupted = f"the result is in {folder}"
+        record = read_record(folder)
+        if not (as_json or quiet):
+            print_ported(record, ported.report, folder, pushing=push_to is not None)
+        elif is_worse(record):
+            click.echo(f"Warning: {headline(record)}", err=True)
+        pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
+        if as_json:
+            result = {"folder": str(folder), "record": json.loads(record.to_json())}
+            click.echo(json.dumps(result if pushed is None else {**result, "pushed": vars(pushed)}))
+        elif pushed is not None and not quiet:
+            print_pushed(pushed)
+
+
+@click.command()
+@click.argument("source")
+@target_option
+@base_option
+@click.option("--data", help=CALIBRATION_DATA)
+@hub_options
+@output_options
+def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+    """Say what a port would carry and leave behind, without downloading or reading a weight.
+
+    \b
+    Examples:
+      hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico plan my-finetune --base model-A --to model-B
+    """
+    command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
+    command += ["--data", data] if data else []
+    command += ["--allow-pickle"] if options["allow_pickle"] else []
+    with edge():
+        from hf_bico.hub.client import Hub
+        from hf_bico.planning import plan as make_plan
+
+        hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
+        planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+        _show_plan(planned, options["as_json"], options["quiet"], shlex.join(command))
+
+
+@click.command()
+@click.argument("ported")
+@click.option("-o", "output", help="Keep the result in this folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
+@device_option
+@hub_options
+@output_options
+def rerun(ported: str, output: str | None, overwrite: bool, device: str, **options: Any) -> None:
+    """Repeat a port from its record alone, and compare the weights' SHA-256.
+
+    PORTED is a folder or Hub repo that hf-bico wrote. Exit code 1 when a file differs.
+
+    \b
+    Example:
+      hf-bico rerun user/vit-b16-plus-eurosat
+    """
+    with edge():
+        from hf_bico import rerunning
+        from hf_bico.console import print_rerun, shown_progress
+        from hf_bico.output import require_free
+
+        if output is not None:
+            require_free(Path(output).expanduser(), overwrite)
+        with shown_progress(options["quiet"] or options["as_json"]) as progress:
+            again = rerunning.rerun(
+                ported,
+                folder=output,
+                overwrite=overwrite,
+                device=device,
+                token=options["token"],
+                allow_pickle=options["allow_pickle"],
+                progress=progress,
+            )
+        if options["as_json"]:
+            click.echo(json.dumps({"same": again.same, **vars(again)}))
+        elif not options["quiet"] or not again.same:
+            print_rerun(again)
+        sys.exit(0 if again.same else 1)
+
+
+def last_name(reference: str) -> str:
+    """The last part of a reference, without its revision: what to call an output folder after."""
+    return Path(reference.rstrip("/").partition("@")[0]).name or "model"
+
+
+def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str) -> None:
+    from hf_bico.console import print_plan
+
+    if planned.lineage.data is None:
+        command += " --data DATA"
+    if as_json:
+        click.echo(json.dumps({**planned.as_dict(), "command": command}))
+    elif not quiet:
+        print_plan(planned, command)

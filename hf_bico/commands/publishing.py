@@ -1,0 +1,67 @@
+"""Commands on a folder that hf-bico wrote: card and push."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hf_bico.edge import edge
+from hf_bico.errors import RepoNotFoundError
+from hf_bico.options import output_options, push_options
+
+
+@click.command()
+@click.argument("folder")
+@output_options
+def card(folder: str, as_json: bool, quiet: bool) -> None:
+    """Write the model card of FOLDER again, from its record alone.
+
+    \b
+    Example:
+      hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
+    """
+    with edge():
+        from hf_bico.cards.card import write_card
+        from hf_bico.record import read_any
+
+        place = Path(folder).expanduser()
+        if not place.is_dir():
+            raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
+        file = write_card(read_any(place), place)
+        if as_json:
+            click.echo(json.dumps({"card": str(file)}))
+        elif not quiet:
+            click.echo(f"Written to {file}")
+
+
+@click.command()
+@click.argument("folder")
+@click.argument("repo")
+@push_options
+@click.option("--overwrite", is_flag=True, help="Replace the files of a repo that is there already.")
+@click.option("--force", is_flag=True, help="Push although the port measured worse than its target.")
+@click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
+@output_options
+def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Push FOLDER, which hf-bico wrote, to the Hub repo REPO as one commit.
+
+    \b
+    Examples:
+      hf-bico push vit-b16-eurosat-to-ViT-B-16-plus user/vit-b16-plus-eurosat
+      hf-bico push out user/vit-b16-plus-eurosat --create-pr
+    """
+    with edge() as at:
+        from hf_bico.console import print_pushed
+        from hf_bico.hub.client import Hub
+        from hf_bico.push_checks import PushOptions
+        from hf_bico.pushing import push_folder
+
+        at.interrupted = f"look at {repo} before you push again"
+        pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
+        if as_json:
+            click.echo(json.dumps(vars(pushed)))
+        elif not quiet:
+            print_pushed(pushed)

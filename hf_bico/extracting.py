@@ -1,0 +1,88 @@
+"""Extract: a fine-tuned model's change of its base, as a PEFT adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hf_bico.adapters.adapter import Adapter, is_peft_model
+from hf_bico.checkpoints import is_adapter
+from hf_bico.environment import Stopwatch, choose_device
+from hf_bico.errors import BaseUnknownError, EmptyTaskVectorError
+from hf_bico.forms import make_form
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import Place, locate
+from hf_bico.making import Course, Making, make_record
+from hf_bico.models import Model, ModelReference
+from hf_bico.progress import Progress, silent
+from hf_bico.record import PartOfSum
+from hf_bico.recording import source_record, tensor_notices, typed_reference
+from hf_bico.resolving import find_base
+from hf_bico.settings import require_rank
+from hf_bico.task_vector import TaskVector
+
+
+def extract(
+    fine_tuned: ModelReference,
+    base: ModelReference | None = None,
+    *,
+    rank: int | float | None = None,
+    everything: bool = False,
+    device: str = "auto",
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+) -> Making:
+    """A fine-tuned model's change of its base as a PEFT adapter.
+
+    `rank` is a whole number, or a share of each layer's energy such as 0.95; None is exact. `everything` holds what is
+    no linear layer too. The base may be left out where the fine-tuned model's card names it.
+
+    >>> hf_bico.extract("user/vit-b16-eurosat", rank=16).save("vit-b16-eurosat-lora")  # doctest: +SKIP
+    """
+    require_rank(rank)
+    course, hub = Course(datetime.now(UTC), Stopwatch(progress)), Hub(token)
+    watch = course.watch
+    with watch("download"):
+        source, start = _source_and_base(fine_tuned, base, hub, allow_pickle)
+    with watch("read"):
+        vector = TaskVector.over(source, start)
+        if not len(vector):
+            raise EmptyTaskVectorError(
+                "the fine-tuned model does not differ from its base", "check that --base is not the model itself"
+            )
+    with watch("fit"):
+        form = make_form(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
+    words = [typed_reference(source), "--base", typed_reference(start)]
+    words += ["--rank", str(rank)] if rank is not None else []
+    words += ["--everything"] if everything else []
+    known = all(model.folder is not None for model in (source, start))
+    parts = [PartOfSum(source_record(source, start))]
+    record = make_record("extract", parts, start, form, course, words if known else None)
+    return Making(vector, start, form, replace(record, notices=[*tensor_notices(vector.overlap), *record.notices]))
+
+
+def _source_and_base(
+    fine_tuned: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
+) -> tuple[Model | Adapter, Model]:
+    """The fine-tuned model or adapter, and the model that it was made from, both on this machine."""
+    source: Model | Adapter
+    place = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else None
+    if place is not None and is_adapter(place.sizes):
+        source = Adapter.open(place, allow_pickle)
+    elif is_peft_model(fine_tuned):
+        source = Adapter.of(fine_tuned)  # type: ignore[arg-type]
+    else:
+        source = Model.open(place or fine_tuned, "the fine-tuned model", hub=hub, allow_pickle=allow_pickle)
+    library = source.library if isinstance(source, Adapter) else source.family.library
+    opened = Model.open(_base(place, base, hub), "the base", library, hub, allow_pickle)
+    return source.fetched(beside=False), opened.fetched()
+
+
+def _base(place: Place | None, base: ModelReference | None, hub: Hub) -> ModelReference | Place:
+    if base is not None:
+        return base
+    if place is None:
+        raise BaseUnknownError("the base of a loaded model is not known", "pass base=")
+    return find_base(place, hub)

@@ -1,0 +1,137 @@
+"""What all transformers models share: the class by its name, weights from a folder, the processor beside them.
+
+Knows the library and its manners; not what a model is for, nor its sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.checkpoints import folder_name
+from hf_bico.errors import MissingProcessorError, RepoError
+from hf_bico.families.base import Family, LiveModel, weights_do_not_fit
+from hf_bico.sites import Site
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.statistics import Trace
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def has_class(name: str) -> bool:
+    """Whether the installed transformers has a model class of that name."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+
+
+def _class(name: str) -> Any:
+    import transformers
+
+    if not has_class(name):
+        raise ValueError(f"transformers has no model class '{name}'")
+    return getattr(transformers, name)
+
+
+def first_architecture(config: Mapping[str, Any]) -> str | None:
+    """The class that a configuration names."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+
+
+def require_config(family: Family, folder: Path) -> Mapping[str, Any]:
+    """The configuration of a folder, which must have one."""
+    if not (folder / family.config_file).is_file():
+        raise RepoError(f"'{folder_name(folder)}' has no {family.config_file}", "name a folder in transformers' layout")
+    return family.read_config(folder)
+
+
+def bare_model(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """A model of this class on the meta device; a ValueError where the configuration does not describe one."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+
+    model_class = _class(name)
+    try:
+        with torch.device("meta"):
+            module: nn.Module = model_class(model_class.config_class.from_dict(dict(config)))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return module.eval()
+
+
+def bare_model_of(folder: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
+    """`bare_model` of a folder's configuration, with an error that names the folder."""
+    try:
+        return bare_model(name, config)
+    except ValueError as error:
+        raise RepoError(
+            f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': {error}",
+            "copy or download the folder again",
+        ) from error
+
+
+def load_pretrained(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A model of this class with a folder's safetensors, none of them made up."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        module, report = _class(name).from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise weights_do_not_fit(folder, error) from error
+    if report["missing_keys"]:  # transformers has made these up at random
+        raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
+    loaded: nn.Module = module.to(device).eval()
+    return loaded
+
+
+def origin_of(module: nn.Module) -> Path | None:
+    """The folder that `from_pretrained` read a loaded model from, where it is known and still there."""
+    origin = Path(str(getattr(module, "name_or_path", "")))
+    return origin if str(origin) != "." and origin.is_dir() else None
+
+
+class PretrainedModel(LiveModel):
+    """A loaded transformers model that may know the folder of its processor and tokenizer."""
+
+    folder: Path | None = None
+    _processor: Any = None
+
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        if self._processor is None:
+            self._processor = self._from_folder("AutoImageProcessor", "image processor", PROCESSOR_FILES)
+        batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return batch
+
+    def _from_folder(self, loader: str, what: str, files: Sequence[str]) -> Any:
+        import transformers
+
+        if self.folder is None:
+            raise MissingProcessorError(
+                f"a loaded model does not know its {what}", "pass its Hub id or folder instead of the loaded model"
+            )
+        if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
+            raise MissingProcessorError(
+                f"'{folder_name(self.folder)}' has no {what}", "copy it from the repo that the model came from"
+            )
+        try:
+            auto = getattr(transformers, loader)
+            return auto.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise MissingProcessorError(
+                f"'{folder_name(self.folder)}' has no {what} that can be loaded",
+                "copy it from the repo that the model came from",
+            ) from error
+
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        name = site.weight.tensor.removesuffix(".weight")
+        self._watch_linear(self.module.get_submodule(name), site, trace, stack)

@@ -1,0 +1,119 @@
+"""The forms in which a change of a model is written: the whole model, a PEFT adapter, or the change alone.
+
+Says what each form keeps of the change, and writes it. Knows models and adapters; not where the change came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_bico.adapters.writing import BaseName, Fitted, kept_of, write_adapter
+from hf_bico.checkpoints import Checkpoint, FileCheckpoint
+from hf_bico.deltas import Deltas, add_delta
+from hf_bico.errors import NonFiniteWeightsError, OutputError
+from hf_bico.factors import energy
+from hf_bico.models import Model
+from hf_bico.patching import write_full
+from hf_bico.sites import Site
+from hf_bico.task_vector import TaskVector, fit_to
+
+
+@dataclass(frozen=True)
+class Form:
+    """A change as it will be written."""
+
+    format: str
+    rank: int | float | None
+    """What was asked for, of an adapter."""
+    vector: TaskVector
+    changes: Deltas
+    """What the model that is read back has changed by."""
+    rounding_lost: float | None = None
+    """The share of the change that rounding to half precision takes away."""
+    fitted: Fitted | None = None
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """The names in the loaded model of tensors that have others in its files."""
+
+    @property
+    def energy_kept(self) -> float | None:
+        """The share of the change that an adapter of this rank holds."""
+        return None if self.fitted is None else self.fitted.energy_kept
+
+    def held(self, site: Site) -> tuple[int | None, float] | None:
+        """Of an adapter, the rank at which a site's weight is held (None: exactly), and the share of its energy."""
+        name = self.own_names.get(site.weight.tensor, site.weight.tensor)
+        if self.fitted is None or name not in self.fitted.asked:
+            return None
+        asked, held = self.fitted.asked.change(name), self.fitted.changes.change(name)
+        kept = 1.0 if held is asked else kept_of(site.weight.view(asked), site.weight.view(held))
+        return self.fitted.ranks.get(name), kept
+
+
+def make_form(
+    vector: TaskVector,
+    target: Model,
+    format: str,
+    rank: int | float | None = None,
+    module: nn.Module | None = None,
+    device: torch.device | None = None,
+    everything: bool = False,
+) -> Form:
+    """Bring a change of `target` into a form; `module` is the target where it is loaded already."""
+    if format == "adapter":
+        model = target.skeleton() if module is None else module
+        fitted = fit_to(vector, target, model, rank, everything, device)
+        return Form(format, rank, vector, fitted.changes, fitted=fitted, own_names=target.layout.own_names)
+    if format == "delta":
+        return Form(format, None, vector, vector)
+    stored, lost = as_stored(vector, target.checkpoint)
+    return Form(format, None, vector, stored, lost)
+
+
+def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
+    """The change that is left once the sum is rounded to the target's own dtype, and the share that is lost.
+
+    The share is None where the target is stored in full precision.
+    """
+    stored, lost, total = {}, 0.0, 0.0
+    for name in vector:
+        delta = vector[name]  # dense: so is what is written
+        start = target.tensor(name).to(delta.device)
+        changed = add_delta(start, delta, name)
+        if not bool(torch.isfinite(changed).all()):
+            raise NonFiniteWeightsError(
+                f"the change takes '{name}' beyond what {start.dtype} holds", "add less of it with --alpha"
+            )
+        stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
+        lost += energy(stored[name] - delta)
+        total += energy(delta)
+    halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)
+    return Deltas(stored), lost / total if halved and total else None
+
+
+def write_form(form: Form, target: Model, folder: Path) -> list[Path]:
+    """Write the weights, and what the target's library needs beside them; returns the files that hold the change."""
+    if form.format == "delta":
+        return [form.vector.save(folder)]
+    if form.fitted is not None:
+        named = BaseName(target.name, target.commit)
+        return write_adapter(form.fitted, target.skeleton(), target.as_loaded, named, folder)
+    checkpoint, origin = target.checkpoint, target.folder
+    if origin is None or not isinstance(checkpoint, FileCheckpoint):
+        raise OutputError(
+            "a target that was passed as a loaded model has no files to write a full model from",
+            "save with format='adapter' or 'delta', or save the model with its own library",
+        )
+    for file in target.family.side_files(origin):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return write_full(checkpoint, form.vector, folder)
+
+
+def held_by_site(form: Form, sites: Mapping[str, Site]) -> dict[str, tuple[int | None, float]]:
+    """What an adapter holds of each site, by name."""
+    found = {name: form.held(site) for name, site in sites.items()}
+    return {name: held for name, held in found.items() if held is not None}

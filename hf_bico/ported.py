@@ -1,0 +1,114 @@
+"""What a port gives: the task vector in the target's coordinates, its report and record, saved and pushed."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_bico.cards.card import write_card
+from hf_bico.checkpoints import expanded, sha256_of
+from hf_bico.errors import UsageError
+from hf_bico.forms import Form, held_by_site, make_form, write_form
+from hf_bico.hub.client import Hub
+from hf_bico.models import Model
+from hf_bico.output import whole_folder
+from hf_bico.push_checks import PushOptions
+from hf_bico.pushing import Pushed, push_folder
+from hf_bico.record import OutputRecord, Record, SiteRecord
+from hf_bico.recording import with_output
+from hf_bico.report import Report
+from hf_bico.settings import FORMATS, require_rank
+from hf_bico.task_vector import TaskVector
+
+
+@dataclass(frozen=True)
+class Ported:
+    """A task vector in the target's coordinates, with everything known about how it got there."""
+
+    task_vector: TaskVector
+    report: Report
+    record: Record
+    target: Model
+    form: Form
+    """As what it was measured, and is saved unless another form is asked for."""
+
+    @property
+    def rounding_lost(self) -> float | None:
+        """The share of the change that rounding to the target's half precision takes away, as a full model."""
+        return self.form.rounding_lost
+
+    def model(self, device: str = "cpu") -> nn.Module:
+        """A new copy of the target with the task vector applied, in float32 on this device."""
+        live = self.target.load(torch.device(device), torch.float32)
+        module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
+        changes = self.task_vector.renamed(self.target.layout.own_names)
+        return changes.apply_to(module.to(device, torch.float32))
+
+    def save(
+        self,
+        folder: str | Path,
+        format: str | None = None,
+        overwrite: bool = False,
+        repo: str | None = None,
+        revision: str | None = None,
+        rank: int | float | None = None,
+    ) -> Path:
+        """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
+
+        `format` is "full", "adapter" (of a `rank`) or "delta"; by default what the port was asked for. `repo`, and a
+        branch of it, are what the card is for when it will be pushed.
+        """
+        form = self._in_form(format, rank)
+        folder = expanded(folder)
+        with whole_folder(folder, overwrite) as scratch:
+            files = sha256_of(write_form(form, self.target, scratch))
+            output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, form.rank, form.energy_kept)
+            measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
+            record = with_output(measured, output, as_measured=form is self.form)
+            record.write(scratch)
+            write_card(record, scratch)
+        return folder
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        format: str | None = None,
+        rank: int | float | None = None,
+        token: str | None = None,
+        **options: Any,
+    ) -> Pushed:
+        """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`.
+
+        private, create_pr, revision, message, overwrite, force.
+        """
+        wanted = PushOptions(**options)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision, rank=rank)
+            return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
+
+    def _in_form(self, format: str | None, rank: int | float | None) -> Form:
+        """The form that was measured, unless another is asked for."""
+        if format is None:
+            format = self.form.format if rank is None else "adapter"
+        if format not in FORMATS:
+            raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
+        if require_rank(rank) is not None and format != "adapter":
+            raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
+        if format == self.form.format and rank in (None, self.form.rank):
+            return self.form
+        return make_form(self.task_vector, self.target, format, rank)
+
+
+def with_held(sites: list[SiteRecord], form: Form, target: Model) -> list[SiteRecord]:
+    """The records of the sites with what an adapter holds of each."""
+    by_name = {site.name: site for site in target.layout.sites}
+    held = held_by_site(form, {site.name: by_name[site.name] for site in sites})
+    bare = (None, None)
+    return [replace(site, rank=held.get(site.name, bare)[0], kept=held.get(site.name, bare)[1]) for site in sites]

@@ -1,0 +1,225 @@
+"""Extract and apply: changes of weights without calibration, from the command line and from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from scenes import Scene, make_scene
+from test_adapter_port import CPU, write_lora
+
+import hf_bico
+from hf_bico.cli import main
+from hf_bico.errors import BaseMismatchError, RecordError, RepoError
+from hf_bico.factors import Factors
+from hf_bico.models import Model
+from hf_bico.record import Made, read_any, read_record
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("making") / "scene", ("transformers", "transformers"))
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def merged_by_peft(scene: Scene, adapter: Path) -> dict[str, torch.Tensor]:
+    model = Model.open(scene.base, "the base").load(CPU, torch.float32).module
+    return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+
+
+def test_extract_writes_an_adapter_that_peft_reads_and_says_what_it_keeps(scene: Scene, tmp_path: Path) -> None:
+    result = run("extract", scene.tuned, "--base", scene.base, "--rank", "4", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    record = read_any(tmp_path / "out")
+    assert isinstance(record, Made)
+    assert record.output.energy_kept is not None
+    assert f"of rank 4: {record.output.energy_kept:.2%} of the change" in result.stdout
+    assert "Left out: 15 tensors of no linear layer" in result.stdout
+    assert record.command == "hf-bico extract tuned --base base --rank 4"
+    assert sum(layer.energy for layer in record.layers) + sum(entry.energy for entry in record.left) == pytest.approx(1)
+    merged, base, tuned = merged_by_peft(scene, tmp_path / "out"), weights(scene.base), weights(scene.tuned)
+    lost = sum(float((tuned[name] - merged[name]).square().sum()) for name in base)
+    total = sum(float((tuned[name] - base[name]).square().sum()) for name in base)
+    assert record.output.energy_kept == pytest.approx(1 - lost / total, abs=1e-5)
+
+
+def test_extract_of_everything_is_the_fine_tuned_model(scene: Scene, tmp_path: Path) -> None:
+    result = run("extract", scene.tuned, "--base", scene.base, "--everything", "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["record"]["output"]["energy_kept"] == 1.0
+    merged, tuned = merged_by_peft(scene, tmp_path / "out"), weights(scene.tuned)
+    assert max(float((merged[name] - tuned[name]).abs().max()) for name in tuned) < 1e-6
+
+
+def test_extract_gives_back_the_lora_that_was_merged(scene: Scene, tmp_path: Path) -> None:
+    """Rank 8 of width 16 is a real truncation; its share of the weights is at least a hundredth."""
+    lora = write_lora(scene, "transformers", tmp_path / "lora", rank=8)
+    model = Model.open(scene.base, "the base").load(CPU, torch.float32).module
+    peft.PeftModel.from_pretrained(model, lora).merge_and_unload().save_pretrained(tmp_path / "merged")
+    truth = hf_bico.TaskVector.from_adapter(lora, base=scene.base)
+    base = weights(scene.base)
+    assert min(float(truth[name].norm() / base[name].norm()) for name in truth) > 1e-2
+    result = run("extract", tmp_path / "merged", "--base", scene.base, "--rank", "8", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "of rank 8: 100.00% of the change, rank 8." in result.stdout
+    found = hf_bico.TaskVector.from_adapter(tmp_path / "out", base=scene.base)
+    assert set(found) == set(truth)
+    worst = max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
+    print(f"\nworst relative difference of an extracted rank-8 product: {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_apply_of_an_adapter_is_its_merge(scene: Scene, tmp_path: Path) -> None:
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    result = run("apply", lora, "--to", scene.base, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "base + 1 x (1 x lora), as full." in result.stdout
+    merged, ours = merged_by_peft(scene, lora), weights(tmp_path / "out")
+    assert max(float((merged[name] - ours[name]).abs().max()) for name in ours) < 1e-6
+    assert Model.open(tmp_path / "out", "the result").load(CPU, torch.float32)
+
+
+def test_apply_of_a_weighted_sum(scene: Scene, tmp_path: Path) -> None:
+    one, two = (write_lora(scene, "transformers", tmp_path / f"lora-{seed}", seed=seed) for seed in (1, 2))
+    options = ["--to", scene.base, "--weights", "0.7,-0.3", "--alpha", "0.5", "-o", tmp_path / "out"]
+    result = run("apply", one, two, *options)
+    assert result.exit_code == 0, result.output
+    base, ours = weights(scene.base), weights(tmp_path / "out")
+    first, second = merged_by_peft(scene, one), merged_by_peft(scene, two)
+    for name in ours:
+        expected = base[name] + 0.5 * (0.7 * (first[name] - base[name]) - 0.3 * (second[name] - base[name]))
+        assert torch.allclose(ours[name], expected, atol=1e-6), name
+    record = read_any(tmp_path / "out")
+    assert isinstance(record, Made)
+    assert [(part.model.id, part.weight) for part in record.parts] == [("lora-1", 0.7), ("lora-2", -0.3)]
+    assert record.command == "hf-bico apply lora-1 lora-2 --to base --weights 0.7,-0.3 --alpha 0.5"
+
+
+def test_sum_of_loras_stays_low_rank(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (write_lora(scene, "transformers", tmp_path / f"lora-{seed}", seed=seed) for seed in (1, 2))
+
+    def dense(self: Factors) -> torch.Tensor:
+        raise AssertionError("a dense change was formed")
+
+    with monkeypatch.context() as context:
+        context.setattr(Factors, "dense", dense)
+        made = hf_bico.apply([one, two], to=scene.base, weights=[1, 2], format="adapter")
+        made.save(tmp_path / "out")
+    assert set(made.form.fitted.ranks.values()) == {6}  # type: ignore[union-attr]
+    first, second = (hf_bico.TaskVector.from_adapter(lora, scene.base) for lora in (one, two))
+    found = hf_bico.TaskVector.from_adapter(tmp_path / "out", scene.base)
+    assert all(torch.allclose(found[name], (first + 2 * second)[name], atol=1e-6) for name in found)
+
+
+@pytest.mark.parametrize("format", ["adapter", "delta"])
+def test_port_is_rescaled_without_calibrating_again(scene: Scene, format: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False}
+    hf_bico.port(scene.tuned, scene.target, format=format, **options).save(tmp_path / "port")
+    hf_bico.port(scene.tuned, scene.target, alpha=0.5, **options).save(tmp_path / "half")
+    result = run("apply", tmp_path / "port", "--to", scene.target, "--alpha", "0.5", "-o", tmp_path / "rescaled")
+    assert result.exit_code == 0, result.output
+    expected, ours = weights(tmp_path / "half"), weights(tmp_path / "rescaled")
+    assert all(torch.allclose(ours[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_apply_to_another_model_than_the_vector_was_made_for(scene: Scene, tmp_path: Path) -> None:
+    hf_bico.TaskVector.from_models(scene.tuned, scene.base).save(tmp_path / "delta")
+    result = run("apply", tmp_path / "delta", "--to", scene.tuned, "-o", tmp_path / "twice")
+    assert result.exit_code == 0, result.output
+    assert "Notice: delta was made for another model, whose weights are others than tuned's." in result.stdout
+    base, tuned, twice = (weights(folder) for folder in (scene.base, scene.tuned, tmp_path / "twice"))
+    assert all(torch.allclose(twice[name], 2 * tuned[name] - base[name], atol=1e-6) for name in base)
+    with pytest.raises(BaseMismatchError, match=r"is \(.*\) in the task vector and \(.*\) in 'target'"):
+        hf_bico.apply(tmp_path / "delta", to=scene.target)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "cause", "remedy"),
+    [
+        (["extract", "TUNED"], 1, "'tuned' does not say which model it was fine-tuned from", "--base"),
+        (["extract", "TUNED", "--base", "TUNED"], 1, "does not differ from its base", "--base"),
+        (["extract", "TUNED", "--base", "BASE", "--rank", "0"], 2, "the rank is 0", "at least 1"),
+        (["extract", "TUNED", "--base", "BASE", "--rank", "many"], 2, "--rank is 'many'", "such as 16"),
+        (["apply", "TUNED"], 1, "'tuned' is neither an adapter nor a task vector", "hf-bico extract"),
+        (["apply", "LORA"], 1, "'lora' does not say which model it was fine-tuned from", "--to"),
+        (["apply", "LORA", "--to", "TARGET"], 1, "in 'lora' and", "--to"),
+        (["apply", "LORA", "--to", "BASE", "--weights", "1,2"], 2, "--weights is '1,2'", "1 numbers"),
+        (["apply", "LORA", "--to", "BASE", "--alpha", "nan"], 2, "a weight or alpha is nan", "finite"),
+        (["apply", "LORA", "--to", "BASE", "--rank", "4"], 2, "--rank was given with --format full", "adapter"),
+        (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "hf-bico extract tuned --base base"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_get_two_lines(
+    scene: Scene,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    cause: str,
+    remedy: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {"TUNED": scene.tuned, "BASE": scene.base, "TARGET": scene.target}
+    places |= {"LORA": tmp_path / "lora", "MADE": tmp_path / "made"}
+    if "LORA" in arguments:
+        write_lora(scene, "transformers", tmp_path / "lora")
+        config = tmp_path / "lora" / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
+    if "MADE" in arguments:
+        hf_bico.extract(scene.tuned, scene.base, rank=2).save(tmp_path / "made")
+    before = sorted(tmp_path.iterdir())
+    result = run(*(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == code, result.output
+    lines = result.stderr.strip().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["Error", "Remedy"], result.stderr
+    assert cause in lines[0]
+    assert remedy in lines[1]
+    assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_result_folder_is_not_overwritten_unasked(scene: Scene, tmp_path: Path) -> None:
+    arguments = ["extract", scene.tuned, "--base", scene.base, "--rank", "2", "-o", tmp_path / "out", "-q"]
+    assert run(*arguments).exit_code == 0
+    again = run(*arguments)
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    replaced = run(*arguments, "--overwrite")
+    assert (replaced.exit_code, replaced.output) == (0, "")
+
+
+def test_made_folder_is_no_port(scene: Scene, tmp_path: Path) -> None:
+    hf_bico.extract(scene.tuned, scene.base, rank=2).save(tmp_path / "out")
+    with pytest.raises(RecordError, match="not by a port"):
+        read_record(tmp_path / "out")
+    with pytest.raises(RepoError, match="is neither an adapter nor a task vector"):
+        hf_bico.apply(scene.base)
+
+
+def test_an_adapter_is_brought_to_a_lower_rank(scene: Scene, tmp_path: Path) -> None:
+    lora = write_lora(scene, "transformers", tmp_path / "lora", rank=8)
+    made = hf_bico.extract(lora, scene.base, rank=2)
+    made.save(tmp_path / "out")
+    assert made.energy_kept is not None
+    assert 0.2 < made.energy_kept < 0.95
+    assert set(made.form.fitted.ranks.values()) == {2}  # type: ignore[union-attr]
+
+
+def test_same_bytes_twice(scene: Scene, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        hf_bico.extract(scene.tuned, scene.base, rank=0.9).save(tmp_path / name)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
