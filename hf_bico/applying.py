@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
-from hf_bico.checkpoints import DELTA_FILE, align_names, is_adapter, sha256_of
+from hf_bico.checkpoints import DELTA_FILE, is_adapter, sha256_of
 from hf_bico.environment import Stopwatch, choose_device
 from hf_bico.errors import BaseMismatchError, LineageError, RepoError, UsageError
 from hf_bico.forms import make_form
@@ -145,13 +145,7 @@ def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bo
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
     """The vector under the target's own names, every one of which must be there."""
     shapes = target.checkpoint.shapes
-    places = align_names(vector, shapes)
-    homeless = [name for name in vector if name not in places]
-    if homeless:
-        raise BaseMismatchError(
-            f"'{target.name}' has no tensor '{homeless[0]}' ({len(homeless)} of {len(vector)} changes have no place)",
-            "apply the task vector to the model that it was made for",
-        )
+    places = vector.places_in(shapes, f"'{target.name}'")
     for name, change in vector.changes():
         if tuple(change.shape) != tuple(shapes[places[name]]):
             raise BaseMismatchError(

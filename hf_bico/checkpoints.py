@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -44,6 +44,25 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def tensor(self, name: str) -> Tensor: ...
+
+
+Value = TypeVar("Value")
+
+
+class ByName(Mapping[str, Value]):
+    """A mapping whose names are known and whose values are made when they are asked for."""
+
+    names: Mapping[str, Any]
+    """The names in order; what they stand for is up to the subclass."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass

@@ -7,7 +7,7 @@ models or the Hub.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -15,7 +15,7 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_bico.checkpoints import Checkpoint, Overlap, align_names, overlap
+from hf_bico.checkpoints import ByName, Checkpoint, Overlap, align_names, overlap
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
 from hf_bico.factors import Change, Factors, dense, energy, total
 
@@ -110,16 +110,21 @@ class Deltas(Mapping[str, Tensor]):
         finally:
             _put_back(originals)
 
+    def places_in(self, tensors: Iterable[str], called: str) -> dict[str, str]:
+        """The name that each of the changed tensors has in a model, which must have them all."""
+        places = align_names(self, tensors)
+        homeless = [name for name in self if name not in places]
+        if homeless:
+            raise BaseMismatchError(
+                f"{called} has no tensor '{homeless[0]}' ({len(homeless)} of {len(self)} changes have no place)",
+                "apply the task vector to the model that it was made for",
+            )
+        return places
+
     def _apply(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         """Change the parameters; returns them with what they held before."""
         parameters = dict(model.named_parameters())
-        places = align_names(self, parameters)
-        unplaced = [name for name in self if name not in places]
-        if unplaced:
-            raise BaseMismatchError(
-                f"the model has no parameter '{unplaced[0]}' ({len(unplaced)} of {len(self)} deltas have no place)",
-                "apply the task vector to the model that it was made for",
-            )
+        places = self.places_in(parameters, "the model")
         originals: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for name, place in places.items():
@@ -159,13 +164,13 @@ def add_delta(weight: Tensor, delta: Change, name: str) -> Tensor:
 
 
 @dataclass
-class Difference(Mapping[str, Tensor]):
+class Difference(ByName[Tensor]):
     """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
 
     fine_tuned: Checkpoint
     base: Checkpoint
     overlap: Overlap
-    changed: dict[str, None]
+    names: dict[str, None]
     """The base's names of the tensors that differ, in order."""
     _last: tuple[str, Tensor] | None = None
     """The latest delta: q, k and v read the same tensor one after the other."""
@@ -189,15 +194,6 @@ class Difference(Mapping[str, Tensor]):
             self._last = (name, tuned.to(wide) - start.to(wide))
         return self._last[1]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.changed
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.changed)
-
-    def __len__(self) -> int:
-        return len(self.changed)
-
 
 def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
     if not tuned.is_floating_point():
@@ -215,28 +211,19 @@ def _narrower(tensor: Tensor, other: Tensor) -> bool:
     return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
 
 
-class Renamed(Mapping[str, Change]):
+class Renamed(ByName[Change]):
     """Changes of which some have other names."""
 
     def __init__(self, source: Mapping[str, Change], names: Mapping[str, str]) -> None:
         self.source = source
-        self.old_names = {names.get(name, name): name for name in source}
+        self.names = {names.get(name, name): name for name in source}
 
     def __getitem__(self, name: str) -> Change:
-        return self.source[self.old_names[name]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.old_names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.old_names)
-
-    def __len__(self) -> int:
-        return len(self.old_names)
+        return self.source[self.names[name]]
 
 
 @dataclass
-class Lazy(Mapping[str, Change]):
+class Lazy(ByName[Change]):
     """Changes in a checkpoint, read when asked for; those of the names in `low_rank` are there as two factors."""
 
     checkpoint: Checkpoint
@@ -251,15 +238,6 @@ class Lazy(Mapping[str, Change]):
             return self.checkpoint.tensor(name)
         left, right = factor_names(name)
         return Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.data.calibration import Drawn, Samples, draw, evaluation_samples
+from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
 from hf_bico.environment import (
     Stopwatch,
@@ -41,7 +42,7 @@ from hf_bico.resolving import Lineage
 from hf_bico.settings import Settings
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
-from hf_bico.task_vector import MADE_FROM, TaskVector
+from hf_bico.task_vector import TaskVector
 from hf_bico.transport import account, gather, require_plausible, site_delta
 
 

@@ -44,7 +44,8 @@ class Plan:
     @property
     def format(self) -> str:
         """In which form the result is written unless another is asked for."""
-        return "adapter" if isinstance(self.lineage.source, Adapter) else "full"
+        source = self.lineage.source
+        return "adapter" if isinstance(source, Adapter) and source.low_rank else "full"
 
     @property
     def memory_bytes(self) -> int:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from hf_bico.adapters.adapter import Adapter
+from hf_bico.adapters.config import LORA
 from hf_bico.checkpoints import Overlap
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
@@ -132,7 +133,7 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
         notices.append("The results were measured before the port was brought into the form that is written here.")
     command = record.command
     if command is not None:
-        usual = "adapter" if record.source.kind == "adapter" else "full"
+        usual = "adapter" if record.source.peft_type == LORA else "full"
         command += f" --format {output.format}" if output.format != usual else ""
         command += f" --rank {output.rank}" if output.rank is not None else ""
     return replace(record, output=output, notices=notices, command=command)

@@ -5,7 +5,6 @@ The arithmetic is that of `deltas`; here is how a task vector comes in and goes 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
@@ -23,18 +22,16 @@ from hf_bico.checkpoints import (
     DELTA_FILE,
     WEIGHT_FILES,
     Checkpoint,
-    FileCheckpoint,
     MemoryCheckpoint,
     Overlap,
     expanded,
     is_adapter,
-    open_safetensors,
-    save_tensors,
     sha256_of,
 )
-from hf_bico.deltas import Deltas, Difference, Lazy, Terms, factor_names
+from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
+from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
-from hf_bico.factors import Change, Factors
+from hf_bico.factors import Change
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
@@ -42,11 +39,6 @@ from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.resolving import find_base
-
-_FORMAT = "hf-bico task vector"
-_SCHEMA = 1
-_LOW_RANK = "low_rank"
-MADE_FROM = "made_from"
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
@@ -160,34 +152,19 @@ class TaskVector(Deltas):
                 )
             place.fetch([DELTA_FILE])
             file = place.folder / DELTA_FILE
-        with open_safetensors(file, "pt") as reader:
-            about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
+        changes, about = read_delta(file)
         origin = place.repo.id if place is not None and place.repo is not None else cached.id if cached else None
         about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
-        low_rank = about.pop(_LOW_RANK, [])
-        checkpoint = FileCheckpoint([file])
-        if any(half not in checkpoint.shapes for name in low_rank for half in factor_names(name)):
-            raise RecordError(f"'{file.name}' lacks factors that it speaks of", "save it again with this tool")
-        return cls(Lazy(checkpoint, low_rank), about=about)
+        return cls(changes, about=about)
 
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`, factors as factors; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
-        low_rank = []
-        for name, change in self.changes():
-            if isinstance(change, Factors):
-                low_rank.append(name)
-                tensors |= dict(zip(factor_names(name), (change.left, change.right), strict=True))
-            else:
-                tensors[name] = change
-        known = {**self.about, **({_LOW_RANK: low_rank} if low_rank else {}), **about}
+        known = {**self.about, **about}
         if isinstance(self._base, Model) and self._base.sha256:
             known.setdefault("base_sha256", self._base.sha256)
-        header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **known}, sort_keys=True)
-        # one metadata entry: safetensors does not promise an order of several
-        save_tensors(tensors, file, {"hf_bico": header})
+        write_delta(self, known, file)
         return file
 
     def save_adapter(
@@ -304,19 +281,3 @@ def _opened(
     names = {file.name for file in checkpoint.files}
     layouts = [layout for layout, name in WEIGHT_FILES.items() if name in names]
     return checkpoint, {**about, "library": layouts[0]} if layouts else about
-
-
-def _read_header(text: str, name: str) -> dict[str, Any]:
-    """What the file says about itself."""
-    try:
-        header = json.loads(text)
-    except ValueError:
-        header = None
-    known = isinstance(header, dict) and header.pop("format", None) == _FORMAT and header.pop("schema", None) == _SCHEMA
-    repos, low_rank = (header.get(key, []) if known else [] for key in (MADE_FROM, _LOW_RANK))
-    listed = isinstance(repos, list) and all(isinstance(repo, list) and len(repo) == 2 for repo in repos)
-    named = isinstance(low_rank, list) and all(isinstance(name, str) for name in low_rank)
-    if not known or not listed or not named:
-        raise RecordError(f"'{name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
-    about: dict[str, Any] = header
-    return about

@@ -84,7 +84,7 @@ def test_applying_to_another_model_is_refused(base: State, tuned: State) -> None
     vector = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
     with pytest.raises(BaseMismatchError, match="could be of several parts"):
         vector.apply_to(nn.Linear(3, 4))
-    with pytest.raises(BaseMismatchError, match="1 of 2 deltas have no place"):
+    with pytest.raises(BaseMismatchError, match="1 of 2 changes have no place"):
         vector.apply_to(nn.ModuleDict({"a": nn.Linear(3, 4)}))
     wide = nn.ModuleDict({name[0]: nn.Linear(5, 4, bias=False) for name in base})
     with pytest.raises(BaseMismatchError, match=r"\(4, 5\) in the model and \(4, 3\)"):

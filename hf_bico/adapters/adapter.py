@@ -72,6 +72,11 @@ class Adapter(Opened):
         return (ADAPTER_CONFIG,)
 
     @property
+    def low_rank(self) -> bool:
+        """Whether its changes are products of factors, and stay so."""
+        return self.config.kind == LORA
+
+    @property
     def library(self) -> str:
         """The library whose model it was trained on, where a repo has the base in two layouts."""
         names = (name.removeprefix("base_model.model.") for name in self.checkpoint.shapes)
@@ -79,7 +84,7 @@ class Adapter(Opened):
 
     def changes(self, base: Model) -> AdapterChanges | None:
         """Which tensors of the base it changes, by names and shapes; None where only peft can tell."""
-        if self.config.kind != LORA:
+        if not self.low_rank:
             return None
         own = base.layout.own_names
         try:
@@ -95,7 +100,7 @@ class Adapter(Opened):
                 self.name,
                 lambda tensor: base.is_transposed(own.get(tensor, tensor)),
             )
-        return replace(changes, base=base.checkpoint, entries=_as_stored(changes.entries, base))
+        return replace(changes, base=base.checkpoint, names=_as_stored(changes.names, base))
 
     def deltas(self, base: Model) -> Deltas:
         """What it changes of the base: factors where it is a LoRA, else as peft computes it; both are here already."""

@@ -6,7 +6,7 @@ Finding out needs names and shapes alone; torch is imported when a change is rea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from hf_bico.adapters.config import MERGE, AdapterConfig
 from hf_bico.adapters.keys import AdapterKeys, LoraKeys, read_keys
 from hf_bico.adapters.placing import Shapes, Target, places_of, tensors_of
-from hf_bico.checkpoints import Checkpoint, Overlap
+from hf_bico.checkpoints import ByName, Checkpoint, Overlap
 from hf_bico.errors import AdapterError, BaseMismatchError, NonFiniteWeightsError
 
 if TYPE_CHECKING:
@@ -86,12 +86,12 @@ Entry: TypeAlias = Product | Bias | Whole | Beside
 
 
 @dataclass
-class AdapterChanges(Mapping[str, "Change"]):
+class AdapterChanges(ByName["Change"]):
     """What a LoRA changes, by the base's names; a change is read when it is asked for."""
 
     adapter: Checkpoint
     base: Checkpoint
-    entries: dict[str, Entry]
+    names: dict[str, Entry]
     extra: tuple[str, ...]
     """Tensors that the base lacks, such as a new head."""
     called: str
@@ -102,25 +102,16 @@ class AdapterChanges(Mapping[str, "Change"]):
         return Overlap(extra=self.extra)
 
     def __getitem__(self, name: str) -> Change:
-        change = self.entries[name].read(self.adapter, self.base, name)
+        change = self.names[name].read(self.adapter, self.base, name)
         if name not in self._finite:
             _require_finite(change, name, self.called)
             self._finite.add(name)
         return change
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
     @property
     def ranks(self) -> list[int]:
         """Of the low-rank changes, in order."""
-        changes = (entry.change if isinstance(entry, Beside) else entry for entry in self.entries.values())
+        changes = (entry.change if isinstance(entry, Beside) else entry for entry in self.names.values())
         return [self.adapter.shapes[change.keys.a][0] for change in changes if isinstance(change, Product)]
 
 
