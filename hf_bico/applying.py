@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter, sha256_of
@@ -15,19 +15,23 @@ from hf_bico.environment import Stopwatch, choose_device
 from hf_bico.errors import BaseMismatchError, LineageError, RepoError, UsageError
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import is_hub_id
 from hf_bico.hub.repos import Place, locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference
 from hf_bico.progress import Progress, silent
 from hf_bico.record import ModelRecord, PartOfSum
-from hf_bico.recording import source_record, typed_reference
+from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import find_base
 from hf_bico.settings import FORMATS, require_rank
-from hf_bico.task_vector import TaskVector
+from hf_bico.task_vector import TaskVector, made_for
+
+VectorReference: TypeAlias = str | Path | TaskVector
+_NAMED_BASE = "named_base"
 
 
 def apply(
-    vectors: ModelReference | Sequence[ModelReference],
+    vectors: VectorReference | Sequence[VectorReference],
     to: ModelReference | None = None,
     *,
     weights: Sequence[float] | None = None,
@@ -57,23 +61,32 @@ def apply(
         for part in parts[1:]:
             total = total + part
         total = alpha * total
-        form = make_form(total, target, format, rank, device=choose_device(device))
+        # what the parts hold the sum holds too
+        form = make_form(total, target, format, rank, device=choose_device(device), everything=True)
     sources = [PartOfSum(source, float(share)) for share, (_, source) in zip(shares, opened, strict=True)]
-    words = None if target.folder is None else _command(named, sources, target, alpha, format, rank)
+    typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
+    words = _command(named, sources, target, alpha, format, rank) if typed else None
     record = make_record("apply", sources, target, form, course, words)
     notices = [notice for vector, source in opened for notice in _other_base(vector, source, target)]
+    notices += [notice for vector, _ in opened for notice in tensor_notices(vector.overlap)]
     return Making(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
 
 
 def _open_all(
-    named: Sequence[ModelReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
+    named: Sequence[VectorReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model, list[tuple[TaskVector, ModelRecord]]]:
     """The model, which is by default what the first vector was made for, and every vector with its record."""
     target = None if to is None else Model.open(to, "the model", hub=hub, allow_pickle=allow_pickle).fetched()
-    opened = []
+    opened: list[tuple[TaskVector, ModelRecord]] = []
     for reference in named:
         vector, record = _open_vector(reference, target, hub, allow_pickle)
-        target = target or vector.base_model(None, hub, allow_pickle)
+        if target is None:
+            target = vector.base_model(None, hub, allow_pickle)
+        elif to is None and _other_base(vector, record, target):
+            raise BaseMismatchError(
+                f"'{record.id}' was made for another model than '{opened[0][1].id}'",
+                "name the model to change with --to",
+            )
         opened.append((vector, record))
     if target is None:
         raise UsageError("no task vector was given", "name at least one")
@@ -81,7 +94,7 @@ def _open_all(
 
 
 def _command(
-    named: Sequence[ModelReference],
+    named: Sequence[VectorReference],
     parts: Sequence[PartOfSum],
     target: Model,
     alpha: float,
@@ -115,9 +128,11 @@ def _require_sum(
 
 
 def _open_vector(
-    reference: ModelReference, target: Model | None, hub: Hub, allow_pickle: bool
+    reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool
 ) -> tuple[TaskVector, ModelRecord]:
     """An adapter over the model that it shall be applied to, or a task vector; and what the record says of it."""
+    if isinstance(reference, TaskVector):
+        return reference, ModelRecord("a task vector", kind="delta")
     if not isinstance(reference, str | Path):
         raise UsageError(f"a loaded {type(reference).__name__} is no task vector", "name an adapter or a task vector")
     place = locate(reference, "the task vector", hub)
@@ -139,7 +154,10 @@ def _open_vector(
 def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, ModelRecord]:
     adapter = Adapter.open(place, allow_pickle).fetched()
     start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
-    return TaskVector.over(adapter, start), source_record(adapter, None)
+    vector = TaskVector.over(adapter, start)
+    named = adapter.config.raw.get("base_model_name_or_path")
+    vector.about |= made_for(place) or {_NAMED_BASE: named}
+    return vector, source_record(adapter, None)
 
 
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
@@ -158,8 +176,12 @@ def _placed(vector: TaskVector, target: Model) -> TaskVector:
 
 def _other_base(vector: TaskVector, source: ModelRecord, target: Model) -> list[str]:
     """Whether it was made for other weights, as far as that is known."""
-    meant = vector.about.get("base_sha256")
-    if meant is None or not target.sha256 or meant == target.sha256:
+    meant, named = vector.about.get("base_sha256"), vector.about.get(_NAMED_BASE)
+    if meant is not None:
+        other = bool(target.sha256) and meant != target.sha256
+    else:
+        other = is_hub_id(str(named)) and target.commit is not None and named != target.name
+    if not other:
         return []
-    made_for = vector.about["base"] if vector.about.get("base_commit") else "another model"  # no name of a folder
-    return [f"{source.id} was made for {made_for}, whose weights are others than {target.name}'s."]
+    replaces = "; what it holds whole replaces the model's own" if source.kind == "adapter" else ""
+    return [f"{source.id} was made for other weights than those of {target.name}{replaces}."]

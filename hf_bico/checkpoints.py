@@ -330,6 +330,10 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
             f"'{called}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
             "--allow-pickle loads tensors and nothing else from them; or save the model again as safetensors",
         )
+    if ADAPTER_CONFIG in names:
+        raise WeightsNotFoundError(
+            f"'{called}' holds {ADAPTER_CONFIG} and no {ADAPTER_FILE}", "copy or download the adapter again"
+        )
     raise WeightsNotFoundError(
         f"there are no weights in '{called}' (looked for {' and '.join(WEIGHT_FILES.values())})",
         "name a repo or folder that holds the model's safetensors",

@@ -28,6 +28,9 @@ def main() -> None:
       hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
       hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
+      hf-bico port user/eurosat-lora --to laion/ViT-B-16-plus
+      hf-bico extract user/vit-b16-eurosat --rank 16
+      hf-bico apply user/eurosat-lora --alpha 0.5 -o merged
 
     Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders; models also by open_clip's own names
     (ViT-B-16-plus-240/laion400m_e32).

@@ -15,7 +15,7 @@ import click
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
-from hf_bico.report import VALUE_NAMES, Report, format_table, headline
+from hf_bico.report import VALUE_NAMES, Report, format_table, headline, is_worse
 from hf_bico.sizes import size_text
 
 if TYPE_CHECKING:
@@ -55,15 +55,19 @@ def print_plan(planned: Plan, command: str) -> None:
     click.echo(f"fetches {size_text(planned.download_bytes)} of models{samples}")
     fits = "fits" if planned.fits else "does NOT fit"
     click.echo(f"memory  about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine")
-    form = "as a full model" if planned.format == "full" else f"as an adapter{_ranks(planned)}"
-    click.echo(f"writes  {size_text(planned.output_bytes)} {form}")
+    forms = {"full": "as a full model", "adapter": f"as an adapter{_ranks(planned)}", "delta": "as the change alone"}
+    size = "" if planned.output_bytes is None else f"{size_text(planned.output_bytes)} "
+    click.echo(f"writes  {size}{forms[planned.format]}")
     click.echo(f"\n{_verdict(planned)}\nNext: {command}")
 
 
 def _ranks(planned: Plan) -> str:
-    ranks = sorted(set(planned.ranks))
+    asked = planned.asked_rank
+    if isinstance(asked, float):
+        return f" that keeps {asked:g} of each layer's energy"
+    ranks = sorted(set(planned.ranks.values())) if asked is None else [asked]
     if not ranks:
-        return ""
+        return ", exact"
     return f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
 
 
@@ -121,7 +125,7 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
     click.echo(f"seconds: {seconds}")
     click.echo(f"\nWritten to {folder}")
-    if not pushing:
+    if not pushing and not is_worse(record):
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
 
 
@@ -138,22 +142,32 @@ def print_pushed(pushed: Pushed) -> None:
 
 
 def print_made(record: Made, folder: Path) -> None:
-    output = record.output
-    if output.energy_kept is not None:
-        asked = "exact" if output.rank is None else f"of rank {output.rank}" if isinstance(output.rank, int) else ""
-        asked = asked or f"that keeps {output.rank:g} of each layer's energy"
-        ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
-        spans = f", ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f", rank {ranks[0]}" if ranks else ""
-        click.echo(f"An adapter over {record.target.id}, {asked}: {output.energy_kept:.2%} of the change{spans}.")
-        if record.left:
-            share = sum(entry.energy for entry in record.left)
-            click.echo(f"Left out: {len(record.left)} tensors of no linear layer, {share:.1%} of the change.")
-    else:
-        names = " + ".join(f"{part.weight:g} x {part.model.id}" for part in record.parts)
-        click.echo(f"{record.target.id} + {record.alpha:g} x ({names}), as {output.format}.")
+    click.echo(_sum(record) if record.job == "apply" else f"{record.parts[0].model.id} over {record.target.id}:")
+    if record.output.energy_kept is not None:
+        _print_held(record)
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
-    click.echo(f"Written to {folder}")
+    size = sum(file.stat().st_size for name in record.output.files if (file := folder / name).is_file())
+    click.echo(f"Written to {folder} ({size_text(size)})" if size else f"Written to {folder}")
+
+
+def _sum(record: Made) -> str:
+    parts = [(part.weight * record.alpha, part.model.id) for part in record.parts]
+    return f"{record.target.id}" + "".join(f" + {weight:g} x {name}" for weight, name in parts)
+
+
+def _print_held(record: Made) -> None:
+    """What an adapter holds of the layers, what it leaves out, and both together."""
+    ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
+    spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"
+    energy = sum(layer.energy for layer in record.layers)
+    kept = sum(layer.energy * layer.kept for layer in record.layers) / energy if energy else 1.0
+    click.echo(f"{kept:.2%} of the change of {len(record.layers)} tensors is held{spans}")
+    if record.left:
+        reasons = {entry.reason for entry in record.left}
+        shares = [(reason, sum(e.energy for e in record.left if e.reason == reason)) for reason in reasons]
+        listed = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares, key=lambda pair: -pair[1]))
+        click.echo(f"left out: {listed} (--everything holds them too); in all {record.output.energy_kept:.2%} is held")
 
 
 def print_rerun(again: Rerun) -> None:

@@ -44,8 +44,10 @@ def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
     with open_safetensors(file, "pt") as reader:
         about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
-    if any(half not in checkpoint.shapes for name in low_rank for half in factor_names(name)):
-        raise RecordError(f"'{file.name}' lacks factors that it speaks of", "save it again with this tool")
+    for name in low_rank:
+        left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))
+        if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+            raise RecordError(f"'{file.name}' does not hold the factors of '{name}'", "save it again with this tool")
     return Lazy(checkpoint, low_rank), about
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hf_bico.checkpoints import ByName, Checkpoint, Overlap, align_names, overlap
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
-from hf_bico.factors import Change, Factors, dense, energy, total
+from hf_bico.factors import Change, Factors, dense, energy, is_finite, total
 
 Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
 """Weighted sources, of whose sum a vector consists."""
@@ -121,11 +121,11 @@ class Deltas(Mapping[str, Tensor]):
             )
         return places
 
-    def _apply(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Change the parameters; returns them with what they held before."""
-        parameters = dict(model.named_parameters())
+        parameters: dict[str, Any] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         places = self.places_in(parameters, "the model")
-        originals: list[tuple[nn.Parameter, Tensor]] = []
+        originals: list[tuple[Tensor, Tensor]] = []
         try:
             for name, place in places.items():
                 parameter = parameters[place]
@@ -144,7 +144,7 @@ class Deltas(Mapping[str, Tensor]):
         return vector
 
 
-def _put_back(originals: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:
     for parameter, data in originals:
         parameter.data = data
 
@@ -234,10 +234,17 @@ class Lazy(ByName[Change]):
         self.names = dict.fromkeys([*(name for name in self.checkpoint.shapes if name not in halves), *self.low_rank])
 
     def __getitem__(self, name: str) -> Change:
-        if name not in self.low_rank:
-            return self.checkpoint.tensor(name)
-        left, right = factor_names(name)
-        return Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
+        change: Change
+        if name in self.low_rank:
+            left, right = factor_names(name)
+            change = Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
+        else:
+            change = self.checkpoint.tensor(name)
+        if not is_finite(change):
+            raise NonFiniteWeightsError(
+                f"the change of '{name}' holds NaN or infinite values", "make the task vector again from sound weights"
+            )
+        return change
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -89,7 +89,8 @@ def _known_data(model: ModelReference, hub: Hub) -> Any:
             return HubReference(data.id, data.commit)
     named = data_of(read_origin(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
-        raise named
+        cause = named.cause.replace("no calibration data was given", "no data to measure on was given")
+        raise type(named)(cause, named.remedy)
     return hub_reference(named)
 
 
@@ -108,7 +109,9 @@ def _open(
         return vector.base_model(base, hub, allow_pickle), vector, place.name
     if place is not None and is_adapter(place.sizes):
         vector = TaskVector.from_adapter(place, base, token=hub.token, allow_pickle=allow_pickle)
-        return vector.base_model(), vector, place.name
+        whole = vector.base_model()
+        vector.require_made_for(whole)
+        return whole, vector, place.name
     tuned = opened(place or model, "the model")
     if base is None:
         return tuned, None, tuned.name

@@ -14,7 +14,7 @@ from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import Place, locate
 from hf_bico.making import Course, Making, make_record
-from hf_bico.models import Model, ModelReference
+from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.progress import Progress, silent
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
@@ -77,6 +77,8 @@ def _source_and_base(
         source = Model.open(place or fine_tuned, "the fine-tuned model", hub=hub, allow_pickle=allow_pickle)
     library = source.library if isinstance(source, Adapter) else source.family.library
     opened = Model.open(_base(place, base, hub), "the base", library, hub, allow_pickle)
+    if isinstance(source, Model):
+        require_same_family(source, opened)
     return source.fetched(beside=False), opened.fetched()
 
 

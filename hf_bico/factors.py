@@ -78,7 +78,9 @@ def energy(change: Change) -> float:
     if not isinstance(change, Factors):
         return float(change.double().square().sum())
     left, right = change.left.double(), change.right.double()
-    return max(0.0, float(((left.T @ left) * (right @ right.T)).sum()))
+    found = float(((left.T @ left) * (right @ right.T)).sum())
+    # below this, factors that cancel, all that is seen is the rounding of the sum itself
+    return found if found > 1e-14 * float(left.square().sum() * right.square().sum()) else 0.0
 
 
 def is_finite(change: Change) -> bool:
@@ -87,10 +89,8 @@ def is_finite(change: Change) -> bool:
 
 
 def is_zero(change: Change) -> bool:
-    """Whether nothing changes: of factors, one is zero throughout."""
-    if isinstance(change, Factors):
-        return not bool(change.left.any()) or not bool(change.right.any())
-    return not bool(change.any())
+    """Whether nothing changes."""
+    return energy(change) == 0.0 if isinstance(change, Factors) else not bool(change.any())
 
 
 def total(parts: Sequence[Change]) -> Change:

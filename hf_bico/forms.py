@@ -23,7 +23,7 @@ from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector, fit_to
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Form:
     """A change as it will be written."""
 
@@ -34,15 +34,23 @@ class Form:
     changes: Deltas
     """What the model that is read back has changed by."""
     rounding_lost: float | None = None
-    """The share of the change that rounding to half precision takes away."""
+    """The share of the change that rounding to half precision takes away: of an adapter, when it is loaded so."""
     fitted: Fitted | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
     """The names in the loaded model of tensors that have others in its files."""
+
+    def __repr__(self) -> str:
+        return self.format if self.fitted is None else f"{self.format}: {self.fitted!r}"
 
     @property
     def energy_kept(self) -> float | None:
         """The share of the change that an adapter of this rank holds."""
         return None if self.fitted is None else self.fitted.energy_kept
+
+    @property
+    def replaced(self) -> list[str]:
+        """Of an adapter, the tensors that peft loads in place of the base's: they are not taken back with it."""
+        return [] if self.fitted is None else self.fitted.routes.in_place
 
     def held(self, site: Site) -> tuple[int | None, float] | None:
         """Of an adapter, the rank at which a site's weight is held (None: exactly), and the share of its energy."""
@@ -67,11 +75,20 @@ def make_form(
     if format == "adapter":
         model = target.skeleton() if module is None else module
         fitted = fit_to(vector, target, model, rank, everything, device)
-        return Form(format, rank, vector, fitted.changes, fitted=fitted, own_names=target.layout.own_names)
+        lost = _lost_where_exact(fitted, target.as_loaded)
+        return Form(format, rank, vector, fitted.changes, lost, fitted, target.layout.own_names)
     if format == "delta":
         return Form(format, None, vector, vector)
     stored, lost = as_stored(vector, target.checkpoint)
     return Form(format, None, vector, stored, lost)
+
+
+def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
+    """What is lost of tensors that are saved as they will be, where the model is loaded in its own half precision."""
+    exact = Deltas({name: fitted.changes.change(name) for name in fitted.routes.exact if name in fitted.changes})
+    lost = as_stored(exact, target)[1]
+    whole = sum(fitted.asked.energy(name) for name in fitted.asked)
+    return None if lost is None or not whole else lost * sum(exact.energy(name) for name in exact) / whole
 
 
 def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
@@ -80,9 +97,10 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
     The share is None where the target is stored in full precision.
     """
     stored, lost, total = {}, 0.0, 0.0
-    for name in vector:
+    places = vector.places_in(target.shapes, "the target")
+    for name, place in places.items():
         delta = vector[name]  # dense: so is what is written
-        start = target.tensor(name).to(delta.device)
+        start = target.tensor(place).to(delta.device)
         changed = add_delta(start, delta, name)
         if not bool(torch.isfinite(changed).all()):
             raise NonFiniteWeightsError(
@@ -91,7 +109,7 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
         stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
         lost += energy(stored[name] - delta)
         total += energy(delta)
-    halved = any(target.tensor(name).dtype.itemsize < 4 for name in vector)
+    halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())
     return Deltas(stored), lost / total if halved and total else None
 
 

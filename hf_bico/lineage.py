@@ -46,6 +46,8 @@ class Origin:
     language: tuple[str, ...] = ()
     pipeline: str | None = None
     quantized: bool = False
+    adapter_base: str = ""
+    """What an adapter's own configuration calls its base: an id of the Hub, or a folder."""
     problem: str | None = None
     """Why the card's metadata could not be read."""
 
@@ -72,6 +74,7 @@ def read_origin(folder: Path, own_name: str = "") -> Origin:
         language=tuple(name for name in _texts(card.get("language")) if _word(name)),
         pipeline=_word(card.get("pipeline_tag")),
         quantized=bool(config.get("quantization_config")) or card.get("base_model_relation") == "quantized",
+        adapter_base=next(iter(_texts(adapter.get("base_model_name_or_path"))), ""),
         problem=problem,
     )
 

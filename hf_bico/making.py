@@ -29,7 +29,7 @@ from hf_bico.task_vector import TaskVector
 from hf_bico.version import __version__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Making:
     """A change over a model, in the form that it will be written in."""
 
@@ -37,6 +37,9 @@ class Making:
     target: Model
     form: Form
     record: Made
+
+    def __repr__(self) -> str:
+        return f"Making of {self.record.job} over {self.target.name}, as {self.form!r}"
 
     @property
     def energy_kept(self) -> float | None:
@@ -79,30 +82,34 @@ def make_record(
     run = MakingRecord(
         course.started.isoformat(timespec="seconds"), sum(course.watch.seconds.values()), installed_versions()
     )
-    layers, left = _account(form)
+    layers, left = _account(form, target)
     return Made(
         hf_bico=__version__,
         job=job,
         parts=list(parts),
         target=model_record(target),
         alpha=1.0,
-        output=OutputRecord(form.format, {}, form.rounding_lost, rank=form.rank, energy_kept=form.energy_kept),
+        output=OutputRecord(
+            form.format, {}, form.rounding_lost, rank=form.rank, energy_kept=form.energy_kept, replaced=form.replaced
+        ),
         run=run,
         command=None if words is None else shlex.join(["hf-bico", job, *words]),
         layers=layers,
         left=left,
-        notices=rounding_notices(form.rounding_lost),
+        notices=rounding_notices(form.rounding_lost, form.format),
     )
 
 
-def _account(form: Form) -> tuple[list[LayerRecord], list[LeftRecord]]:
+def _account(form: Form, target: Model) -> tuple[list[LayerRecord], list[LeftRecord]]:
     """What an adapter holds of each tensor, and what it does not."""
     fitted = form.fitted
     if fitted is None:
         return [], []
     energies = {name: fitted.asked.energy(name) for name in fitted.asked}
     total = sum(energies.values()) or 1.0
+    own_names, others = target.layout.own_names, target.layout.others
     held = [name for name in energies if name in fitted.changes]
     missing = [name for name in energies if name not in fitted.changes]
     layers = [LayerRecord(name, energies[name] / total, fitted.kept[name], fitted.ranks.get(name)) for name in held]
-    return layers, [LeftRecord(name, NOT_LINEAR, energies[name] / total) for name in missing]
+    reasons = {own_names.get(name, name): reason for name, reason in others.items()}
+    return layers, [LeftRecord(name, reasons.get(name, NOT_LINEAR), energies[name] / total) for name in missing]

@@ -22,7 +22,7 @@ from hf_bico.checkpoints import (
     find_weights,
     is_adapter,
 )
-from hf_bico.errors import BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
 from hf_bico.families import FAMILIES, Family, LiveModel, family_of
 from hf_bico.hub.client import Hub, is_offline
 from hf_bico.hub.repos import Place, at_hub, locate
@@ -97,6 +97,15 @@ class Model(Opened):
         """Whether a weight, by its name in the loaded model, is kept as (in, out)."""
         own = self.layout.own_names
         return any(slot.transposed for slot in self.layout.slots() if own.get(slot.tensor, slot.tensor) == tensor)
+
+
+def require_same_family(tuned: Model, base: Model) -> None:
+    """Refuse a base that cannot be the fine-tuned model's."""
+    if tuned.family.name != base.family.name:
+        raise BaseMismatchError(
+            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
+            "name the base in the library that the fine-tuned model was saved with",
+        )
 
 
 def fetch_checkpoint(place: Place, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:

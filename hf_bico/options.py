@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.errors import UsageError
-from hf_bico.settings import DTYPES, Settings, read_rank
+from hf_bico.settings import DTYPES, FORMATS, Settings, read_rank
 from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 target_option = click.option("--to", "target", required=True, help="The pretrained model to carry to.")
-base_option = click.option("--base", help="The model that SOURCE was fine-tuned from; by default what its card says.")
+base_option = click.option("--base", help="The model that was fine-tuned; by default what card or configuration say.")
 device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+format_option = click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    help="A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything else a model.",
+)
 rank_option = click.option(
     "--rank",
     help="Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a LoRA keeps its "

@@ -5,8 +5,8 @@ Matches the sites of a resolved lineage by names, shapes and configurations; no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
@@ -16,7 +16,7 @@ from hf_bico.families import require_same_kind
 from hf_bico.hub.client import Hub, is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.models import Model, ModelReference
+from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage, resolve
 from hf_bico.sites import Layout, SitePair
@@ -38,14 +38,21 @@ class Plan:
     """Tensors of the base that the fine-tuned model lacks."""
     extra: tuple[str, ...]
     """Tensors of the fine-tuned model that the base lacks."""
-    ranks: tuple[int, ...] = ()
-    """Of a LoRA's layers."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of a LoRA's layers, by the base's tensors."""
+    asked_format: str | None = None
+    asked_rank: int | float | None = None
 
     @property
     def format(self) -> str:
-        """In which form the result is written unless another is asked for."""
+        """In which form the result is written: the one that is asked for, else the source's own."""
         source = self.lineage.source
-        return "adapter" if isinstance(source, Adapter) and source.low_rank else "full"
+        usual = "adapter" if isinstance(source, Adapter) and source.low_rank else "full"
+        return self.asked_format or ("adapter" if self.asked_rank is not None else usual)
+
+    def in_form(self, format: str | None, rank: int | float | None) -> Plan:
+        """The same plan for a result of another form."""
+        return replace(self, asked_format=format, asked_rank=rank)
 
     @property
     def memory_bytes(self) -> int:
@@ -106,17 +113,19 @@ class Plan:
         return replace(self, lineage=replace(self.lineage, target=named))
 
     @property
-    def output_bytes(self) -> int:
-        """Size of the result in its usual form: a full port is as large as its target, an adapter as its factors."""
-        if self.ranks:
-            return self._adapter_bytes()
+    def output_bytes(self) -> int | None:
+        """About the size of the result; None for an adapter whose ranks are those that keep a share of the energy."""
+        if self.format == "adapter":
+            return None if isinstance(self.asked_rank, float) else self._adapter_bytes(self.asked_rank)
         checkpoint = self.lineage.target.checkpoint
+        if self.format == "delta":
+            return 4 * sum(pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in self.pairs)
         if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):
             return checkpoint.size
         return 4 * _elements(self.lineage.target)
 
-    def _adapter_bytes(self) -> int:
-        """Factors of the greatest rank; a packed attention whose output changes is saved whole."""
+    def _adapter_bytes(self, asked: int | None) -> int:
+        """Factors and biases; a packed attention whose output changes is saved whole."""
         packed = {pair.target.block for pair in self.pairs if pair.target.weight.rows is not None}
         outputs = {pair.target.block for pair in self.pairs if pair.target.role == "attn.out"}
         whole = {
@@ -124,8 +133,20 @@ class Plan:
             for site in self.lineage.target.layout.sites
             if site.block in packed & outputs and site.role.startswith("attn.")
         }
-        factors = [sum(pair.target.shape) for pair in self.pairs if pair.target.name not in whole]
-        return 4 * (max(self.ranks) * sum(factors) + sum(whole.values()))
+        rest = [pair for pair in self.pairs if pair.target.name not in whole]
+        factors = 0
+        for pair in rest:
+            rows, columns = pair.target.shape
+            if pair.target.weight.rows is not None:  # q, k and v share a tensor, and the ranks of three LoRAs add up
+                joins = asked is None and pair.source.weight.rows is None
+                rows, columns = (3 * rows, columns) if joins else (rows, columns // 3)
+            factors += self._rank(pair, asked) * (rows + columns)
+        return 4 * (factors + sum(whole.values()))
+
+    def _rank(self, pair: SitePair, asked: int | None) -> int:
+        """Of a site in an adapter: what is asked for, the LoRA's own, or all that the matrix can have."""
+        own = self.ranks.get(pair.source.weight.tensor, min(pair.target.shape))
+        return min(own if asked is None else asked, min(pair.target.shape))
 
     @property
     def fits(self) -> bool:
@@ -135,7 +156,7 @@ class Plan:
         """Plain data, for JSON."""
         lineage = self.lineage
         return {
-            "source": {"kind": "adapter" if lineage.source.origin.adapter else "full", **_about(lineage.source)},
+            "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
@@ -163,7 +184,7 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "machine_bytes": machine_memory(),
             "format": self.format,
-            "ranks": sorted(set(self.ranks)),
+            "ranks": sorted(set(self.ranks.values())),
             "output_bytes": self.output_bytes,
             "fits": self.fits,
         }
@@ -209,7 +230,9 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
     """What the adapter changes of all that could be carried."""
     changes = adapter.changes(everything.lineage.base)
     if changes is None:  # which layers it changes only peft can tell, with the models loaded
-        return everything
+        untold = f"Which layers '{adapter.name}' changes is known once peft has read it: the sites are those it may."
+        lineage = replace(everything.lineage, notices=(*everything.lineage.notices, untold))
+        return replace(everything, lineage=lineage)
     pairs = [pair for pair in everything.pairs if any(slot.tensor in changes for slot in pair.source.slots)]
     if not pairs:
         reasons = sorted({everything.left.get(name, UNMATCHED) for name in changes})
@@ -218,16 +241,12 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
             "use an adapter of the tower's linear layers",
         )
     left = {name: reason for name, reason in everything.left.items() if name in changes}
-    return replace(everything, pairs=tuple(pairs), left=left, extra=changes.extra, ranks=tuple(changes.ranks))
+    return replace(everything, pairs=tuple(pairs), left=left, extra=changes.extra, ranks=changes.ranks)
 
 
 def _of_model(everything: Plan, tuned: Model) -> Plan:
     base = everything.lineage.base
-    if tuned.family.name != base.family.name:
-        raise BaseMismatchError(
-            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
-            "name the base in the library that the fine-tuned model was saved with",
-        )
+    require_same_family(tuned, base)
     shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
     _require_blocks(base.layout, shared.missing)
     return replace(everything, missing=shared.missing, extra=shared.extra)

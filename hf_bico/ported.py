@@ -27,7 +27,7 @@ from hf_bico.settings import FORMATS, require_rank
 from hf_bico.task_vector import TaskVector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ported:
     """A task vector in the target's coordinates, with everything known about how it got there."""
 
@@ -37,6 +37,9 @@ class Ported:
     target: Model
     form: Form
     """As what it was measured, and is saved unless another form is asked for."""
+
+    def __repr__(self) -> str:
+        return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
 
     @property
     def rounding_lost(self) -> float | None:
@@ -68,7 +71,8 @@ class Ported:
         folder = expanded(folder)
         with whole_folder(folder, overwrite) as scratch:
             files = sha256_of(write_form(form, self.target, scratch))
-            output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, form.rank, form.energy_kept)
+            kept = (form.rank, form.energy_kept, form.replaced)
+            output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, *kept)
             measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
             record = with_output(measured, output, as_measured=form is self.form)
             record.write(scratch)

@@ -78,7 +78,7 @@ def push_folder(
     """
     options, hub = options or PushOptions(), hub or Hub()
     if not folder.is_dir():
-        raise PushError(f"there is no folder '{folder}'", "name a folder that 'hf-bico port' wrote")
+        raise PushError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
     record = read_any(folder) if made_from is None else None
     if record is not None:
         _require_whole(folder, record)

@@ -119,7 +119,8 @@ class OutputRecord:
     """What was written, and the Hub `repo`, with the branch, that it was made for.
 
     `rounding_lost` is the share of the change that rounding to half precision took away, `rank` what was asked of an
-    adapter (absent: as it came), and `energy_kept` the share of the change that it holds.
+    adapter (absent: as it came), `energy_kept` the share of the change that it holds, and `replaced` the tensors that
+    peft loads in place of the base's.
     """
 
     format: str
@@ -129,6 +130,7 @@ class OutputRecord:
     revision: str | None = None
     rank: int | float | None = None
     energy_kept: float | None = None
+    replaced: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,14 @@ def read_record(folder: Path) -> Record:
     raise RecordError(f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port", again)
 
 
+def read_made(folder: Path) -> Made:
+    """The record of a folder that `extract` or `apply` wrote."""
+    record = read_any(folder)
+    if isinstance(record, Made):
+        return record
+    raise RecordError(f"'{folder_name(folder)}' was written by a port", "name what 'extract' or 'apply' wrote")
+
+
 def read_any(folder: Path) -> Record | Made:
     """The record of a folder that this tool wrote."""
     file = folder / RECORD_FILE
@@ -270,7 +280,7 @@ def read_any(folder: Path) -> Record | Made:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecordError(
-            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder or repo that 'hf-bico port' wrote"
+            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder or repo that hf-bico wrote"
         ) from error
     except (OSError, ValueError) as error:
         raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' cannot be read: {error}", "port again") from error

@@ -119,16 +119,19 @@ def tensor_notices(overlap: Overlap) -> list[str]:
     return notices
 
 
-def rounding_notices(lost: float | None) -> list[str]:
-    """What rounding to half precision took away, if it is worth a word."""
+def rounding_notices(lost: float | None, format: str) -> list[str]:
+    """What rounding to half precision takes away, if it is worth a word."""
     if lost is None or lost <= NOTABLE_ROUNDING:
         return []
-    return [f"{lost:.0%} of the change is lost by rounding to the target's own precision; --format adapter loses none."]
+    if format == "adapter":
+        return [f"Over a model in half precision {lost:.0%} of the change is lost by rounding; over float32, nothing."]
+    said = f"{lost:.0%} of the change is lost by rounding to the target's own precision"
+    return [f"{said}; --format adapter is written without loss."]
 
 
 def with_output(record: Record, output: OutputRecord, as_measured: bool = True) -> Record:
     """The record of what was written in the end; `as_measured` says whether the results are of that very form."""
-    notices = [*record.notices, *rounding_notices(output.rounding_lost)]
+    notices = [*record.notices, *rounding_notices(output.rounding_lost, output.format)]
     if record.evaluation and not as_measured:
         notices.append("The results were measured before the port was brought into the form that is written here.")
     command = record.command

@@ -78,10 +78,10 @@ def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
 
 
 def _held_rank(sites: Sequence[SiteRecord]) -> str:
-    """The rank at which an adapter holds these sites; some may be saved whole."""
-    saved_whole = any(site.kept is not None and site.rank is None for site in sites)
+    """The rank at which an adapter holds these sites; some may be saved as they will be."""
+    exact = any(site.kept is not None and site.rank is None for site in sites)
     ranks = _span(site.rank for site in sites)
-    return ranks if not saved_whole else "whole" if ranks == "-" else f"{ranks}, whole"
+    return ranks if not exact else "exact" if ranks == "-" else f"{ranks}, exact"
 
 
 def _mean(values: Iterable[float | None], percent: bool = False) -> str:
@@ -144,6 +144,7 @@ def headline(record: Record) -> str | None:
         return f"The port changed nothing in the target's accuracy of {target:.1%}."
     sentence = f"Accuracy {ported:.1%}, up from the target's {target:.1%}"
     closed = gap_closed(record)
-    if closed is not None:
-        sentence += f": {closed:.0%} of the way to the fine-tuned source's {source:.1%}"
+    if closed is not None and source is not None:
+        reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
+        sentence += f": {reached} the fine-tuned source's {source:.1%}"
     return sentence + ", with no training step."

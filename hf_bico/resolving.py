@@ -15,7 +15,9 @@ from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
     EmptyRepoError,
+    HubUnavailableError,
     LineageError,
+    NotCachedError,
     RepoNotFoundError,
     UnsupportedModelError,
     WrongRepoTypeError,
@@ -84,7 +86,7 @@ def resolve(
     place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
     origin = Origin() if place is None else read_origin(place.folder, place.name)
     name = type(source).__name__ if place is None else place.name
-    start: ModelReference | Place = base if base is not None else _named_base(origin, name, hub)
+    start: ModelReference | Place = base if base is not None else _base_of_source(source, place, hub)
     notices: list[str] = []
     if isinstance(start, str | Path | Place):
         start = _unquantised(start, hub, notices)
@@ -126,9 +128,34 @@ def _shared_library(*places: object) -> str:
     return next(shared, "transformers")
 
 
+def _base_of_source(source: ModelReference, place: Place | None, hub: Hub) -> ModelReference | Place:
+    if place is not None:
+        return find_base(place, hub)
+    loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None
+    named = None if loaded is None else loaded.config.raw.get("base_model_name_or_path")
+    if not named:
+        raise BaseUnknownError(f"the base of a loaded {type(source).__name__} is not known", "name it with --base")
+    return str(named)
+
+
 def find_base(place: Place, hub: Hub) -> Place:
-    """The base that a repo names, where it is found."""
-    return _named_base(read_origin(place.folder, place.name), place.name, hub)
+    """The base that a repo names, where it is found.
+
+    A folder that a local adapter names may be a folder here, as peft would take it: what any other file names, and a
+    repo of the Hub, is on the Hub.
+    """
+    origin = read_origin(place.folder, place.name)
+    if place.repo is None and origin.adapter_base:
+        named = Path(origin.adapter_base).expanduser()
+        for folder in (named, place.folder.absolute().parent / named):
+            if folder.is_dir():
+                return locate(folder, "the base", hub)
+        if hub_reference(origin.adapter_base) is None and not origin.bases:
+            raise BaseUnknownError(
+                f"'{place.name}' names the base '{origin.adapter_base}', and no folder of that name is here",
+                "name the model that was fine-tuned with --base",
+            )
+    return _named_base(origin, place.name, hub)
 
 
 def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
@@ -141,6 +168,9 @@ def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
             f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
             "name the model that was fine-tuned with --base",
         ) from error
+    except (HubUnavailableError, NotCachedError) as error:
+        cause = f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}"
+        raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
 
 
 def _reference(name: str) -> HubReference:

@@ -38,6 +38,7 @@ from hf_bico.hub.repos import Place, locate
 from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
+from hf_bico.record import RECORD_FILE, read_any
 from hf_bico.resolving import find_base
 
 ModelLike = str | Path | nn.Module | Checkpoint
@@ -123,7 +124,9 @@ class TaskVector(Deltas):
         opened = Adapter.open(place, allow_pickle)
         start = find_base(place, hub) if base is None else base
         over = Model.open(start, "the base", opened.library, hub, allow_pickle)
-        return cls.over(opened.fetched(), over.fetched())
+        vector = cls.over(opened.fetched(), over.fetched())
+        vector.about |= made_for(place)
+        return vector
 
     @classmethod
     def over(cls, source: Model | Adapter, base: Model) -> TaskVector:
@@ -205,12 +208,16 @@ class TaskVector(Deltas):
             return known
         opened = Model.open(known, "the base", str(self.about.get("library", "transformers")), hub, allow_pickle)
         model = opened.fetched()
+        self.require_made_for(model)
+        return model
+
+    def require_made_for(self, model: Model) -> None:
+        """Refuse a model with other weights than those that it was made for, as far as these are known."""
         if model.sha256 and self.about.get("base_sha256", model.sha256) != model.sha256:
             raise BaseMismatchError(
                 f"the task vector was made for other weights than those of '{model.name}'",
-                f"name the model that it was made for, '{self.about.get('base')}', with --base",
+                "name the model that it was made for with --base",
             )
-        return model
 
     def _named_base(self) -> str:
         """The Hub model that it was made for, as its file says."""
@@ -251,6 +258,15 @@ class TaskVector(Deltas):
         return vector
 
 
+def made_for(place: Place) -> dict[str, Any]:
+    """For which weights an adapter was made, where the tool itself made it and says so in a record beside it."""
+    if RECORD_FILE not in place.sizes:
+        return {}
+    place.fetch([RECORD_FILE])
+    digests = read_any(place.folder).target.sha256
+    return {"base_sha256": digests} if digests else {}
+
+
 def fit_to(
     vector: Deltas,
     base: Model,
@@ -262,7 +278,9 @@ def fit_to(
     """Fit a vector to a rank for peft, which knows the names of the loaded model alone."""
     names = base.layout.own_names
     sites = {names.get(tensor, tensor) for tensor in base.layout.tensors}
-    return fit(vector.renamed(names), module, sites, rank, everything, device)
+    changes = vector.renamed(names)
+    changes.places_in(base.as_loaded.shapes, f"'{base.name}'")
+    return fit(changes, module, sites, rank, everything, device)
 
 
 def _opened(

@@ -196,6 +196,7 @@ def test_a_lora_may_use_the_names_of_the_base_s_file(bases: dict[str, Base], tmp
     folder = saved(bases["vit"], lora(["q_proj"]), tmp_path)
     truth = by_peft(folder, bases["vit"])
     renamed(folder, lambda name: name.replace("vit.layers.", "vit.encoder.layer.").replace("q_proj", "attention.query"))
+    rewritten(folder, target_modules=["query"])
     assert_same(TaskVector.from_adapter(folder, base=bases["vit"].folder), truth)
 
 

@@ -95,7 +95,8 @@ def an_apply(format: str = "full", **changes: Any) -> Made:
 
 
 def test_extract_card_has_what_is_known() -> None:
-    card = render_card(an_extract())
+    record = an_extract()
+    card = render_card(replace(record, output=replace(record.output, replaced=["visual.proj"])))
     assert headings(card) == [
         f"{SOURCE} as an adapter of {BASE}",
         *("Lineage", "Use", "How it was made", "What it holds", "Limits and risks", "Licences", "Versions"),

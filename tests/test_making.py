@@ -10,13 +10,15 @@ import peft
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from hub import Hub
 from safetensors.torch import load_file
 from scenes import Scene, make_scene
 from test_adapter_port import CPU, write_lora
 
 import hf_bico
+from hf_bico.checkpoints import open_safetensors
 from hf_bico.cli import main
-from hf_bico.errors import BaseMismatchError, RecordError, RepoError
+from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError
 from hf_bico.factors import Factors
 from hf_bico.models import Model
 from hf_bico.record import Made, read_any, read_record
@@ -46,8 +48,9 @@ def test_extract_writes_an_adapter_that_peft_reads_and_says_what_it_keeps(scene:
     record = read_any(tmp_path / "out")
     assert isinstance(record, Made)
     assert record.output.energy_kept is not None
-    assert f"of rank 4: {record.output.energy_kept:.2%} of the change" in result.stdout
-    assert "Left out: 15 tensors of no linear layer" in result.stdout
+    assert f"in all {record.output.energy_kept:.2%} is held" in result.stdout
+    assert "of the change of 25 tensors is held at rank 4" in result.stdout
+    assert "left out: patch stem 12.3%, positions 4.7%, LayerNorm" in result.stdout
     assert record.command == "hf-bico extract tuned --base base --rank 4"
     assert sum(layer.energy for layer in record.layers) + sum(entry.energy for entry in record.left) == pytest.approx(1)
     merged, base, tuned = merged_by_peft(scene, tmp_path / "out"), weights(scene.base), weights(scene.tuned)
@@ -74,7 +77,7 @@ def test_extract_gives_back_the_lora_that_was_merged(scene: Scene, tmp_path: Pat
     assert min(float(truth[name].norm() / base[name].norm()) for name in truth) > 1e-2
     result = run("extract", tmp_path / "merged", "--base", scene.base, "--rank", "8", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "of rank 8: 100.00% of the change, rank 8." in result.stdout
+    assert "100.00% of the change of 12 tensors is held at rank 8" in result.stdout
     found = hf_bico.TaskVector.from_adapter(tmp_path / "out", base=scene.base)
     assert set(found) == set(truth)
     worst = max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
@@ -86,7 +89,7 @@ def test_apply_of_an_adapter_is_its_merge(scene: Scene, tmp_path: Path) -> None:
     lora = write_lora(scene, "transformers", tmp_path / "lora")
     result = run("apply", lora, "--to", scene.base, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "base + 1 x (1 x lora), as full." in result.stdout
+    assert result.stdout.startswith("base + 1 x lora\n")
     merged, ours = merged_by_peft(scene, lora), weights(tmp_path / "out")
     assert max(float((merged[name] - ours[name]).abs().max()) for name in ours) < 1e-6
     assert Model.open(tmp_path / "out", "the result").load(CPU, torch.float32)
@@ -139,7 +142,7 @@ def test_apply_to_another_model_than_the_vector_was_made_for(scene: Scene, tmp_p
     hf_bico.TaskVector.from_models(scene.tuned, scene.base).save(tmp_path / "delta")
     result = run("apply", tmp_path / "delta", "--to", scene.tuned, "-o", tmp_path / "twice")
     assert result.exit_code == 0, result.output
-    assert "Notice: delta was made for another model, whose weights are others than tuned's." in result.stdout
+    assert "Notice: delta was made for other weights than those of tuned." in result.stdout
     base, tuned, twice = (weights(folder) for folder in (scene.base, scene.tuned, tmp_path / "twice"))
     assert all(torch.allclose(twice[name], 2 * tuned[name] - base[name], atol=1e-6) for name in base)
     with pytest.raises(BaseMismatchError, match=r"is \(.*\) in the task vector and \(.*\) in 'target'"):
@@ -223,3 +226,170 @@ def test_same_bytes_twice(scene: Scene, tmp_path: Path) -> None:
         hf_bico.extract(scene.tuned, scene.base, rank=0.9).save(tmp_path / name)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def bert(folder: Path, seed: int = 0) -> Path:
+    """A small classifier, of a class that no family but the generic one knows."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = BertForSequenceClassification(BertConfig(**shape, vocab_size=50, num_labels=3))
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+    return folder
+
+
+def test_extracted_classifier_is_read_by_pefts_own_class_for_its_task(tmp_path: Path) -> None:
+    """Which saves the head whole, asked or not, and wants it in the file."""
+    base, tuned = bert(tmp_path / "base", 0), bert(tmp_path / "tuned", 1)
+    made = hf_bico.extract(tuned, base, everything=True)
+    made.save(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+    config["base_model_name_or_path"] = str(base)
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(config))
+    adapted = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    expected = type(adapted.base_model.model).from_pretrained(tuned).eval()(input_ids=tokens).logits
+    assert torch.allclose(adapted(input_ids=tokens).logits, expected, atol=1e-5)
+
+
+def test_applied_adapter_keeps_what_it_was_made_of(tmp_path: Path) -> None:
+    """Embeddings that were trained beside a LoRA stay in its adapter, and are scaled with it."""
+    base = bert(tmp_path / "base")
+    hf_bico.extract(bert(tmp_path / "tuned", 1), base, everything=True).save(tmp_path / "whole")
+    made = hf_bico.apply(tmp_path / "whole", to=base, alpha=0.5, format="adapter")
+    assert made.energy_kept == 1.0
+    made.save(tmp_path / "half")
+    half = hf_bico.TaskVector.from_adapter(tmp_path / "half", base=base)
+    whole = hf_bico.TaskVector.from_adapter(tmp_path / "whole", base=base)
+    assert set(half) == set(whole)
+    assert all(torch.allclose(half[name], 0.5 * whole[name], atol=1e-6) for name in whole)
+
+
+def test_adapter_for_other_weights_is_noticed(scene: Scene, tmp_path: Path) -> None:
+    hf_bico.extract(scene.tuned, scene.base, rank=4).save(tmp_path / "lora")
+    applied = run("apply", tmp_path / "lora", "--to", scene.tuned, "-o", tmp_path / "out", "-q")
+    assert applied.exit_code == 0, applied.output
+    said = "lora was made for other weights than those of tuned; what it holds whole replaces the model's own."
+    assert f"Notice: {said}" in applied.stderr, "and -q does not hide it"
+    measured = run("eval", tmp_path / "lora", "--base", scene.tuned, "--data", scene.data)
+    assert measured.exit_code == 1
+    assert "was made for other weights than those of 'tuned'" in measured.stderr
+
+
+def test_base_of_another_library_is_refused(scene: Scene, tmp_path: Path) -> None:
+    other = make_scene(tmp_path / "other")
+    result = run("extract", scene.tuned, "--base", other.base, "--everything", "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "of the family transformers CLIP and the base of open_clip ViT" in result.stderr
+
+
+@pytest.mark.parametrize("spelling", ["name", "path"])
+def test_folder_that_a_local_adapter_names_is_its_base(
+    scene: Scene, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").symlink_to(scene.base)
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    config = lora / "adapter_config.json"
+    named = "base" if spelling == "name" else str(scene.base)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": named}))
+    result = run("apply", lora, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert run("plan", lora, "--to", scene.target).exit_code == 0
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "/nowhere/at/all"}))
+    missing = run("plan", lora, "--to", scene.target)
+    assert "names the base '/nowhere/at/all', and no folder of that name is here" in missing.stderr
+
+
+def test_loaded_peft_model_knows_the_folder_of_its_base(scene: Scene, tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    loaded = peft.PeftModel.from_pretrained(CLIPModel.from_pretrained(scene.base), lora)
+    loaded.peft_config["default"].base_model_name_or_path = str(scene.base)
+    planned = hf_bico.plan(loaded, scene.target)
+    assert planned.lineage.base.name == "base"
+    assert planned.as_dict()["source"]["kind"] == "adapter"
+
+
+def test_head_that_the_base_lacks_is_said(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(**shape, vocab_size=50)).save_pretrained(tmp_path / "bare")
+    tuned = bert(tmp_path / "tuned")
+    extracted = run("extract", tuned, "--base", tmp_path / "bare", "--rank", "2", "-o", tmp_path / "out", "-q")
+    assert extracted.exit_code == 0, extracted.output
+    assert "of the fine-tuned model that its base lacks, left behind: 2 (classifier.bias" in extracted.stderr
+    adapted = peft.get_peft_model(
+        type(_classifier(tuned)).from_pretrained(tuned), peft.LoraConfig(r=2, task_type="SEQ_CLS")
+    )
+    adapted.save_pretrained(tmp_path / "lora")
+    made = hf_bico.apply(tmp_path / "lora", to=tmp_path / "bare")
+    assert any("that its base lacks, left behind: 2" in notice for notice in made.record.notices)
+
+
+def _classifier(folder: Path) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def test_sum_that_cancels_changes_nothing(scene: Scene, tmp_path: Path) -> None:
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    made = hf_bico.apply([lora, lora], to=scene.base, weights=[1, -1], format="adapter")
+    assert made.energy_kept == 1.0
+    made.save(tmp_path / "out")
+    merged, base = merged_by_peft(scene, tmp_path / "out"), weights(scene.base)
+    assert max(float((merged[name] - base[name]).abs().max()) for name in base) < 1e-6
+
+
+def test_record_says_alpha_and_vectors_may_be_passed(scene: Scene, tmp_path: Path) -> None:
+    tau = hf_bico.TaskVector.from_models(scene.tuned, scene.base)
+    made = hf_bico.apply([tau, -0.5 * tau], alpha=0.5)
+    made.save(tmp_path / "out")
+    record = read_any(tmp_path / "out")
+    assert isinstance(record, Made)
+    assert (record.alpha, record.command) == (0.5, None)
+    base, tuned, ours = (weights(folder) for folder in (scene.base, scene.tuned, tmp_path / "out"))
+    assert all(torch.allclose(ours[name], base[name] + 0.25 * (tuned[name] - base[name]), atol=1e-6) for name in base)
+    assert "apply over base" in repr(made)
+    assert len(repr(made)) < 200
+
+
+def test_broken_delta_is_named(scene: Scene, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    lora = hf_bico.TaskVector.from_adapter(write_lora(scene, "transformers", tmp_path / "lora"), scene.base)
+    file = lora.save(tmp_path / "delta")
+    with open_safetensors(file, "pt") as reader:
+        header = reader.metadata()
+    tensors = load_file(file)
+    left = next(name for name in tensors if name.endswith(".left"))
+    save_file({**tensors, left: torch.full_like(tensors[left], torch.nan)}, file, metadata=header)
+    for format in ("full", "adapter", "delta"):
+        with pytest.raises(NonFiniteWeightsError, match=r"holds NaN"):
+            hf_bico.apply(tmp_path / "delta", to=scene.base, format=format).save(tmp_path / "out")
+    save_file({**tensors, left: torch.ones(16, 5)}, file, metadata=header)
+    with pytest.raises(RecordError, match="does not hold the factors of"):
+        hf_bico.TaskVector.load(file)
+
+
+def test_adapters_of_different_bases_are_not_added_unasked(hub: Hub, tmp_path: Path) -> None:
+    from hub_scenes import BASE, publish, upload
+
+    scene = publish(hub, tmp_path / "scene", ("transformers", "transformers"))
+    upload(hub, "user/other-base", scene.tuned)
+    for name, base in (("user/one", BASE), ("user/two", "user/other-base")):
+        folder = write_lora(scene, "transformers", tmp_path / name)
+        config = folder / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": base}))
+        upload(hub, name, folder)
+    with pytest.raises(BaseMismatchError, match="'user/two' was made for another model than 'user/one'"):
+        hf_bico.apply(["user/one", "user/two"])
+    made = hf_bico.apply(["user/one", "user/two"], to=BASE)
+    assert ["user/two was made for other weights" in notice for notice in made.record.notices] == [True]

@@ -62,6 +62,7 @@ class Adapter(Opened):
 
         model: Any = module
         name = type(model).__name__
+        _require_plain(model, name)
         raw = json.dumps(model.peft_config[model.active_adapter].to_dict(), default=list)
         tensors = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
         checkpoint = MemoryCheckpoint({key: tensor.detach() for key, tensor in tensors.items()})
@@ -122,6 +123,30 @@ class Adapter(Opened):
         module = live.module if base.folder is not None else copy.deepcopy(live.module)
         changes = changes_by_peft(self.folder, self.checkpoint, self.config, module, self.name)
         return _as_stored(by_base_names(changes, base.as_loaded), base)
+
+
+def _require_plain(model: Any, name: str) -> None:
+    """Refuse a loaded adapter that does not add what its configuration says: merged, rescaled, or one of several."""
+    active = list(model.active_adapters)
+    layers = [layer for layer in model.modules() if active[0] in getattr(layer, "scaling", ())] if active else []
+    reasons = {
+        f"has {len(active)} active adapters": len(active) != 1,
+        "has its adapter merged, or switched off": any(
+            getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False) for layer in layers
+        ),
+        "has its adapter rescaled": any(_is_rescaled(layer, active[0]) for layer in layers),
+    }
+    for reason, true in reasons.items():
+        if true:
+            raise AdapterError(f"the loaded {name} {reason}", "save the adapter, and name its folder")
+
+
+def _is_rescaled(layer: Any, adapter: str) -> bool:
+    rank, alpha = getattr(layer, "r", {}).get(adapter), getattr(layer, "lora_alpha", {}).get(adapter)
+    if not rank or alpha is None:
+        return False
+    plain = (alpha / rank, alpha / rank**0.5)
+    return all(abs(layer.scaling[adapter] - scaling) > 1e-6 * abs(scaling) for scaling in plain)
 
 
 def _as_stored(changes: Mapping[str, Found], base: Model) -> dict[str, Found]:

@@ -68,7 +68,7 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     if kind in BY_PEFT:
         return AdapterConfig(str(kind), base_class=_base_class(raw), raw=raw)
     if kind != LORA:
-        raise UnsupportedAdapterError(f"'{name}' is an adapter of the type {kind}, which is no sum of weights", MERGE)
+        raise _refusal(kind, name)
     _require_known(raw, name)
     try:
         return AdapterConfig(
@@ -85,6 +85,16 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' is not that of a LoRA: {error}", "save it again") from error
+
+
+def _refusal(kind: Any, name: str) -> AdapterError:
+    if not isinstance(kind, str):
+        return AdapterError(f"{ADAPTER_CONFIG} of '{name}' says no peft_type", "save the adapter again with peft")
+    if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
+        return UnsupportedAdapterError(
+            f"'{name}' is an adapter of the type {kind}, which changes no weights", "train a LoRA instead"
+        )
+    return UnsupportedAdapterError(f"'{name}' is an adapter of the type {kind}, which is no sum of weights", MERGE)
 
 
 def _read(file: Path, name: str) -> dict[str, Any]:

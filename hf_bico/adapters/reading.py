@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from hf_bico.adapters.config import MERGE, AdapterConfig
 from hf_bico.adapters.keys import AdapterKeys, LoraKeys, read_keys
 from hf_bico.adapters.placing import Shapes, Target, places_of, tensors_of
+from hf_bico.adapters.targeting import require_targeted
 from hf_bico.checkpoints import ByName, Checkpoint, Overlap
 from hf_bico.errors import AdapterError, BaseMismatchError, NonFiniteWeightsError
 
@@ -109,10 +110,11 @@ class AdapterChanges(ByName["Change"]):
         return change
 
     @property
-    def ranks(self) -> list[int]:
-        """Of the low-rank changes, in order."""
-        changes = (entry.change if isinstance(entry, Beside) else entry for entry in self.names.values())
-        return [self.adapter.shapes[change.keys.a][0] for change in changes if isinstance(change, Product)]
+    def ranks(self) -> dict[str, int]:
+        """Of the low-rank changes, by name."""
+        changes = {name: entry.change if isinstance(entry, Beside) else entry for name, entry in self.names.items()}
+        products = {name: change for name, change in changes.items() if isinstance(change, Product)}
+        return {name: self.adapter.shapes[change.keys.a][0] for name, change in products.items()}
 
 
 def changes_of(
@@ -121,11 +123,13 @@ def changes_of(
     """Find the tensor of the base that each of a LoRA's changes; what has no place there is an error, by name."""
     keys = read_keys(adapter.shapes, called)
     _require_pairs(keys, adapter.shapes, called)
+    _refuse_ignored(keys, config, called)
     places = places_of(keys, adapter.shapes, base.shapes, config.base_class, called)
     lora = _Lora(adapter.shapes, config, base.shapes, called, is_transposed)
     entries: dict[str, Entry] = {}
     for module, layers in keys.lora.items():
         entries |= lora.entries(module, places[module], layers)
+    require_targeted(keys.lora, config.raw, called)
     for name, key in keys.whole.items():
         if name in places:
             _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))
@@ -135,6 +139,21 @@ def changes_of(
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
+
+
+def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:
+    """A tensor of a layer with factors of its own: peft reads it under its wrapper's name only.
+
+    Old releases wrote such biases without it, and meant them.
+    """
+    for name, key in keys.whole.items():
+        owner, _, parameter = name.rpartition(".")
+        meant = parameter == "bias" and config.raw.get("bias", "none") != "none"
+        if owner in keys.lora and "base_layer" not in key.split(".") and not meant:
+            raise AdapterError(
+                f"'{called}' holds '{key}' beside factors of the same layer, where peft does not read it",
+                "save the adapter again with peft",
+            )
 
 
 def _require_pairs(keys: AdapterKeys, shapes: Shapes, called: str) -> None:

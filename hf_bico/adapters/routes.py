@@ -11,9 +11,26 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_bico.checkpoints import align_names
-from hf_bico.errors import AdapterError, BaseMismatchError
+from hf_bico.errors import AdapterError
 
 NOT_LINEAR = "no linear layer"
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+}
+"""peft's task by the end of a class's name."""
+_HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+"""The modules that peft saves whole, asked or not, when a model of that task is loaded."""
+
+
+def task_of(model: nn.Module) -> str | None:
+    """peft's name for what a model is for."""
+    name = type(model).__name__
+    return next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
 
 
 @dataclass
@@ -42,6 +59,12 @@ class Routes:
         return {self.origin[name]: name for name in names if name in self.origin}
 
     @property
+    def in_place(self) -> list[str]:
+        """The tensors that are loaded in place of the base's."""
+        biases = [f"{module}.bias" for module in self.lora] if self.bias == "replaced" else []
+        return [*self.replaced, *(name for name in biases if name in self.origin)]
+
+    @property
     def exact(self) -> list[str]:
         """The tensors that are saved as they will be, by the task vector's names."""
         biases = [f"{module}.bias" for module in self.lora] if self.bias == "replaced" else []
@@ -56,18 +79,20 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
     """
     modules = dict(model.named_modules())
     places = align_names(changed, model.state_dict())
-    homeless = [name for name in changed if name not in places]
-    if homeless:
-        raise BaseMismatchError(
-            f"the model has no tensor '{homeless[0]}'", "use the model that the task vector was made for"
-        )
-    routes = Routes(origin={place: name for name, place in places.items()})
+    # what the library joins or cuts up when it loads the model has no tensor of its own there
+    joined = [name for name in changed if name not in places]
+    routes = Routes(origin={**{place: name for name, place in places.items()}, **{name: name for name in joined}})
+    routes.left += joined
     wanted = {places[name] for name in sites if name in places}
     tied = _tied_modules(model)
+    routes.whole = _heads(model, modules)
+    heads = tuple(f"{head}." for head in routes.whole)
     attention: dict[str, list[str]] = {}
     for name in places.values():
         owner, _, parameter = name.rpartition(".")
         packed = _packed_attention(owner, modules)
+        if name.startswith(heads):
+            continue
         if packed is not None:
             attention.setdefault(packed, []).append(name)
         elif _is_linear(modules[owner]) and parameter in ("weight", "bias") and owner not in tied:
@@ -83,6 +108,12 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
         _route_attention(path, names, modules, model, routes)
     _require_target(routes, modules)
     return routes
+
+
+def _heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """The heads that peft saves whole, changed or not, with the names of their tensors."""
+    found = [head for head in _HEADS.get(task_of(model) or "", ()) if head in modules and _found_alone(head, modules)]
+    return {head: [f"{head}.{key}" for key in modules[head].state_dict()] for head in found}
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bico.adapters.routes import Routes, find_routes
+from hf_bico.adapters.routes import Routes, find_routes, task_of
 from hf_bico.checkpoints import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint, align_names, save_tensors
 from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import EmptyTaskVectorError
@@ -26,7 +26,7 @@ _NOISE = 1e-13
 """A share of energy below this is the rounding of its own sums."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fitted:
     """What an adapter of a rank holds of a task vector."""
 
@@ -35,6 +35,9 @@ class Fitted:
     routes: Routes
     asked: Deltas
     """The task vector itself."""
+
+    def __repr__(self) -> str:
+        return f"{len(self.changes)} of {len(self.asked)} tensors, {self.energy_kept:.2%} of the energy kept"
 
     @cached_property
     def kept(self) -> dict[str, float]:
@@ -45,8 +48,8 @@ class Fitted:
     def energy_kept(self) -> float:
         """The share of the whole task vector's energy that it holds."""
         energies = {name: self.asked.energy(name) for name in self.asked}
-        held = sum(energies[name] * self.kept[name] for name in energies)
-        return held / (sum(energies.values()) or 1.0)
+        held, whole = sum(energies[name] * self.kept[name] for name in energies), sum(energies.values())
+        return held / whole if whole else 1.0
 
     @cached_property
     def ranks(self) -> dict[str, int]:
@@ -63,6 +66,8 @@ def kept_of(asked: Change, held: Change | None) -> float:
     if held is None:
         return 0.0
     if held is asked or is_zero(asked):
+        return 1.0
+    if energy(asked) == 0.0:  # factors that cancel
         return 1.0
     lost = energy(total([asked.to("cpu"), -1.0 * held.to("cpu")])) / energy(asked)
     return max(0.0, 1.0 - lost) if lost > _NOISE else 1.0
@@ -189,6 +194,7 @@ def _config(fitted: Fitted, model: nn.Module, named: BaseName, tensors: Mapping[
         base_model_name_or_path=named.id,
         revision=named.revision,
         inference_mode=True,
+        task_type=task_of(model),
         auto_mapping={"base_model_class": type(model).__name__, "parent_library": type(model).__module__},
     )
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

@@ -11,11 +11,7 @@ from hf_bico.sites import OTHER_ROLES, role_labels
 
 OPEN_CLIP = "open_clip ViT"
 _EXACT = "exact"
-_IN_PLACE = (
-    *("visual.proj", "visual.class_embedding", "visual.positional_embedding"),
-    *("positional_embedding", "text_projection", "logit_scale"),
-)
-"""Tensors of an open_clip model that belong to no layer of their own, so that peft puts them in place of the base's."""
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,8 @@ def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: 
             mean = sum(kept for _, kept in known) / len(known)
             rows.append(HeldRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
     exact = {site.role for site in sites if site.rank is None and site.kept is not None}
-    in_place = ["visual.proj"] if family == OPEN_CLIP and "proj" in exact else []
     attention = family == OPEN_CLIP and any(role.startswith("attn.") for role in exact)
-    return Held("role", rows, _asked(output, from_adapter), output.energy_kept, in_place, attention)
+    return Held("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
 
 
 def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> Held:
@@ -82,9 +77,14 @@ def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapte
         name = "other layers" if label == OTHER_ROLES else label
         rows.append(HeldRow(name, count, _ranks(weights or [None]), kept, energy))
     exact = {entry.name for entry in layers if entry.rank is None}
-    in_place = [name for name in _IN_PLACE if family == OPEN_CLIP and name in exact]
     attention = family == OPEN_CLIP and any(name.endswith(".attn.in_proj_weight") for name in exact)
-    return Held("layer", rows, _asked(output, from_adapter), output.energy_kept, in_place, attention)
+    return Held("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+
+
+def _in_place(output: OutputRecord) -> list[str]:
+    """The tensors that are loaded in place of the base's, those of all blocks as one."""
+    named = list(dict.fromkeys(role_labels(output.replaced).values()))
+    return named if len(named) <= _MOST_NAMED else [*named[: _MOST_NAMED - 1], f"{len(named) - _MOST_NAMED + 1} more"]
 
 
 def _layer(name: str) -> str:
@@ -105,7 +105,7 @@ def _ranks(ranks: Sequence[int | None]) -> str:
 def _asked(output: OutputRecord, from_adapter: bool) -> str:
     rank = output.rank
     if rank is None:
-        return "at the rank that they came in" if from_adapter else "exactly"
+        return "as they came, sums at the sum of their ranks" if from_adapter else "exactly"
     if isinstance(rank, float):
         return f"as factors of the rank that keeps {rank:.4g} of each one's energy"
     return f"as factors of rank {rank:,}, or less where a layer is smaller"

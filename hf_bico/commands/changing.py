@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,6 @@ from hf_bico.edge import edge
 from hf_bico.errors import UsageError
 from hf_bico.options import base_option, device_option, hub_options, output_options, rank_option
 from hf_bico.settings import FORMATS, read_rank, require_rank
-
-if TYPE_CHECKING:
-    from hf_bico.making import Making
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 
@@ -50,9 +47,8 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
         from hf_bico.extracting import extract as take
 
         with shown_progress(quiet or as_json) as progress:
-            made = take(finetuned, rank=wanted, progress=progress, **options)
-            made.save(folder, overwrite)
-        _show(made, folder, as_json, quiet)
+            take(finetuned, rank=wanted, progress=progress, **options).save(folder, overwrite)
+        _show(folder, as_json, quiet)
 
 
 @click.command()
@@ -98,9 +94,8 @@ def apply(
         from hf_bico.applying import apply as add
 
         with shown_progress(quiet or as_json) as progress:
-            made = add(vectors, weights=shares, rank=wanted, progress=progress, **options)
-            made.save(folder, overwrite)
-        _show(made, folder, as_json, quiet)
+            add(vectors, weights=shares, rank=wanted, progress=progress, **options).save(folder, overwrite)
+        _show(folder, as_json, quiet)
 
 
 def _numbers(text: str, count: int) -> list[float]:
@@ -113,13 +108,16 @@ def _numbers(text: str, count: int) -> list[float]:
     return numbers
 
 
-def _show(made: Making, folder: Path, as_json: bool, quiet: bool) -> None:
+def _show(folder: Path, as_json: bool, quiet: bool) -> None:
     from hf_bico.console import print_made
-    from hf_bico.record import read_any
+    from hf_bico.record import read_made
 
-    record = read_any(folder)
+    record = read_made(folder)
     if as_json:
         click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
-    elif not quiet:
-        print_made(made.record, folder)
+    elif quiet:
+        for notice in record.notices:
+            click.echo(f"Notice: {notice}", err=True)
+    else:
+        print_made(record, folder)
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")

@@ -16,6 +16,7 @@ from hf_bico.options import (
     base_option,
     data_options,
     device_option,
+    format_option,
     hub_options,
     output_options,
     push_options,
@@ -25,7 +26,7 @@ from hf_bico.options import (
     target_option,
     typed_line,
 )
-from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, FORMATS, METHOD_NAMES
+from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, METHOD_NAMES, Settings, read_rank
 
 if TYPE_CHECKING:
     from hf_bico.planning import Plan
@@ -55,11 +56,7 @@ if TYPE_CHECKING:
     help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
 )
 @click.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add.")
-@click.option(
-    "--format",
-    type=click.Choice(FORMATS),
-    help="A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything else a model.",
-)
+@format_option
 @rank_option
 @click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
 @click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
@@ -97,7 +94,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
         if dry_run:
             command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
-            _show_plan(make_plan(source, target, **where), as_json, quiet, command)
+            planned = make_plan(source, target, **where).in_form(settings.format, settings.rank)
+            _show_plan(planned, as_json, quiet, command)
             return
         if push_to is not None:
             from hf_bico.push_checks import require_hidden, require_pushable
@@ -122,8 +120,11 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         record = read_record(folder)
         if not (as_json or quiet):
             print_ported(record, ported.report, folder, pushing=push_to is not None)
-        elif is_worse(record):
-            click.echo(f"Warning: {headline(record)}", err=True)
+        else:
+            warnings = [f"Warning: {headline(record)}"] if is_worse(record) else []
+            warnings += [f"Notice: {notice}" for notice in record.notices if not as_json]
+            for warning in warnings:
+                click.echo(warning, err=True)
         pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
         if as_json:
             result = {"folder": str(folder), "record": json.loads(record.to_json())}
@@ -137,6 +138,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 @target_option
 @base_option
 @click.option("--data", help=CALIBRATION_DATA)
+@format_option
+@rank_option
 @hub_options
 @output_options
 def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
@@ -149,6 +152,8 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
     """
     command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
     command += ["--data", data] if data else []
+    command += ["--format", options["format"]] if options["format"] else []
+    command += ["--rank", options["rank"]] if options["rank"] else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
     with edge():
         from hf_bico.hub.client import Hub
@@ -156,7 +161,9 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
 
         hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
         planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
-        _show_plan(planned, options["as_json"], options["quiet"], shlex.join(command))
+        rank = None if options["rank"] is None else read_rank(options["rank"])
+        shown = planned.in_form(Settings(format=options["format"], rank=rank).format, rank)
+        _show_plan(shown, options["as_json"], options["quiet"], shlex.join(command))
 
 
 @click.command()

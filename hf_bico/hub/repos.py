@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_bico.errors import RepoError
+from hf_bico.errors import HubUnavailableError, NotCachedError, RepoError
 from hf_bico.hub import open_clip_names
 from hf_bico.hub.client import Downloaded, Hub, HubRepo
 from hf_bico.hub.references import cached_repo, parse
@@ -55,7 +55,12 @@ def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
             return place
         return Place(found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()})
     alias = open_clip_names.hub_repo(found, what)
-    return at_hub((hub or Hub()).repo(alias or found, what))
+    try:
+        return at_hub((hub or Hub()).repo(alias or found, what))
+    except (HubUnavailableError, NotCachedError) as error:
+        if "/" in found.id:
+            raise
+        raise type(error)(f"there is no folder '{found.id}' here, and {error.cause}", error.remedy) from error
 
 
 def _cached_place(folder: Path, what: str, hub: Hub) -> Place | None:
