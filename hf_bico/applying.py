@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -27,7 +27,6 @@ from hf_bico.settings import FORMATS, require_rank
 from hf_bico.task_vector import TaskVector, made_for
 
 VectorReference: TypeAlias = str | Path | TaskVector
-_NAMED_BASE = "named_base"
 
 
 def apply(
@@ -54,43 +53,71 @@ def apply(
     _require_sum(named, shares, alpha, format, rank)
     course, hub = Course(datetime.now(UTC), Stopwatch(progress)), Hub(token)
     with course.watch("download"):
-        target, opened = _open_all(named, to, hub, allow_pickle)
+        target, parts = _open_all(named, to, hub, allow_pickle)
     with course.watch("sum"):
-        parts = [share * _placed(vector, target) for share, (vector, _) in zip(shares, opened, strict=True)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        total = alpha * total
+        first, *others = (share * _placed(part.vector, target) for share, part in zip(shares, parts, strict=True))
+        total = alpha * sum(others, start=first)
         # what the parts hold the sum holds too
         form = make_form(total, target, format, rank, device=choose_device(device), everything=True)
-    sources = [PartOfSum(source, float(share)) for share, (_, source) in zip(shares, opened, strict=True)]
+    sources = [PartOfSum(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
     words = _command(named, sources, target, alpha, format, rank) if typed else None
     record = make_record("apply", sources, target, form, course, words)
-    notices = [notice for vector, source in opened for notice in _other_base(vector, source, target)]
-    notices += [notice for vector, _ in opened for notice in tensor_notices(vector.overlap)]
+    notices = [notice for part in parts for notice in (*part.other_base(target), *tensor_notices(part.vector.overlap))]
     return Making(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of what is added, and what is known about the model that it was made for."""
+
+    vector: TaskVector
+    record: ModelRecord
+    named_base: str | None = None
+    """What an adapter's configuration calls its base."""
+
+    def other_base(self, target: Model) -> list[str]:
+        """A notice where it was made for other weights, as far as that is known."""
+        meant = self.vector.about.get("base_sha256")
+        if meant is not None:
+            other = bool(target.sha256) and meant != target.sha256
+        else:
+            other = is_hub_id(self.named_base or "") and target.commit is not None and self.named_base != target.name
+        replaces = "; what it holds whole replaces the model's own" if self.record.kind == "adapter" else ""
+        told = f"{self.record.id} was made for other weights than those of {target.name}{replaces}."
+        return [told] if other else []
 
 
 def _open_all(
     named: Sequence[VectorReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
-) -> tuple[Model, list[tuple[TaskVector, ModelRecord]]]:
-    """The model, which is by default what the first vector was made for, and every vector with its record."""
-    target = None if to is None else Model.open(to, "the model", hub=hub, allow_pickle=allow_pickle).fetched()
-    opened: list[tuple[TaskVector, ModelRecord]] = []
+) -> tuple[Model, list[_Part]]:
+    """The model, which is by default what the first vector was made for, and all that is added to it."""
+    target = None if to is None else _open_target(to, named[0], hub, allow_pickle)
+    parts: list[_Part] = []
     for reference in named:
-        vector, record = _open_vector(reference, target, hub, allow_pickle)
+        part = _open_part(reference, target, hub, allow_pickle)
         if target is None:
-            target = vector.base_model(None, hub, allow_pickle)
-        elif to is None and _other_base(vector, record, target):
+            target = part.vector.base_model(None, hub, allow_pickle)
+        elif to is None and part.other_base(target):
             raise BaseMismatchError(
-                f"'{record.id}' was made for another model than '{opened[0][1].id}'",
+                f"'{part.record.id}' was made for another model than '{parts[0].record.id}'",
                 "name the model to change with --to",
             )
-        opened.append((vector, record))
+        parts.append(part)
     if target is None:
         raise UsageError("no task vector was given", "name at least one")
-    return target, opened
+    return target, parts
+
+
+def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pickle: bool) -> Model:
+    """The model, in the layout that the first of what is added speaks of, where it has two."""
+    place = locate(first, "the task vector", hub) if isinstance(first, str | Path) else None
+    library = "transformers"
+    if place is not None and is_adapter(place.sizes):
+        library = Adapter.open(place, allow_pickle).library
+    elif isinstance(first, TaskVector):
+        library = str(first.about.get("library", library))
+    return Model.open(to, "the model", library, hub, allow_pickle).fetched()
 
 
 def _command(
@@ -127,12 +154,10 @@ def _require_sum(
         raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
 
 
-def _open_vector(
-    reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool
-) -> tuple[TaskVector, ModelRecord]:
-    """An adapter over the model that it shall be applied to, or a task vector; and what the record says of it."""
+def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
+    """An adapter over the model that it shall be applied to, or a task vector."""
     if isinstance(reference, TaskVector):
-        return reference, ModelRecord("a task vector", kind="delta")
+        return _Part(reference, ModelRecord("a task vector", kind="delta"))
     if not isinstance(reference, str | Path):
         raise UsageError(f"a loaded {type(reference).__name__} is no task vector", "name an adapter or a task vector")
     place = locate(reference, "the task vector", hub)
@@ -147,17 +172,16 @@ def _open_vector(
             "take a fine-tuned model's change first: 'hf-bico extract MODEL -o FOLDER'",
         )
     place.fetch([DELTA_FILE])
-    digests = sha256_of([place.folder / DELTA_FILE])
-    return TaskVector.load(place.folder / DELTA_FILE), ModelRecord(place.name, place.commit, digests, kind="delta")
+    record = ModelRecord(place.name, place.commit, sha256_of([place.folder / DELTA_FILE]), kind="delta")
+    return _Part(TaskVector.load(place.folder / DELTA_FILE), record)
 
 
-def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, ModelRecord]:
+def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
     adapter = Adapter.open(place, allow_pickle).fetched()
     start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
     vector = TaskVector.over(adapter, start)
-    named = adapter.config.raw.get("base_model_name_or_path")
-    vector.about |= made_for(place) or {_NAMED_BASE: named}
-    return vector, source_record(adapter, None)
+    vector.about |= made_for(place)
+    return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None)
 
 
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
@@ -172,16 +196,3 @@ def _placed(vector: TaskVector, target: Model) -> TaskVector:
                 "apply the task vector to the model that it was made for",
             )
     return TaskVector(vector.renamed(places), vector.overlap, vector.about, target)
-
-
-def _other_base(vector: TaskVector, source: ModelRecord, target: Model) -> list[str]:
-    """Whether it was made for other weights, as far as that is known."""
-    meant, named = vector.about.get("base_sha256"), vector.about.get(_NAMED_BASE)
-    if meant is not None:
-        other = bool(target.sha256) and meant != target.sha256
-    else:
-        other = is_hub_id(str(named)) and target.commit is not None and named != target.name
-    if not other:
-        return []
-    replaces = "; what it holds whole replaces the model's own" if source.kind == "adapter" else ""
-    return [f"{source.id} was made for other weights than those of {target.name}{replaces}."]

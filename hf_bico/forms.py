@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_bico.adapters.writing import BaseName, Fitted, kept_of, write_adapter
 from hf_bico.checkpoints import Checkpoint, FileCheckpoint
 from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import NonFiniteWeightsError, OutputError
-from hf_bico.factors import energy
+from hf_bico.factors import Change, energy
 from hf_bico.models import Model
 from hf_bico.patching import write_full
 from hf_bico.sites import Site
@@ -85,10 +85,19 @@ def make_form(
 
 def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
     """What is lost of tensors that are saved as they will be, where the model is loaded in its own half precision."""
-    exact = Deltas({name: fitted.changes.change(name) for name in fitted.routes.exact if name in fitted.changes})
-    lost = as_stored(exact, target)[1]
+    exact = [name for name in fitted.routes.exact if name in fitted.changes]
+    places = fitted.changes.places_in(target.shapes, "the target")
+    starts = {name: target.tensor(places[name]) for name in exact}
     whole = sum(fitted.asked.energy(name) for name in fitted.asked)
-    return None if lost is None or not whole else lost * sum(exact.energy(name) for name in exact) / whole
+    if not whole or not any(start.dtype.itemsize < 4 for start in starts.values()):
+        return None
+    return sum(_rounded_off(start, fitted.changes.change(name), name) for name, start in starts.items()) / whole
+
+
+def _rounded_off(start: Tensor, change: Change, name: str) -> float:
+    """The energy that rounding the sum to the weight's own dtype takes away, or adds."""
+    wide = torch.promote_types(start.dtype, torch.float32)
+    return energy(add_delta(start.to(wide), change, name) - add_delta(start, change, name).to(wide))
 
 
 def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
@@ -107,7 +116,7 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
                 f"the change takes '{name}' beyond what {start.dtype} holds", "add less of it with --alpha"
             )
         stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
-        lost += energy(stored[name] - delta)
+        lost += _rounded_off(start, delta, name)
         total += energy(delta)
     halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())
     return Deltas(stored), lost / total if halved and total else None

@@ -67,8 +67,6 @@ def kept_of(asked: Change, held: Change | None) -> float:
         return 0.0
     if held is asked or is_zero(asked):
         return 1.0
-    if energy(asked) == 0.0:  # factors that cancel
-        return 1.0
     lost = energy(total([asked.to("cpu"), -1.0 * held.to("cpu")])) / energy(asked)
     return max(0.0, 1.0 - lost) if lost > _NOISE else 1.0
 
