@@ -12,7 +12,14 @@ from typing import Any, TypeAlias
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter, sha256_of
 from hf_bico.environment import Stopwatch, choose_device
-from hf_bico.errors import BaseMismatchError, LineageError, RepoError, UsageError
+from hf_bico.errors import (
+    BaseMismatchError,
+    HubUnavailableError,
+    LineageError,
+    NotCachedError,
+    RepoError,
+    UsageError,
+)
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import is_hub_id
@@ -97,7 +104,7 @@ def _open_all(
     for reference in named:
         part = _open_part(reference, target, hub, allow_pickle)
         if target is None:
-            target = part.vector.base_model(None, hub, allow_pickle)
+            target = _base_of(part.vector, hub, allow_pickle)
         elif to is None and part.other_base(target):
             raise BaseMismatchError(
                 f"'{part.record.id}' was made for another model than '{parts[0].record.id}'",
@@ -107,6 +114,13 @@ def _open_all(
     if target is None:
         raise UsageError("no task vector was given", "name at least one")
     return target, parts
+
+
+def _base_of(vector: TaskVector, hub: Hub, allow_pickle: bool) -> Model:
+    try:
+        return vector.base_model(None, hub, allow_pickle)
+    except (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError) as error:
+        raise type(error)(error.cause, "name the model to change with --to") from error
 
 
 def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pickle: bool) -> Model:
@@ -164,7 +178,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     if is_adapter(place.sizes):
         try:
             return _open_adapter(place, target, hub, allow_pickle)
-        except (LineageError, BaseMismatchError) as error:
+        except (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError) as error:
             raise type(error)(error.cause, "name the model that it was trained on with --to") from error
     if DELTA_FILE not in place.sizes:
         raise RepoError(

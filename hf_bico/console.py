@@ -15,6 +15,7 @@ import click
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
+from hf_bico.record import JOINED
 from hf_bico.report import VALUE_NAMES, Report, format_table, headline, is_worse
 from hf_bico.sizes import size_text
 
@@ -167,7 +168,9 @@ def _print_held(record: Made) -> None:
         reasons = {entry.reason for entry in record.left}
         shares = [(reason, sum(e.energy for e in record.left if e.reason == reason)) for reason in reasons]
         listed = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares, key=lambda pair: -pair[1]))
-        click.echo(f"left out: {listed} (--everything holds them too); in all {record.output.energy_kept:.2%} is held")
+        helps = "--everything" not in str(record.command) and any(e.reason != JOINED for e in record.left)
+        more = " (--everything holds them too)" if helps and record.job == "extract" else ""
+        click.echo(f"left out: {listed}{more}; in all {record.output.energy_kept:.2%} is held")
 
 
 def print_rerun(again: Rerun) -> None:

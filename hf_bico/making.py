@@ -23,7 +23,7 @@ from hf_bico.models import Model
 from hf_bico.output import whole_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
-from hf_bico.record import LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
+from hf_bico.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.recording import model_record, rounding_notices
 from hf_bico.task_vector import TaskVector
 from hf_bico.version import __version__
@@ -112,4 +112,5 @@ def _account(form: Form, target: Model) -> tuple[list[LayerRecord], list[LeftRec
     missing = [name for name in energies if name not in fitted.changes]
     layers = [LayerRecord(name, energies[name] / total, fitted.kept[name], fitted.ranks.get(name)) for name in held]
     reasons = {own_names.get(name, name): reason for name, reason in others.items()}
+    reasons |= {fitted.routes.origin[name]: JOINED for name in fitted.routes.joined}
     return layers, [LeftRecord(name, reasons.get(name, NOT_LINEAR), energies[name] / total) for name in missing]

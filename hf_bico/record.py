@@ -15,6 +15,8 @@ from hf_bico.checkpoints import folder_name
 from hf_bico.errors import RecordError
 
 RECORD_FILE = "bico.json"
+JOINED = "joined with others when loaded"
+"""Why an adapter cannot hold a tensor that has no counterpart in the loaded model."""
 SCHEMA = 1
 
 

@@ -5,12 +5,13 @@ Asks the Hub and reads small files; no weights, no torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter, is_peft_model
-from hf_bico.checkpoints import WEIGHT_FILES, holds_layout, is_adapter
+from hf_bico.checkpoints import WEIGHT_FILES, expanded, holds_layout, is_adapter
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -23,7 +24,7 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.client import Hub, HubRepo
-from hf_bico.hub.references import LOCAL, HubReference, RepoName, hub_reference, parse
+from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, hub_reference, parse
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.models import Model, ModelReference
@@ -145,10 +146,10 @@ def find_base(place: Place, hub: Hub) -> Place:
     repo of the Hub, is on the Hub.
     """
     origin = read_origin(place.folder, place.name)
-    if place.repo is None and origin.adapter_base:
-        named = Path(origin.adapter_base).expanduser()
+    if place.repo is None and cached_repo(place.folder) is None and origin.adapter_base:
+        named = expanded(origin.adapter_base)
         for folder in (named, place.folder.absolute().parent / named):
-            if folder.is_dir():
+            if os.path.isdir(folder):  # False, where pathlib raises, for what may not be read
                 return locate(folder, "the base", hub)
         if hub_reference(origin.adapter_base) is None and not origin.bases:
             raise BaseUnknownError(

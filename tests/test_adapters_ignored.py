@@ -13,6 +13,7 @@ from adapters import CONFIG, WEIGHTS, Base, adapted, assert_same, by_peft, lora,
 from safetensors.torch import load_file, save_file
 
 from hf_bico import TaskVector
+from hf_bico.adapters.targeting import require_targeted
 from hf_bico.errors import AdapterError
 
 VISION = r"vision_model\..*\.(q_proj|v_proj|fc1)"
@@ -108,3 +109,32 @@ def test_loaded_model_with_a_rescaled_or_merged_adapter_is_refused(base: Base) -
         TaskVector.from_adapter(merged, base=base.folder)
     plain = adapted(base.model(), lora(VISION, use_rslora=True))
     assert len(TaskVector.from_adapter(plain, base=base.folder)) == 6
+
+
+@pytest.mark.parametrize("layers", [None, [], [1], 0, [0, 2]], ids=str)
+@pytest.mark.parametrize("pattern", [None, "layers", "h", ["h", "layers"]], ids=str)
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["c_attn"], r".*q_proj", ["classifier"]], ids=str)
+def test_targets_are_those_of_peft(targets: Any, pattern: Any, layers: Any) -> None:
+    """Whatever peft adapts is accepted, so that no file of its own is refused."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    fields: dict[str, Any] = {"target_modules": targets, "layers_pattern": pattern, "layers_to_transform": layers}
+    if layers in (None, []) or isinstance(targets, str):
+        fields |= {"layers_pattern": None, "layers_to_transform": None if isinstance(targets, str) else layers}
+    config = peft.LoraConfig(**fields, modules_to_save=["head"])
+    raw = {**fields, "modules_to_save": ["head"]}
+    for module in (
+        *(
+            "model.layers.1.self_attn.q_proj",
+            "layers.0.self_attn.q_proj",
+            "h.1.attn.c_attn",
+            "transformer.h.0.attn.c_attn",
+        ),
+        *("model.layers.1.mlp.experts.0.up_proj", "model.layers.0.mlp.experts.2.up_proj", "head.q_proj", "q_proj"),
+        *("classifier", "pre_classifier", "model.layers.2.q_proj.other"),
+    ):
+        if check_target_module_exists(config, module):
+            require_targeted([module], raw, "an adapter")
+    for module in ("head.q_proj", "pre_classifier", "model.layers.2.q_proj.other"):
+        with pytest.raises(AdapterError, match="none of its targets"):
+            require_targeted([module], raw, "an adapter")

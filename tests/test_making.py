@@ -393,3 +393,87 @@ def test_adapters_of_different_bases_are_not_added_unasked(hub: Hub, tmp_path: P
         hf_bico.apply(["user/one", "user/two"])
     made = hf_bico.apply(["user/one", "user/two"], to=BASE)
     assert ["user/two was made for other weights" in notice for notice in made.record.notices] == [True]
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "task"),
+    [
+        ("DistilBertForSequenceClassification", {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}, None),
+        (
+            "BertForTokenClassification",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "TOKEN_CLS",
+        ),
+        (
+            "BertForQuestionAnswering",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "QUESTION_ANS",
+        ),
+        ("Qwen2ForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "CAUSAL_LM"),
+        ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}, "SEQ_2_SEQ_LM"),
+        ("ViTForImageClassification", SMALL, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_extracted_models_of_every_task_are_read_by_peft(
+    name: str, config: dict[str, int], task: str | None, tmp_path: Path
+) -> None:
+    import transformers
+
+    kind = getattr(transformers, name)
+    small = {
+        "vocab_size": 40,
+        "intermediate_size": 32,
+        "d_ff": 32,
+        "num_key_value_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    for seed, folder in enumerate(("base", "tuned")):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            kind(kind.config_class(**config, **small)).save_pretrained(tmp_path / folder)
+    hf_bico.extract(tmp_path / "tuned", tmp_path / "base", everything=True).save(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["task_type"] == task
+    merged = peft.PeftModel.from_pretrained(
+        kind.from_pretrained(tmp_path / "base"), tmp_path / "out"
+    ).merge_and_unload()
+    tuned = kind.from_pretrained(tmp_path / "tuned").state_dict()
+    assert max(float((merged.state_dict()[key] - tensor).abs().max()) for key, tensor in tuned.items()) < 1e-5
+
+
+def test_loaded_peft_model_of_a_language_model_is_read(tmp_path: Path) -> None:
+    """Its attention has a `scaling` of its own."""
+    from transformers import BertForSequenceClassification
+
+    base = bert(tmp_path / "base")
+    model = peft.get_peft_model(BertForSequenceClassification.from_pretrained(base), peft.LoraConfig(r=2))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    vector = hf_bico.TaskVector.from_adapter(model, base=base)
+    merged, plain = model.merge_and_unload().state_dict(), weights(base)
+    assert all(torch.allclose(vector[name], merged[name] - plain[name], atol=1e-5) for name in vector)
+    assert len(vector) == 4
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/model", "a" * 300, "/root/../proc/1/root/nowhere"])
+def test_base_that_no_folder_can_be_called_is_an_error(named: str, scene: Scene, tmp_path: Path) -> None:
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    config = lora / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": named}))
+    with pytest.raises(hf_bico.BicoError):
+        hf_bico.plan(lora, scene.target)
+
+
+def test_adapter_in_the_hubs_cache_names_no_folder_here(scene: Scene, tmp_path: Path, hub: Hub) -> None:
+    snapshot = tmp_path / "hub" / "models--evil--lora" / "snapshots" / ("a" * 40)
+    lora = write_lora(scene, "transformers", snapshot)
+    config = lora / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(scene.base)}))
+    with pytest.raises(hf_bico.BicoError, match="does not say which model"):
+        hf_bico.plan(lora, scene.target)

@@ -128,7 +128,8 @@ class Adapter(Opened):
 def _require_plain(model: Any, name: str) -> None:
     """Refuse a loaded adapter that does not add what its configuration says: merged, rescaled, or one of several."""
     active = list(model.active_adapters)
-    layers = [layer for layer in model.modules() if active[0] in getattr(layer, "scaling", ())] if active else []
+    scaled = (layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict))
+    layers = [layer for layer in scaled if active and active[0] in layer.scaling]
     reasons = {
         f"has {len(active)} active adapters": len(active) != 1,
         "has its adapter merged, or switched off": any(

@@ -23,14 +23,30 @@ TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 """peft's task by the end of a class's name."""
+_CLASSES = {
+    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
 _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
 """The modules that peft saves whole, asked or not, when a model of that task is loaded."""
 
 
 def task_of(model: nn.Module) -> str | None:
-    """peft's name for what a model is for."""
+    """peft's name for what a model is for, where transformers' own class for that task takes it.
+
+    None where one of the heads that peft would save cannot be told from other modules by the end of its name.
+    """
+    from transformers.models.auto import modeling_auto
+
     name = type(model).__name__
-    return next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
+    task = next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
+    if task is None or name not in getattr(modeling_auto, _CLASSES[task]).values():
+        return None
+    modules = dict(model.named_modules())
+    return task if all(_found_alone(head, modules) for head in _HEADS.get(task, ()) if head in modules) else None
 
 
 @dataclass
@@ -49,6 +65,8 @@ class Routes:
     """How the biases of LoRA layers change: "none", by "lora_bias", or "replaced"."""
     left: list[str] = field(default_factory=list)
     """Changed tensors that the adapter does not hold."""
+    joined: list[str] = field(default_factory=list)
+    """Those of them that are no tensors of the loaded model."""
     origin: dict[str, str] = field(default_factory=dict)
     """The name in the task vector of each changed tensor."""
 
@@ -83,6 +101,7 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
     joined = [name for name in changed if name not in places]
     routes = Routes(origin={**{place: name for name, place in places.items()}, **{name: name for name in joined}})
     routes.left += joined
+    routes.joined = joined
     wanted = {places[name] for name in sites if name in places}
     tied = _tied_modules(model)
     routes.whole = _heads(model, modules)
@@ -112,7 +131,7 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
 
 def _heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """The heads that peft saves whole, changed or not, with the names of their tensors."""
-    found = [head for head in _HEADS.get(task_of(model) or "", ()) if head in modules and _found_alone(head, modules)]
+    found = [head for head in _HEADS.get(task_of(model) or "", ()) if head in modules]
     return {head: [f"{head}.{key}" for key in modules[head].state_dict()] for head in found}
 
 

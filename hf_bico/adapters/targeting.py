@@ -38,6 +38,8 @@ def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
         return True  # old files do not say, and which layers are linear the names do not tell
     if raw.get("exclude_modules") and _matches(module, raw["exclude_modules"]):
         return False
+    if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in raw.get("modules_to_save") or ()):
+        return False
     return _matches(module, targets) and _in_layers(module, raw, exact=module in targets)
 
 
@@ -50,11 +52,11 @@ def _matches(module: str, targets: Any) -> bool:
 
 def _in_layers(module: str, raw: Mapping[str, Any], exact: bool) -> bool:
     layers, patterns = raw.get("layers_to_transform"), raw.get("layers_pattern")
-    if layers is None or exact or isinstance(raw.get("target_modules"), str):
+    if layers in (None, []) or exact or isinstance(raw.get("target_modules"), str):
         return True
     named = [patterns] if isinstance(patterns, str) else list(patterns or ())
-    expressions = [rf".*\.{pattern}\.(\d+)\." for pattern in named] or [r".*\.[^.]*\.(\d+)\."]
-    found = next((match for one in expressions if (match := re.match(one, module))), None)
-    if found is None:
-        return False
-    return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+    # the number of the outermost list that fits; older releases took the innermost one
+    ways = [[rf"(?:^|.*?\.){one}\.(\d+)\.", rf"(?:^|.*\.){one}\.(\d+)\."] for one in named]
+    ways = ways or [[r".*?\.[^.]*\.(\d+)\.", r".*\.[^.]*\.(\d+)\."]]
+    found = {int(match[1]) for way in ways for one in way if (match := re.match(one, module))}
+    return bool(found & set([layers] if isinstance(layers, int) else layers))
