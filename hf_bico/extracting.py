@@ -6,19 +6,18 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hf_bico.adapters.adapter import Adapter, is_peft_model
-from hf_bico.checkpoints import is_adapter
+from hf_bico.adapters.adapter import Adapter
 from hf_bico.environment import Stopwatch, choose_device
-from hf_bico.errors import BaseUnknownError, EmptyTaskVectorError
+from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
-from hf_bico.hub.repos import Place, locate
+from hf_bico.hub.repos import locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.progress import Progress, silent
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
-from hf_bico.resolving import find_base
+from hf_bico.resolving import base_of_source, open_source
 from hf_bico.settings import require_rank
 from hf_bico.task_vector import TaskVector
 
@@ -67,24 +66,11 @@ def _source_and_base(
     fine_tuned: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model | Adapter, Model]:
     """The fine-tuned model or adapter, and the model that it was made from, both on this machine."""
-    source: Model | Adapter
     place = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else None
-    if place is not None and is_adapter(place.sizes):
-        source = Adapter.open(place, allow_pickle)
-    elif is_peft_model(fine_tuned):
-        source = Adapter.of(fine_tuned)  # type: ignore[arg-type]
-    else:
-        source = Model.open(place or fine_tuned, "the fine-tuned model", hub=hub, allow_pickle=allow_pickle)
+    source = open_source(fine_tuned, place, "transformers", hub, allow_pickle)
     library = source.library if isinstance(source, Adapter) else source.family.library
-    opened = Model.open(_base(place, base, hub), "the base", library, hub, allow_pickle)
+    start = base_of_source(fine_tuned, place, hub) if base is None else base
+    opened = Model.open(start, "the base", library, hub, allow_pickle)
     if isinstance(source, Model):
         require_same_family(source, opened)
     return source.fetched(beside=False), opened.fetched()
-
-
-def _base(place: Place | None, base: ModelReference | None, hub: Hub) -> ModelReference | Place:
-    if base is not None:
-        return base
-    if place is None:
-        raise BaseUnknownError("the base of a loaded model is not known", "pass base=")
-    return find_base(place, hub)

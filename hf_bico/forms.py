@@ -138,9 +138,3 @@ def write_form(form: Form, target: Model, folder: Path) -> list[Path]:
     for file in target.family.side_files(origin):
         (folder / file.name).write_bytes(file.read_bytes())
     return write_full(checkpoint, form.vector, folder)
-
-
-def held_by_site(form: Form, sites: Mapping[str, Site]) -> dict[str, tuple[int | None, float]]:
-    """What an adapter holds of each site, by name."""
-    found = {name: form.held(site) for name, site in sites.items()}
-    return {name: held for name, held in found.items() if held is not None}

@@ -14,7 +14,7 @@ from torch import nn
 from hf_bico.cards.card import write_card
 from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.errors import UsageError
-from hf_bico.forms import Form, held_by_site, make_form, write_form
+from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.models import Model
 from hf_bico.output import whole_folder
@@ -43,7 +43,7 @@ class Ported:
 
     @property
     def rounding_lost(self) -> float | None:
-        """The share of the change that rounding to the target's half precision takes away, as a full model."""
+        """The share of the change that rounding to the target's half precision takes away, in its form."""
         return self.form.rounding_lost
 
     def model(self, device: str = "cpu") -> nn.Module:
@@ -112,7 +112,5 @@ class Ported:
 
 def with_held(sites: list[SiteRecord], form: Form, target: Model) -> list[SiteRecord]:
     """The records of the sites with what an adapter holds of each."""
-    by_name = {site.name: site for site in target.layout.sites}
-    held = held_by_site(form, {site.name: by_name[site.name] for site in sites})
-    bare = (None, None)
-    return [replace(site, rank=held.get(site.name, bare)[0], kept=held.get(site.name, bare)[1]) for site in sites]
+    held = {site.name: form.held(site) or (None, None) for site in target.layout.sites}
+    return [replace(site, rank=held[site.name][0], kept=held[site.name][1]) for site in sites]

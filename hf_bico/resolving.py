@@ -87,7 +87,7 @@ def resolve(
     place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
     origin = Origin() if place is None else read_origin(place.folder, place.name)
     name = type(source).__name__ if place is None else place.name
-    start: ModelReference | Place = base if base is not None else _base_of_source(source, place, hub)
+    start: ModelReference | Place = base if base is not None else base_of_source(source, place, hub)
     notices: list[str] = []
     if isinstance(start, str | Path | Place):
         start = _unquantised(start, hub, notices)
@@ -99,7 +99,7 @@ def resolve(
         data = parse(data, "the data set", files=True)
         data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
 
-    tuned = _open_source(source, place, _shared_library(place, start), hub, allow_pickle)
+    tuned = open_source(source, place, _shared_library(place, start), hub, allow_pickle)
     library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
     first = Model.open(start, "the base", library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
@@ -111,7 +111,7 @@ def resolve(
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
 
 
-def _open_source(
+def open_source(
     source: ModelReference, place: Place | None, library: str, hub: Hub, allow_pickle: bool
 ) -> Model | Adapter:
     """The fine-tuned model, or the adapter that stands for it."""
@@ -129,7 +129,8 @@ def _shared_library(*places: object) -> str:
     return next(shared, "transformers")
 
 
-def _base_of_source(source: ModelReference, place: Place | None, hub: Hub) -> ModelReference | Place:
+def base_of_source(source: ModelReference, place: Place | None, hub: Hub) -> ModelReference | Place:
+    """The base that a fine-tuned model or adapter names, or that a loaded PeftModel was loaded over."""
     if place is not None:
         return find_base(place, hub)
     loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None

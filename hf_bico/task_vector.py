@@ -39,7 +39,7 @@ from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import RECORD_FILE, read_any
-from hf_bico.resolving import find_base
+from hf_bico.resolving import base_of_source, find_base
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
@@ -115,9 +115,8 @@ class TaskVector(Deltas):
         """
         hub = Hub(token)
         if isinstance(adapter, nn.Module):
-            if base is None:
-                raise BaseUnknownError("the base of a loaded adapter is not known", "pass base=")
-            return cls.over(Adapter.of(adapter), Model.open(base, "the base", hub=hub).fetched())
+            known = base_of_source(adapter, None, hub) if base is None else base
+            return cls.over(Adapter.of(adapter), Model.open(known, "the base", hub=hub).fetched())
         place = adapter if isinstance(adapter, Place) else locate(adapter, "the adapter", hub)
         if not is_adapter(place.sizes):
             raise AdapterError(f"'{place.name}' holds no PEFT adapter", "take its task vector with from_models")
@@ -253,9 +252,18 @@ class TaskVector(Deltas):
             key: value for key, value in self.about.items() if all(value == o.about.get(key) for o in others)
         }
         vector.about[MADE_FROM] = [list(name) for part in parts for name in part.made_from]
-        if all(part._base is self._base or part.about.get("base") == self.about.get("base") for part in others):
+        if all(part._base_key == self._base_key for part in others):
             vector._base = self._base
         return vector
+
+    @property
+    def _base_key(self) -> tuple[object, ...]:
+        """What tells its base from others: where its files are, the loaded module, or the repo's commit."""
+        if isinstance(self._base, Model | Place) and self._base.folder is not None:
+            return (self._base.folder,)
+        if self._base is not None:
+            return (id(self._base.module if isinstance(self._base, Model) else self._base),)
+        return (self.about.get("base"), self.about.get("base_commit"), str(self.about.get("base_sha256")))
 
 
 def made_for(place: Place) -> dict[str, Any]:

@@ -247,8 +247,9 @@ def test_rounding_of_a_full_port_is_measured_and_an_adapter_loses_nothing(
     assert record.output is not None
     assert record.output.rounding_lost is not None
     assert record.output.rounding_lost == pytest.approx(lost / total, rel=1e-3)
-    if record.output.rounding_lost > 0.05:
-        assert any("--format adapter is written without loss" in notice for notice in record.notices)
+    told = any("--format adapter is written without loss" in notice for notice in record.notices)
+    assert told == (record.output.rounding_lost > 0.05)
+    assert told or dtype is torch.float16, "bfloat16 loses half of so small a change"
     adapter = ported.save(tmp_path / "adapter", format="adapter")
     read = hf_bico.TaskVector.from_adapter(adapter, base=scene.target)
     assert max(float((read[key] - exact[key]).norm() / exact[key].norm()) for key in exact) < 1e-4

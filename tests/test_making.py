@@ -477,3 +477,29 @@ def test_adapter_in_the_hubs_cache_names_no_folder_here(scene: Scene, tmp_path: 
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(scene.base)}))
     with pytest.raises(hf_bico.BicoError, match="does not say which model"):
         hf_bico.plan(lora, scene.target)
+
+
+def test_sum_over_different_models_of_one_name_knows_no_base(scene: Scene, tmp_path: Path) -> None:
+    other = make_scene(tmp_path / "other", ("transformers", "transformers"))
+    one = hf_bico.TaskVector.from_models(scene.tuned, scene.base)
+    two = hf_bico.TaskVector.from_models(other.tuned, other.base)
+    assert one.about["base"] == two.about["base"] == "base"
+    assert (one + one).save_adapter(tmp_path / "same", rank=2).ranks
+    with pytest.raises(hf_bico.BicoError, match="lies over a local model"):
+        (one + two).save_adapter(tmp_path / "different", rank=2)
+    loaded = [Model.open(folder, "the base").load(CPU, torch.float32).module for folder in (scene.base, scene.tuned)]
+    three, four = (hf_bico.TaskVector.from_models(scene.tuned, base) for base in reversed(loaded))
+    with pytest.raises(hf_bico.BicoError, match="lies over a local model"):
+        (three + four).save_adapter(tmp_path / "loaded", rank=2)
+
+
+def test_extract_of_a_loaded_peft_model_finds_its_base(scene: Scene, tmp_path: Path) -> None:
+    from transformers import CLIPModel
+
+    lora = write_lora(scene, "transformers", tmp_path / "lora")
+    loaded = peft.PeftModel.from_pretrained(CLIPModel.from_pretrained(scene.base), lora)
+    loaded.peft_config["default"].base_model_name_or_path = str(scene.base)
+    made = hf_bico.extract(loaded, rank=1)
+    assert made.target.name == "base"
+    assert set(made.form.fitted.ranks.values()) == {1}  # type: ignore[union-attr]
+    assert set(hf_bico.TaskVector.from_adapter(loaded)) == set(made.task_vector)

@@ -104,12 +104,12 @@ def _refuse_packed_attention(model: nn.Module, name: str, called: str) -> None:
 
 
 def _delta(layer: Any, config: AdapterConfig, called: str) -> Tensor:
+    if not hasattr(layer, "get_delta_weight"):
+        raise UnsupportedAdapterError(f"peft offers no change of weights for '{called}' ({config.kind})", MERGE)
     try:
         delta: Tensor = layer.get_delta_weight("default")
-    except (AttributeError, TypeError, NotImplementedError) as error:
-        raise UnsupportedAdapterError(
-            f"peft offers no change of weights for '{called}' ({config.kind})", MERGE
-        ) from error
+    except _REFUSALS as error:
+        raise AdapterError(f"peft cannot compute the change of '{called}' ({config.kind}): {error}", MERGE) from error
     return delta.to_dense() if delta.is_sparse else delta
 
 

@@ -129,9 +129,5 @@ def tensors_of(
 
 
 def _refuse_packed_attention(place: str, base: Shapes, called: str) -> None:
-    owner = place.removesuffix(".out_proj") if place.endswith(".out_proj") else place
-    if f"{owner}.in_proj_weight" in base:
-        raise UnsupportedAdapterError(
-            f"'{called}' {_TWICE.format(place)}",
-            MERGE,
-        )
+    if f"{place.removesuffix('.out_proj')}.in_proj_weight" in base:
+        raise UnsupportedAdapterError(f"'{called}' {_TWICE.format(place)}", MERGE)

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_bico.checkpoints import align_names
 from hf_bico.errors import AdapterError
+from hf_bico.families.module_layout import tied_names
 
 NOT_LINEAR = "no linear layer"
 TASKS = {
@@ -85,8 +86,7 @@ class Routes:
     @property
     def exact(self) -> list[str]:
         """The tensors that are saved as they will be, by the task vector's names."""
-        biases = [f"{module}.bias" for module in self.lora] if self.bias == "replaced" else []
-        names = [*(name for names in self.whole.values() for name in names), *self.replaced, *biases]
+        names = [*(name for names in self.whole.values() for name in names), *self.in_place]
         return [self.origin[name] for name in names if name in self.origin]
 
 
@@ -103,15 +103,16 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
     routes.left += joined
     routes.joined = joined
     wanted = {places[name] for name in sites if name in places}
-    tied = _tied_modules(model)
+    # peft would change a tied tensor in one place, or part the two
+    tied = {name.rpartition(".")[0] for name in tied_names(model)}
     routes.whole = _heads(model, modules)
     heads = tuple(f"{head}." for head in routes.whole)
     attention: dict[str, list[str]] = {}
     for name in places.values():
-        owner, _, parameter = name.rpartition(".")
-        packed = _packed_attention(owner, modules)
         if name.startswith(heads):
             continue
+        owner, _, parameter = name.rpartition(".")
+        packed = _packed_attention(owner, modules)
         if packed is not None:
             attention.setdefault(packed, []).append(name)
         elif _is_linear(modules[owner]) and parameter in ("weight", "bias") and owner not in tied:
@@ -141,14 +142,6 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_transposed(module)
-
-
-def _tied_modules(model: nn.Module) -> set[str]:
-    """The modules with a tensor that stands elsewhere too: peft would change it in one place, or part the two."""
-    places: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    return {name.rpartition(".")[0] for names in places.values() if len(names) > 1 for name in names}
 
 
 def _packed_attention(owner: str, modules: Mapping[str, nn.Module]) -> str | None:

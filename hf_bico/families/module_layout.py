@@ -53,7 +53,7 @@ def module_layout(family: str, module: nn.Module, stored: Mapping[str, str] | No
     A site whose weight is not among `stored` is none.
     """
     names = {name: name for name in module.state_dict()} if stored is None else stored
-    linear, tied = _linear_modules(module), _tied_names(module)
+    linear, tied = _linear_modules(module), tied_names(module)
     usable = [path for path in linear if f"{path}.weight" in names and f"{path}.weight" not in tied]
     stack = _only_stack(module, usable)
     sites = []
@@ -83,7 +83,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and weight.ndim == 2
 
 
-def _tied_names(module: nn.Module) -> set[str]:
+def tied_names(module: nn.Module) -> set[str]:
     """Tensors that stand in several places: no one pair of maps would be right for them."""
     places: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
