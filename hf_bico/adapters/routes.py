@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_bico.checkpoints import align_names
 from hf_bico.errors import AdapterError
-from hf_bico.families.module_layout import tied_names
 
 NOT_LINEAR = "no linear layer"
 TASKS = {
@@ -95,6 +94,8 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
 
     Linear layers, and the `sites`, are always held; other tensors (norms, embeddings) if `everything` is asked for.
     """
+    from hf_bico.families.module_layout import tied_names  # brings transformers, which a task vector does not need
+
     modules = dict(model.named_modules())
     places = align_names(changed, model.state_dict())
     # what the library joins or cuts up when it loads the model has no tensor of its own there
