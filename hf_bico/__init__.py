@@ -9,6 +9,8 @@ from hf_bico.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_bico.applying import apply as apply
+    from hf_bico.comparing import compare as compare
+    from hf_bico.comparison import Comparison as Comparison
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.extracting import extract as extract
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
 _HOMES = {
     "BicoError": "hf_bico.errors",
+    "Comparison": "hf_bico.comparison",
     "Plan": "hf_bico.planning",
     "Ported": "hf_bico.ported",
     "PushOptions": "hf_bico.push_checks",
@@ -32,6 +35,7 @@ _HOMES = {
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",
     "apply": "hf_bico.applying",
+    "compare": "hf_bico.comparing",
     "evaluate_model": "hf_bico.evaluation",
     "extract": "hf_bico.extracting",
     "plan": "hf_bico.planning",

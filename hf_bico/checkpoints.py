@@ -354,3 +354,14 @@ def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]
                 "copy or download the missing shard",
             )
     return tuple(shards)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """What tells the contents of tensors apart."""
+    import torch
+
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

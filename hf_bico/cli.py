@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from hf_bico.commands.changing import apply, extract
+from hf_bico.commands.comparing import compare
 from hf_bico.commands.measuring import evaluate
 from hf_bico.commands.porting import plan, port, rerun
 from hf_bico.commands.publishing import card, push
@@ -28,6 +29,7 @@ def main() -> None:
       hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico port user/vit-b16-eurosat --to laion/ViT-B-16-plus --push-to user/vit-b16-plus-eurosat
       hf-bico eval user/vit-b16-plus-eurosat --data user/eurosat
+      hf-bico compare user/vit-b16-eurosat --to laion/ViT-B-16-plus --methods theseus,bico -n 10,100
       hf-bico port user/eurosat-lora --to laion/ViT-B-16-plus
       hf-bico extract user/vit-b16-eurosat --rank 16
       hf-bico apply user/eurosat-lora --alpha 0.5 -o merged
@@ -37,5 +39,5 @@ def main() -> None:
     """
 
 
-for _command in (port, plan, evaluate, extract, apply, rerun, card, push):
+for _command in (port, plan, compare, evaluate, extract, apply, rerun, card, push):
     main.add_command(_command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.adapters.adapter import Adapter
+from hf_bico.comparison.cells import cell_line
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.record import JOINED
-from hf_bico.report import VALUE_NAMES, Report, format_table, headline, is_worse
+from hf_bico.report import (
+    Report,
+    control_sentence,
+    format_table,
+    headline,
+    is_probed,
+    is_trained,
+    is_worse,
+    readout_sentence,
+    results,
+    training_sentence,
+)
 from hf_bico.sizes import size_text
 
 if TYPE_CHECKING:
+    from hf_bico.comparison import CellKey, Comparison
     from hf_bico.planning import Plan
     from hf_bico.pushing import Pushed
     from hf_bico.record import Made, Record
@@ -112,15 +125,18 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     result = headline(record)
     if result:
         click.echo(result + "\n")
-        first = record.evaluation[0]
-        rows = [("model", first.metric)]
-        rows += [(VALUE_NAMES[entry.model], f"{entry.value:.1%}") for entry in record.evaluation]
-        click.echo(format_table(rows))
-        click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
-    click.echo(report.table())
-    click.echo(f"\n{report.summary()}")
+        _print_results(record)
+    for sentence in (control_sentence(record), readout_sentence(record)):
+        if sentence:
+            click.echo(f"{sentence}\n")
+    if is_trained(record):
+        click.echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
+    else:
+        click.echo(report.table())
+        click.echo(f"\n{report.summary()}")
     if record.output is not None and record.output.energy_kept is not None:
-        click.echo(f"The adapter holds {record.output.energy_kept:.2%} of the carried change's energy.")
+        change = "change" if is_trained(record) else "carried change"
+        click.echo(f"The adapter holds {record.output.energy_kept:.2%} of the {change}'s energy.")
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
@@ -128,6 +144,17 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     click.echo(f"\nWritten to {folder}")
     if not pushing and not is_worse(record):
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
+
+
+def _print_results(record: Record) -> None:
+    """Every measurement, with its protocol where that is not zero-shot throughout."""
+    measured = results(record)
+    first = measured[0].entry
+    rows = [("model", "protocol", first.metric)]
+    rows += [(row.name, row.protocol, f"{row.entry.value:.1%}") for row in measured]
+    probed = is_probed(record)
+    click.echo(format_table([row if probed else (row[0], row[2]) for row in rows]))
+    click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
 
 
 def print_pushed(pushed: Pushed) -> None:
@@ -190,25 +217,62 @@ def shown_progress(off: bool) -> Iterator[Progress]:
     """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
     if off:
         yield silent
+    elif not sys.stderr.isatty():
+        yield _announced
+    else:
+        with _bars() as bars:
+            yield _shown_in(bars)
+
+
+@contextmanager
+def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison], None]]]:
+    """The table as it fills, on stderr: with bars on a terminal, else a line for every number."""
+    if off:
+        yield silent, lambda comparison: None
         return
     if not sys.stderr.isatty():
-        yield _announced
+        known: set[CellKey] = set()
+
+        def say(comparison: Comparison) -> None:
+            for cell in comparison.cells:
+                if cell.key not in known:
+                    known.add(cell.key)
+                    click.echo(cell_line(cell), err=True)
+
+        yield _announced, say
         return
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from hf_bico.comparison import live_table
+
+    bars = _bars()
+    with Live(bars, console=Console(stderr=True), transient=True) as live:
+        yield (
+            _shown_in(bars),
+            lambda comparison: live.update(Group(live_table(comparison.rows(), comparison.data_sets), bars)),
+        )
+
+
+def _bars() -> Any:
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), *Bars.get_default_columns(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
+    return Bars(*columns, console=Console(stderr=True), transient=True)
 
-        def show(stage: str, done: int, total: int) -> None:
-            label = f"{stage} {size_text(total)}" if stage == "download" and total > 1 else stage
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(label)
-            bars.update(tasks[stage], description=label, completed=done, total=total)
 
-        yield show
+def _shown_in(bars: Any) -> Progress:
+    tasks: dict[str, Any] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        label = f"{stage} {size_text(total)}" if stage == "download" and total > 1 else stage
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(label)
+        bars.update(tasks[stage], description=label, completed=done, total=total)
+
+    return show
 
 
 def _announced(stage: str, done: int, total: int) -> None:

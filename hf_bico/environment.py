@@ -1,4 +1,4 @@
-"""Where and when a run happens: device, precision, stage times, peak memory, versions."""
+"""Where, when and how exactly a run happens: device, precision, stage times, peak memory, versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Stopwatch:
-    """Seconds by stage, in the order in which the stages ran; each start is told to `progress`."""
+    """Seconds by stage, in the order in which the stages first ran; each start is told to `progress`."""
 
     progress: Progress = silent
     seconds: dict[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Stopwatch:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[stage] = round(time.perf_counter() - started, 3)
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - started, 3)
         self.progress(stage, 1, 1)
 
 
@@ -71,6 +71,26 @@ def halving_batches(size: int, run: Callable[[int], Result]) -> Result:
                 ) from error
         torch.cuda.empty_cache()
         size //= 2
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """No TF32 and no autocast, whatever the caller has set: their rounding would show in the maps."""
+    cudnn: Any = torch.backends.cudnn
+    settings: list[tuple[Any, str, Any]] = [
+        (cudnn, "deterministic", True),
+        (cudnn.conv, "fp32_precision", "ieee"),
+        (torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+    ]
+    before = [(part, name, getattr(part, name)) for part, name, _ in settings]
+    try:
+        for part, name, value in settings:
+            setattr(part, name, value)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
 
 
 def device_name(device: torch.device) -> str:

@@ -115,6 +115,10 @@ class UnknownFamilyError(ModelError):
     """No family recognises the model."""
 
 
+class UnsuitableMethodError(ModelError):
+    """A method that cannot carry between these two models, or from what is given."""
+
+
 class UnsupportedModelError(ModelError):
     """The family is known, but this variant of it cannot be handled exactly."""
 

@@ -1,42 +1,35 @@
-"""Zero-shot accuracy: of a live model on samples, and of a model and a data set by reference."""
+"""The accuracy of a model on a data set, both by reference: zero-shot, or by a linear probe."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
-from hf_bico.data.calibration import Samples, evaluation_split, open_data
-from hf_bico.environment import choose_device, choose_dtype, halving_batches
-from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError
-from hf_bico.families import LiveModel
+from hf_bico.data.calibration import (
+    DataSet,
+    Samples,
+    calibration_samples,
+    evaluation_split,
+    open_data,
+)
+from hf_bico.environment import choose_device, choose_dtype, exact_float32
+from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, hub_reference
 from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
+from hf_bico.measuring import probe_accuracy, zero_shot_accuracy
 from hf_bico.models import Model, ModelReference
-from hf_bico.objectives import ZeroShotHead, zero_shot_head
+from hf_bico.objectives import zero_shot_head
 from hf_bico.record import RECORD_FILE, EvaluationRecord, Record, read_any
-from hf_bico.settings import Settings
-from hf_bico.statistics import exact_float32
+from hf_bico.settings import DEFAULT_SAMPLES, Settings
 from hf_bico.task_vector import TaskVector
-
-
-def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Samples, batch_size: int) -> float:
-    """The share of samples whose most likely class is their label."""
-
-    def count_right(size: int) -> int:
-        right = 0
-        for images, labels in samples.batches(size):
-            logits = head.logits(model.image_features(model.pixels(images)))
-            right += int((logits.argmax(-1).cpu() == torch.tensor(labels)).sum())
-        return right
-
-    with torch.no_grad(), model.quiet():
-        return halving_batches(batch_size, count_right) / len(samples)
 
 
 @torch.inference_mode(False)
@@ -47,6 +40,7 @@ def evaluate_model(
     *,
     base: ModelReference | None = None,
     n: int | None = None,
+    probe: int | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
     **options: Any,
@@ -55,25 +49,93 @@ def evaluate_model(
 
     A port, or a model whose card names its data set, is measured on that unless `data` is given.
 
-    The split is the one asked for, else test, else validation, else train; all of it unless `n` is given.
+    The split is the one asked for, else test, else validation, else train; all of it unless `n` is given. The model is
+    measured zero-shot, or by a linear probe that is fitted to `probe` samples of the training split (100 where
+    `evaluation="probe"` is all that is said), which needs no text side. No sample is used for both.
     """
     settings = Settings.of({"n": n, **options})
+    probe = _require_probe(probe, settings)
     hub = Hub(token)
     data = _known_data(model, hub) if data is None else data
     whole, vector, name = _open(model, base, hub, allow_pickle)
-    samples_from = open_data(data, settings, hub, known_names=whole.origin.class_names or None, measure=True)
-    split = evaluation_split(samples_from, settings.split)
-    order = samples_from.order(split, settings.seed)
-    if not order:
-        raise DataNotFoundError(
-            f"split '{split}' of '{samples_from.name}' has no labels", "choose another with --split"
-        )
-    samples = samples_from.samples(split, order[: settings.n])
+    known_names = whole.origin.class_names or None
+    training: Samples | None = None
+    if probe is None:
+        measured = open_data(data, settings, hub, known_names=known_names, measure=True)
+        split = evaluation_split(measured, settings.split)
+        samples = measured.samples(split, _order(measured, split, settings)[: settings.n])
+    else:
+        measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names)
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     with vector.applied_to(live.module) if vector is not None else nullcontext():
-        head = zero_shot_head(live, samples_from.class_names, settings.templates)
-        value = zero_shot_accuracy(live, head, samples, settings.batch_size)
-    return EvaluationRecord(name, samples_from.name, split, len(samples), "accuracy", value)
+        if training is not None:
+            value = probe_accuracy(live, training, samples, settings.batch_size)
+            how: dict[str, Any] = {"protocol": "probe", "trained_on": len(training)}
+        else:
+            head = zero_shot_head(live, measured.class_names, settings.templates)
+            value, how = zero_shot_accuracy(live, head, samples, settings.batch_size), {}
+    return EvaluationRecord(name, measured.name, split, len(samples), "accuracy", value, **how)
+
+
+def _require_probe(probe: Any, settings: Settings) -> int | None:
+    """How many samples the probe is fitted to; None where the model is measured zero-shot."""
+    if settings.evaluation == "both":
+        raise UsageError("evaluation is 'both'", "choose one, zero-shot or probe, and measure twice")
+    if probe is None:
+        return DEFAULT_SAMPLES if settings.evaluation == "probe" else None
+    if type(probe) is not int or probe < 1:
+        raise UsageError(f"--probe is {probe}", "use a whole number of at least 1")
+    return probe
+
+
+def _order(data: DataSet, split: str, settings: Settings) -> list[int]:
+    order = data.order(split, settings.seed)
+    if not order:
+        raise DataNotFoundError(f"split '{split}' of '{data.name}' has no labels", "choose another with --split")
+    return order
+
+
+def _probe_samples(
+    data: Any, settings: Settings, probe: int, hub: Hub, known_names: Sequence[str] | None
+) -> tuple[DataSet, str, Samples, Samples]:
+    """The data set and the split to measure on, what the probe is fitted to, and what it is measured on.
+
+    Of a large data set only some rows are read, other ones for either, so that it is opened for each.
+    """
+    # there is no text side to it: classes that are numbers need no names
+    settings = replace(settings, objective=probe_accuracy, per_class=None, sampling="random", labels="dataset")
+
+    def measured_on(n: int | None) -> tuple[DataSet, str, list[int]]:
+        opened = open_data(data, replace(settings, n=n), hub, known_names=known_names, measure=True)
+        split = evaluation_split(opened, settings.split)
+        return opened, split, _order(opened, split, settings)
+
+    measured, split, order = measured_on(settings.n)
+    if split != "train":
+        training = _training_samples(data, replace(settings, n=probe, split=None, evaluate=False), hub, known_names)
+        if training is not None:
+            return measured, split, training, measured.samples(split, order[: settings.n])
+    if settings.n is not None:
+        measured, split, order = measured_on(probe + settings.n)
+    if len(order) <= probe:
+        raise SampleCountError(
+            f"--probe is {probe} and split '{split}' of '{measured.name}', to be measured on too, has {len(order)} "
+            "samples with labels",
+            f"use --probe {len(order) - 1} or less" if len(order) > 1 else "use a data set with more samples",
+        )
+    rest = order[probe:][: settings.n]
+    return measured, split, measured.samples(split, order[:probe]), measured.samples(split, rest)
+
+
+def _training_samples(data: Any, settings: Settings, hub: Hub, known_names: Sequence[str] | None) -> Samples | None:
+    """What a probe is fitted to; None where there is no split `train`."""
+    try:
+        opened = open_data(data, settings, hub, known_names=known_names)
+        if "train" not in opened.splits:
+            return None
+        return calibration_samples(opened, "train", settings)
+    except SampleCountError as error:
+        raise SampleCountError(error.cause, error.remedy.replace("-n", "--probe")) from error
 
 
 def _known_data(model: ModelReference, hub: Hub) -> Any:

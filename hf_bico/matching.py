@@ -6,7 +6,9 @@ Works on layouts alone: no weights, no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
+from hf_bico.errors import UsageError
 from hf_bico.sites import Layout, SitePair
 
 
@@ -25,6 +27,50 @@ def blocks_by_index(source_blocks: int, target_blocks: int) -> list[int]:
     steps = target_blocks - 1
     # floor(x + 1/2) in whole numbers, so that no rounding of floats decides a block
     return [(2 * j * (source_blocks - 1) + steps) // (2 * steps) for j in range(target_blocks)]
+
+
+def blocks_by_similarity(scores: Sequence[Sequence[float]]) -> list[int]:
+    """The source block of each target block, never decreasing, with the largest sum of scores.
+
+    scores[i][j] is how similar source block i and target block j are. Among equal sums, the one that agrees with
+    `blocks_by_index` most often is taken, and then the lowest blocks.
+
+    >>> blocks_by_similarity([[0.9, 0.8, 0.1], [0.2, 0.3, 0.9]])
+    [0, 0, 1]
+    """
+    source_blocks, target_blocks = len(scores), len(scores[0])
+    by_index = blocks_by_index(source_blocks, target_blocks)
+    # best[j][i]: the (sum, agreements) of target blocks j and after, where none takes a source block before i
+    nothing = (Fraction(0), 0)
+    best = [[nothing] * source_blocks for _ in range(target_blocks + 1)]
+    taken = [[0] * source_blocks for _ in range(target_blocks)]
+    for j in reversed(range(target_blocks)):
+        for i in reversed(range(source_blocks)):
+            total, agreements = best[j + 1][i]
+            # exact, so that equal sums are equal in whatever order they were added
+            value = (total + Fraction(scores[i][j]), agreements + (by_index[j] == i))
+            best[j][i], taken[j][i] = value, i
+            if i + 1 < source_blocks and best[j][i + 1] > value:
+                best[j][i], taken[j][i] = best[j][i + 1], taken[j][i + 1]
+    blocks: list[int] = []
+    for j in range(target_blocks):
+        blocks.append(taken[j][blocks[-1] if blocks else 0])
+    return blocks
+
+
+def require_blocks(blocks: Sequence[int], source_blocks: int, target_blocks: int) -> None:
+    """Refuse a list that does not name one block of the source for each block of the target."""
+    if len(blocks) != target_blocks:
+        raise UsageError(
+            f"--layers names {len(blocks)} block{'s' if len(blocks) != 1 else ''} and the target has {target_blocks}",
+            "name one source block for each target block",
+        )
+    for block in blocks:
+        if not 0 <= block < source_blocks:
+            raise UsageError(
+                f"--layers names block {block} and the source has {source_blocks}",
+                f"name blocks from 0 to {source_blocks - 1}",
+            )
 
 
 def pair_sites(source: Layout, target: Layout, blocks: Sequence[int]) -> list[SitePair]:

@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from hf_bico.errors import ClassNamesError
 from hf_bico.families import LiveModel
+from hf_bico.statistics import Losses
 
 PROMPT_BATCH = 256
+MOST_LABELS = 10
+"""So many labels of each sample are differentiated, one backward pass each."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,35 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
     return ZeroShotHead(classes, scale.detach(), None if bias is None else bias.detach())
 
 
-def zero_shot_loss(model: LiveModel, head: ZeroShotHead, pixels: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over the samples, so that batches add up."""
-    return functional.cross_entropy(head.logits(model.image_features(pixels)), labels, reduction="sum")
+@dataclass(frozen=True)
+class LikelyLabels:
+    """The most likely labels of samples and their probabilities, both (samples, ranks), the likeliest first."""
+
+    labels: Tensor
+    probabilities: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> LikelyLabels:
+        """All labels of few classes; of many, the likeliest."""
+        found = logits.double().softmax(-1).topk(min(logits.shape[-1], MOST_LABELS), dim=-1)
+        return cls(found.indices, found.values)
+
+    def __getitem__(self, samples: slice) -> LikelyLabels:
+        return LikelyLabels(self.labels[samples], self.probabilities[samples])
+
+
+def zero_shot_losses(logits: Tensor, labels: Tensor, likely: LikelyLabels | None) -> Losses:
+    """Cross-entropies summed over the samples, so that batches add up: with the labels, and with the likely ones."""
+    task = functional.cross_entropy(logits, labels, reduction="sum") if bool((labels >= 0).all()) else None
+    if likely is None:
+        return Losses(task)
+    ranks = likely.labels.to(logits.device).T
+    roots = likely.probabilities.to(logits.device).sqrt().to(logits.dtype).T
+    each = (
+        (root * functional.cross_entropy(logits, label, reduction="none")).sum()
+        for label, root in zip(ranks, roots, strict=True)
+    )
+    return Losses(task, tuple(each))
 
 
 def _chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:

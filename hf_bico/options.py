@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.errors import UsageError
-from hf_bico.settings import DTYPES, FORMATS, Settings, read_rank
+from hf_bico.settings import (
+    COMPLETIONS,
+    DTYPES,
+    EVALUATIONS,
+    FORMATS,
+    LABELS,
+    SAMPLINGS,
+    SIGNS,
+    Settings,
+    read_layers,
+    read_rank,
+)
 from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
@@ -103,10 +114,77 @@ def data_options(command: Command) -> Command:
     return command
 
 
+def method_options(command: Command) -> Command:
+    """How to carry, and what with."""
+    for option in reversed(
+        [
+            click.option(
+                "--completion",
+                default="drop",
+                show_default=True,
+                type=click.Choice(COMPLETIONS),
+                help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
+            ),
+            click.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add."),
+            click.option(
+                "--layers",
+                default="index",
+                show_default=True,
+                metavar="index|similarity|LIST",
+                help="Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
+            ),
+            click.option(
+                "--sampling",
+                default="random",
+                show_default=True,
+                type=click.Choice(SAMPLINGS),
+                help="How calibration samples are chosen.",
+            ),
+            click.option(
+                "--labels",
+                default="auto",
+                show_default=True,
+                type=click.Choice(LABELS),
+                help="The data set's, or what the fine-tuned source predicts (pseudo); auto: the former if any.",
+            ),
+            click.option(
+                "--augment",
+                type=int,
+                metavar="COPIES",
+                help="Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
+            ),
+            click.option("--path-steps", default=2, show_default=True, help="Steps of bico-path."),
+            click.option(
+                "--signs",
+                default="mean",
+                show_default=True,
+                type=click.Choice(SIGNS),
+                help="gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
+            ),
+            click.option("--learning-rate", default=1e-5, show_default=True, help="Of fewshot and finetune."),
+            click.option("--weight-decay", default=0.1, show_default=True, help="Of fewshot and finetune."),
+            click.option("--train-steps", default=2000, show_default=True, help="Of finetune."),
+            click.option("--train-batch", default=128, show_default=True, help="Of finetune."),
+            click.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
+            click.option(
+                "--evaluation",
+                default="zero-shot",
+                show_default=True,
+                type=click.Choice(EVALUATIONS),
+                help="How models are measured; a probe is a linear classifier fitted to the calibration samples.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 def read_settings(options: dict[str, Any]) -> Settings:
     """The settings: files read, and checked before anything heavy is imported."""
     if options.get("rank") is not None:
         options["rank"] = read_rank(options["rank"])
+    if "layers" in options:
+        options["layers"] = read_layers(options["layers"])
     options["max_download"] = read_size(options["max_download"], "--max-download")
     if "no_eval" in options:
         options["evaluate"] = not options.pop("no_eval")

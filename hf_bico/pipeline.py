@@ -5,53 +5,43 @@ Computes and returns data classes; prints and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hf_bico.data.calibration import Drawn, Samples, draw, evaluation_samples
+from hf_bico.bench import Batch, Bench, Round, similar_blocks
+from hf_bico.data.calibration import EVALUATION_LIMIT, Drawn, Samples, draw, evaluation_samples
 from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
 from hf_bico.environment import (
     Stopwatch,
     choose_device,
-    choose_dtype,
     device_name,
-    halving_batches,
+    exact_float32,
     installed_versions,
     peak_memory,
 )
-from hf_bico.errors import DataUnknownError, ObjectiveError
-from hf_bico.evaluation import zero_shot_accuracy
-from hf_bico.families import LiveModel
-from hf_bico.forms import make_form
+from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
+from hf_bico.forms import Form, make_form
 from hf_bico.hub.client import Hub
-from hf_bico.methods import METHODS
+from hf_bico.methods import METHODS, Method, Trainer
+from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
-from hf_bico.objectives import ZeroShotHead, zero_shot_head, zero_shot_loss
+from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import Plan, plan
 from hf_bico.ported import Ported, with_held
 from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.resolving import Lineage
-from hf_bico.settings import Settings
-from hf_bico.sites import SitePair
-from hf_bico.statistics import Loss, Side, Statistics, collect, exact_float32
+from hf_bico.settings import DEFAULT_SAMPLES, Settings
 from hf_bico.task_vector import TaskVector
-from hf_bico.transport import account, gather, require_plausible, site_delta
+from hf_bico.yardstick import Yardstick
 
-
-@dataclass(frozen=True)
-class Batch:
-    """What an objective of the caller's own gets: `pixels`, prepared for the model, and `labels`, on its device."""
-
-    pixels: Tensor
-    labels: Tensor
+__all__ = ["Batch", "carry_out", "port"]
 
 
 def port(
@@ -72,8 +62,7 @@ def port(
     images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's
     card names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
     `progress` is called with (stage, steps done, steps in all). The options, with what they mean, are those of
-    `hf_bico.Settings`: n, per_class, config, split, seed, max_download, method, completion, alpha, format, rank,
-    objective, image_column, label_column, class_names, templates, batch_size, device, dtype, evaluate, force.
+    `hf_bico.Settings`, such as n, per_class, seed, method, alpha, format, rank, objective and device.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
@@ -90,56 +79,90 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(settings.device)
     method = METHODS[settings.method](settings)
-    if planned.lineage.data is None and method.needs_statistics:
-        raise planned.lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
-    if settings.zero_shot and planned.lineage.data is not None:
-        for model in (planned.lineage.base, planned.lineage.target):
-            model.family.require_zero_shot()
+    planned = planned.matched(settings.layers)
+    require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
     with watch("download"):
         planned = planned.fetched(progress)
-    lineage = planned.lineage
-    with watch("read"):
-        vector = TaskVector.over(lineage.source, lineage.base)
-        pairs = [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
-        require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
-    with watch("load"):
-        two = _load_pair(planned, device, settings, drawn)
+    bench = Bench.open(planned, settings, device, watch)
+    heads = None
+    if drawn is not None:
+        heads = bench.heads(drawn.data.class_names) if settings.zero_shot else None
+        drawn = bench.settled(drawn, heads)
+        bench = bench.matched(similar_blocks(bench, drawn.samples)) if settings.layers == "similarity" else bench
 
-    statistics = None
-    with watch("calibrate"):
-        if method.needs_statistics and drawn is not None:
-            statistics = _calibrate(pairs, two, drawn.samples, settings, progress)
-    with watch("align"):
-        method.prepare(pairs, statistics)
+    held_out = None if drawn is None else _held_out(drawn, method)
+    round = Round(bench, drawn, heads, watch, settings)
+    outcome = outcome_of(
+        method, round, None if drawn is None or held_out is None else training_samples(drawn, *held_out)
+    )
+    lineage = bench.planned.lineage
     with watch("transport"):
-        carried = {pair.target.name: method.carry(pair, site_delta(vector, pair.source)) for pair in pairs}
-        gathered = gather(carried, pairs, lineage.target.checkpoint, settings.alpha)
-        ported = _over_target(gathered, lineage)
-        format = settings.format or ("adapter" if settings.rank is not None else planned.format)
-        form = make_form(ported, lineage.target, format, settings.rank, two.target.module, device)
-        report = account(vector, carried, pairs, planned.left)
+        ported = _over_target(outcome.changes, lineage)
+        usual = planned.format if method.keeps_factors else "full"
+        format = settings.format or ("adapter" if settings.rank is not None else usual)
+
+        def written(changes: TaskVector) -> Form:
+            return make_form(changes, lineage.target, format, settings.rank, bench.target.module, device)
+
+        form = written(ported)
+        report = outcome.report
         report = replace(report, sites=tuple(with_held(list(report.sites), form, lineage.target)))
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
-        if settings.evaluate and drawn is not None and two.heads is not None:
-            evaluation = _evaluate(two, drawn, vector, form.changes, settings, progress)
+        if drawn is not None and held_out is not None and settings.evaluate and len(held_out[1]):
+            measured_by = (settings.evaluation, settings.batch_size)
+            yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *measured_by)
+            evaluation = _evaluate(yardstick, round, form.changes, progress)
+            for name, others in _variants(method, round, outcome, drawn):
+                changes = written(_over_target(others, lineage)).changes
+                evaluation += yardstick.measure_target(name, round, changes)
 
     run = RunRecord(
         started=started.isoformat(timespec="seconds"),
         seconds=watch.seconds,
         peak_memory=peak_memory(device),
         device=device_name(device),
-        dtype=str(two.source.dtype).removeprefix("torch."),
+        dtype=str(bench.source.dtype).removeprefix("torch."),
         batch_size=settings.batch_size,
         processes=1,
         versions=installed_versions(),
     )
     with watch("record"):
-        found = Findings(vector, report, tuple(evaluation))
-        record = make_record(planned, settings, drawn, found, run)
+        copies = round.copies if method.looks_at_data and outcome.trained is None else 0
+        found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, outcome.readout)
+        record = make_record(bench.planned, settings, drawn, found, run)
     return Ported(ported, report, record, lineage.target, form)
+
+
+def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
+    """Refuse, before anything large is downloaded, what cannot be done with these models and this data."""
+    lineage = planned.lineage
+    method.require(lineage.base.layout, lineage.target.layout, planned.pairs)
+    if lineage.data is None and (method.looks_at_data or settings.readout):
+        raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
+    if not settings.zero_shot and (method.needs_predictions or settings.readout):
+        what = "--readout" if settings.readout else settings.method
+        raise UnsuitableMethodError(f"{what} needs the zero-shot objective", "leave the objective out, or use bico")
+    if settings.readout and not any(site.role == "proj" for site in lineage.target.layout.sites):
+        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+    if isinstance(method, Trainer) and method.whole_split and settings.labels == "pseudo":
+        raise UnsuitableMethodError(
+            f"{settings.method} trains on the data set's own labels", "leave --labels pseudo out, or use fewshot"
+        )
+    if settings.control and settings.per_class is None and (settings.n or DEFAULT_SAMPLES) < 3:
+        raise UsageError(f"{settings.n} samples cannot be mispaired in two ways", "use at least -n 3")
+    if settings.control and not isinstance(method, Aligner):
+        raise UnsuitableMethodError(
+            f"--control mispairs the two models' samples, and {settings.method} does not pair any",
+            "leave --control out, or use a method that aligns, such as bico",
+        )
+    if settings.layers == "similarity" and lineage.data is None:
+        raise UsageError("--layers similarity compares what blocks read, and no data was given", "name it with --data")
+    if settings.zero_shot and lineage.data is not None:
+        for model in (lineage.base, lineage.target):
+            model.family.require_zero_shot()
 
 
 def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
@@ -157,89 +180,41 @@ def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
     return None if data is None else draw(data, settings, hub, known_names=known or None)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The two pretrained models, loaded, with their zero-shot heads when those give the loss."""
+def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
+    """All labelled samples of the split that was drawn from, but for those that are measured on.
 
-    source: LiveModel
-    target: LiveModel
-    heads: tuple[ZeroShotHead, ZeroShotHead] | None
-
-
-def _load_pair(planned: Plan, device: torch.device, settings: Settings, drawn: Drawn | None) -> _Pair:
-    dtype = choose_dtype(settings.dtype)
-    source = planned.lineage.base.load(device, dtype)
-    target = planned.lineage.target.load(device, dtype)
-    if not settings.zero_shot or drawn is None:
-        return _Pair(source, target, None)
-    names = drawn.data.class_names
-    heads = tuple(zero_shot_head(model, names, settings.templates) for model in (source, target))
-    return _Pair(source, target, (heads[0], heads[1]))
+    None where its labels are not there, or are not to be used.
+    """
+    taken = set(held_out.indices) if split == drawn.split else set()
+    order = drawn.data.order(drawn.split, drawn.strategy.seed) if drawn.labels == "dataset" else []
+    return drawn.data.samples(drawn.split, [index for index in order if index not in taken])
 
 
-def _calibrate(
-    pairs: Sequence[SitePair], two: _Pair, samples: Samples, settings: Settings, progress: Progress
-) -> Statistics:
-    """One pass of both models over the samples."""
-    source, target = Side(two.source, two.source.layout.tokens), Side(two.target, two.target.layout.tokens)
-    return halving_batches(
-        settings.batch_size,
-        lambda size: collect(pairs, source, target, _losses(two, samples, size, settings, progress)),
-    )
+def _held_out(drawn: Drawn, method: Method) -> tuple[str, Samples]:
+    """What is measured on; where that is of the split that a whole split is trained on, a fifth of it at most."""
+    limit = EVALUATION_LIMIT
+    if isinstance(method, Trainer) and method.whole_split:
+        limit = min(limit, max(1, len(drawn.data.splits[drawn.split]) // 5))
+        if evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed)[0] != drawn.split:
+            limit = EVALUATION_LIMIT
+    return evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, limit)
 
 
-def _losses(
-    two: _Pair, samples: Samples, size: int, settings: Settings, progress: Progress
-) -> Iterator[tuple[Loss, Loss]]:
-    """For each batch, the loss of the source's and of the target's pretrained model."""
-    done = 0
-    for images, labels in samples.batches(size):
-        progress("calibrate", done, len(samples))
-        heads = two.heads or (None, None)
-        yield (
-            _loss(two.source, heads[0], images, labels, settings),
-            _loss(two.target, heads[1], images, labels, settings),
-        )
-        done += len(labels)
+def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> Iterator[tuple[str, Deltas]]:
+    """What else is measured beside a port: without its readout, the readout alone, and from mispaired samples."""
+    if outcome.unread is not None:
+        yield "ported, no readout", outcome.unread
+        yield "target, readout", with_readout(UNTOUCHED, round).changes
+    if round.settings.control:
+        plain = replace(round.settings, readout=False)
+        mispaired = Round(round.bench, drawn, round.heads, round.watch, plain, mispaired=True)
+        yield "control", outcome_of(method, mispaired).changes
 
 
-def _loss(
-    model: LiveModel, head: ZeroShotHead | None, images: list[Any], labels: list[int], settings: Settings
-) -> Loss:
-    def loss() -> Tensor:
-        batch = Batch(model.pixels(images), torch.tensor(labels, device=model.device))
-        if head is not None:
-            return zero_shot_loss(model, head, batch.pixels, batch.labels)
-        value = settings.objective(model.module, batch)  # type: ignore[operator]
-        if not isinstance(value, Tensor) or value.ndim != 0:
-            raise ObjectiveError(
-                f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",
-                "return a tensor of no dimensions: the sum of the samples' losses",
-            )
-        return value
-
-    return loss
-
-
-def _evaluate(
-    two: _Pair, drawn: Drawn, vector: Deltas, ported: Deltas, settings: Settings, progress: Progress
-) -> list[EvaluationRecord]:
-    """Target zero-shot, ported, and source fine-tuned, on the same held-out samples."""
-    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, settings.seed)
-    if two.heads is None or len(samples) == 0:
-        return []
-
-    def measure(name: str, model: LiveModel, head: ZeroShotHead) -> EvaluationRecord:
-        value = zero_shot_accuracy(model, head, samples, settings.batch_size)
-        return EvaluationRecord(name, drawn.data.name, split, len(samples), "accuracy", value)
-
-    results = [measure("target", two.target, two.heads[1])]
+def _evaluate(yardstick: Yardstick, round: Round, ported: Deltas, progress: Progress) -> list[EvaluationRecord]:
+    """Target, ported, and source fine-tuned, on the same held-out samples."""
+    results = yardstick.measure_target("target", round, UNTOUCHED.changes)
     progress("evaluate", 1, 3)
-    with ported.applied_to(two.target.module):
-        results.append(measure("ported", two.target, two.heads[1]))
+    results += yardstick.measure_target("ported", round, ported)
     progress("evaluate", 2, 3)
-    with vector.applied_to(two.source.module):
-        # a fine-tune may have changed its text side too
-        head = zero_shot_head(two.source, drawn.data.class_names, settings.templates)
-        results.append(measure("source", two.source, head))
-    return results
+    return results + yardstick.measure_source("source", round)

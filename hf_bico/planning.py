@@ -15,7 +15,7 @@ from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, 
 from hf_bico.families import require_same_kind
 from hf_bico.hub.client import Hub, is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
-from hf_bico.matching import blocks_by_index, pair_sites
+from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage, resolve
@@ -95,6 +95,12 @@ class Plan:
             target=target.fetched(downloaded),
         )
         return replace(self, lineage=local)
+
+    def matched(self, blocks: str | Sequence[int]) -> Plan:
+        """The same plan with these source blocks for the target's; a rule for finding some is no list yet."""
+        if isinstance(blocks, str) or tuple(blocks) == self.blocks:
+            return self
+        return make_plan(self.lineage, blocks).in_form(self.asked_format, self.asked_rank)
 
     def with_target_id(self, repo_id: str, hub: Hub) -> Plan:
         """The plan with a local target known by its Hub id, which must hold the same weights."""
@@ -209,11 +215,13 @@ def plan(
     return planned if target_id is None else planned.with_target_id(target_id, hub)
 
 
-def make_plan(lineage: Lineage) -> Plan:
-    """Match blocks and sites, and say what stays behind."""
+def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None) -> Plan:
+    """Match blocks, by index if nothing else is said, and sites, and say what stays behind."""
     base, target = lineage.base, lineage.target
     require_same_kind(base.layout, target.layout)
-    blocks = blocks_by_index(base.layout.blocks, target.layout.blocks)
+    if blocks is None:
+        blocks = blocks_by_index(base.layout.blocks, target.layout.blocks)
+    require_blocks(blocks, base.layout.blocks, target.layout.blocks)
     pairs = pair_sites(base.layout, target.layout, blocks)
     if not pairs:
         raise ModelError("the two models have no site in common", "choose a target of a matching kind")
@@ -231,8 +239,8 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
     changes = adapter.changes(everything.lineage.base)
     if changes is None:  # which layers it changes only peft can tell, with the models loaded
         untold = f"Which layers '{adapter.name}' changes is known once peft has read it: the sites are those it may."
-        lineage = replace(everything.lineage, notices=(*everything.lineage.notices, untold))
-        return replace(everything, lineage=lineage)
+        notices = [notice for notice in everything.lineage.notices if notice != untold]
+        return replace(everything, lineage=replace(everything.lineage, notices=(*notices, untold)))
     pairs = [pair for pair in everything.pairs if any(slot.tensor in changes for slot in pair.source.slots)]
     if not pairs:
         reasons = sorted({everything.left.get(name, UNMATCHED) for name in changes})

@@ -51,7 +51,10 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other."""
+    """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
+
+    `labels` are the "dataset"'s, "pseudo" (what the fine-tuned source predicts), or "none" where they were not there.
+    """
 
     id: str
     split: str
@@ -76,11 +79,50 @@ class ObjectiveRecord:
 
 
 @dataclass(frozen=True)
+class TrainingRecord:
+    """How a method that trains trained, on how many samples; `validation` is the accuracy on those it held back."""
+
+    learning_rate: float
+    weight_decay: float
+    steps: int
+    samples: int
+    batch: int | None = None
+    warmup: int | None = None
+    validation: float | None = None
+
+
+@dataclass(frozen=True)
+class ReadoutRecord:
+    """A correction of the final projection: of which strength, and the mean squared residual before and left out.
+
+    `copies` are how many altered copies of each sample it was found from, too.
+    """
+
+    accepted: bool
+    before: float
+    left_out: float
+    strength: float | None = None
+    copies: int | None = None
+
+
+@dataclass(frozen=True)
 class MethodRecord:
+    """How it was carried; `layers` are the source blocks of the target's.
+
+    `matching` is absent where these are by index, else "similarity" or "given"; `steps` are those along a path,
+    `copies` how many altered copies of each sample were added, `signs` how a gradient's signs were taken.
+    """
+
     name: str
     alpha: float
     layers: list[int]
     completion: str | None = None
+    matching: str | None = None
+    steps: int | None = None
+    copies: int | None = None
+    signs: str | None = None
+    training: TrainingRecord | None = None
+    readout: ReadoutRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -137,12 +179,16 @@ class OutputRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
+    """One measurement: zero-shot, or by the `protocol` "probe", a linear classifier fitted to `trained_on` samples."""
+
     model: str
     data: str
     split: str
     n: int
     metric: str
     value: float
+    protocol: str | None = None
+    trained_on: int | None = None
 
 
 @dataclass(frozen=True)
@@ -198,8 +244,12 @@ class Record(_Written):
         return [model for model in (self.source, self.source.base, self.target) if model is not None]
 
     def value(self, model: str) -> float | None:
-        """The measured value of "target", "ported" or "source"; None when it was not evaluated."""
-        return next((entry.value for entry in self.evaluation if entry.model == model), None)
+        """The measured value of "target", "ported" or "source"; None when it was not evaluated.
+
+        Where there are several, the zero-shot one.
+        """
+        found = sorted((entry for entry in self.evaluation if entry.model == model), key=lambda e: e.protocol or "")
+        return found[0].value if found else None
 
 
 @dataclass(frozen=True)

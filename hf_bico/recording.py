@@ -10,8 +10,15 @@ from hf_bico.adapters.config import LORA
 from hf_bico.checkpoints import Overlap
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
+from hf_bico.methods import METHODS
+from hf_bico.methods.aligning import Aligner
+from hf_bico.methods.bico_path import BicoPath
+from hf_bico.methods.finetune import Finetune
+from hf_bico.methods.gradfix import GradFix
+from hf_bico.methods.training import Trained
 from hf_bico.models import Model
 from hf_bico.planning import Plan
+from hf_bico.readout import Readout
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,
@@ -19,8 +26,10 @@ from hf_bico.record import (
     ModelRecord,
     ObjectiveRecord,
     OutputRecord,
+    ReadoutRecord,
     Record,
     RunRecord,
+    TrainingRecord,
 )
 from hf_bico.report import Report
 from hf_bico.resolving import Lineage
@@ -38,6 +47,9 @@ class Findings:
     vector: Deltas
     report: Report
     evaluation: tuple[EvaluationRecord, ...]
+    copies: int = 0
+    trained: Trained | None = None
+    readout: Readout | None = None
 
 
 def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
@@ -45,7 +57,6 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     lineage = planned.lineage
     own_name = getattr(settings.objective, "__name__", "custom")
     templates = list(settings.templates) if settings.zero_shot else None
-    completion = settings.completion if settings.method == "bico" else None
     return Record(
         hf_bico=__version__,
         command=_command(planned, settings, drawn),
@@ -53,12 +64,46 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
         target=model_record(lineage.target),
         data=None if drawn is None else _data_record(drawn, settings),
         objective=ObjectiveRecord("zero-shot" if settings.zero_shot else own_name, templates),
-        method=MethodRecord(settings.method, settings.alpha, list(planned.blocks), completion),
+        method=_method_record(planned, settings, found),
         sites=list(found.report.sites),
         left=list(found.report.left),
         evaluation=list(found.evaluation),
         notices=_notices(lineage, settings, drawn, found),
         run=run,
+    )
+
+
+def _method_record(planned: Plan, settings: Settings, found: Findings) -> MethodRecord:
+    method = METHODS[settings.method]
+    readout = found.readout
+    return MethodRecord(
+        settings.method,
+        settings.alpha,
+        list(planned.blocks),
+        completion=settings.completion if issubclass(method, Aligner) else None,
+        matching=None if settings.layers == "index" else "similarity" if settings.layers == "similarity" else "given",
+        steps=settings.path_steps if method is BicoPath else None,
+        copies=found.copies or None,
+        signs=settings.signs if method is GradFix else None,
+        training=None if found.trained is None else _training_record(settings, found.trained),
+        readout=None
+        if readout is None
+        else ReadoutRecord(
+            readout.accepted, readout.before, readout.left_out, readout.strength, settings.augment or None
+        ),
+    )
+
+
+def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
+    many = METHODS[settings.method] is Finetune
+    return TrainingRecord(
+        settings.learning_rate,
+        settings.weight_decay,
+        trained.steps,
+        trained.samples,
+        batch=settings.train_batch if many else None,
+        warmup=min(settings.warmup, settings.train_steps) if many else None,
+        validation=trained.validation,
     )
 
 
@@ -93,16 +138,20 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
             notices.append(notice)
     notices += tensor_notices(found.vector.overlap)
     if drawn is not None:
-        seen, known = len(set(drawn.samples.labels)), len(drawn.data.class_names)
+        labels = {label for label in drawn.samples.labels if label >= 0}
+        seen, known = len(labels), len(drawn.data.class_names)
         if seen == 1:
             notices.append("All calibration samples are of one class.")
-        elif drawn.split in drawn.data.parts and 2 * seen < min(known, len(drawn.samples)):
+        elif labels and drawn.split in drawn.data.parts and 2 * seen < min(known, len(drawn.samples)):
             notices.append(f"The samples are of {seen} of {known} classes, read from a part of the data set: see -k.")
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
     if settings.evaluate and not found.evaluation:
         reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
+        reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
+    if found.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
+        notices.append("It was trained on those rows alone that were read of a large data set.")
     return notices
 
 
@@ -143,17 +192,18 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
 
 
 def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
+    columns = drawn.data.columns
     return DataRecord(
         id=drawn.data.name,
         split=drawn.split,
         n=len(drawn.samples),
         per_class=settings.per_class,
         max_download=None if settings.max_download == DEFAULT_DOWNLOAD else settings.max_download,
-        sampling="row groups" if drawn.split in drawn.data.parts else "random",
+        sampling=settings.sampling,
         seed=settings.seed,
         indices=list(drawn.samples.indices),
-        columns={"image": drawn.data.columns.image, "label": drawn.data.columns.label},
-        labels="dataset",
+        columns={role: name for role, name in (("image", columns.image), ("label", columns.label)) if name},
+        labels=drawn.labels if drawn.labels == "dataset" or settings.zero_shot else "none",
         class_names=list(drawn.data.class_names),
         commit=None if drawn.data.repo is None else drawn.data.repo.commit,
         config=drawn.data.config,
@@ -178,6 +228,7 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
     if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None
     source, base, target = (typed_reference(model) for model in models)
+    layers = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
     words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
         repo = drawn.data.repo
@@ -193,6 +244,21 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--method", settings.method, "bico"),
         ("--completion", settings.completion, "drop"),
         ("--alpha", settings.alpha, 1.0),
+        ("--sampling", settings.sampling, "random"),
+        ("--labels", settings.labels, "auto"),
+        ("--layers", layers, "index"),
+        ("--augment", settings.augment, None),
+        ("--path-steps", settings.path_steps, 2),
+        ("--signs", settings.signs, "mean"),
+        ("--readout", "" if settings.readout else None, None),
+        ("--learning-rate", settings.learning_rate, 1e-5),
+        ("--weight-decay", settings.weight_decay, 0.1),
+        ("--train-steps", settings.train_steps, 2000),
+        ("--train-batch", settings.train_batch, 128),
+        ("--warmup", settings.warmup, 200),
+        ("--evaluation", settings.evaluation, "zero-shot"),
+        ("--control", "" if settings.control else None, None),
+        ("--batch-size", settings.batch_size, 32),
         ("--dtype", settings.dtype, "auto"),
         ("--max-download", settings.max_download, DEFAULT_DOWNLOAD),
         ("--allow-pickle", "" if any(model.pickled for model in models) else None, None),

@@ -14,7 +14,7 @@ from hf_bico.hub.repos import Place, locate
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
 from hf_bico.progress import Progress, silent
-from hf_bico.record import RECORD_FILE, DataRecord, ModelRecord, Record, read_record
+from hf_bico.record import RECORD_FILE, DataRecord, MethodRecord, ModelRecord, Record, read_record
 from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
 
 
@@ -111,8 +111,10 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         "evaluate": bool(record.evaluation),
         "force": True,  # what was let through then
     }
-    if record.method.completion is not None:
-        options["completion"] = record.method.completion
+    options |= _method_options(record.method, record.data.n if record.data else 0)
+    protocols = {entry.protocol for entry in record.evaluation}
+    options["evaluation"] = "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both"
+    options["control"] = any(entry.model == "control" for entry in record.evaluation)
     if record.objective.templates is not None:
         options["templates"] = record.objective.templates
     if record.data is not None:
@@ -123,12 +125,40 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
 
 
+def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
+    layers: dict[str | None, Any] = {None: "index", "given": method.layers}
+    options = {
+        "layers": layers.get(method.matching, method.matching),
+        "augment": _augment(method, samples),
+        "readout": method.readout is not None,
+        "completion": method.completion,
+        "path_steps": method.steps,
+        "signs": method.signs,
+    }
+    if method.training is not None:
+        training = method.training
+        options |= {"learning_rate": training.learning_rate, "weight_decay": training.weight_decay}
+        if training.batch is not None:
+            options |= {"train_steps": training.steps, "train_batch": training.batch, "warmup": training.warmup}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _augment(method: MethodRecord, samples: int) -> int | None:
+    """How many altered copies were asked for: a readout takes none that were only the method's habit."""
+    copies = method.copies or 0
+    if method.readout is not None and method.readout.copies:
+        return method.readout.copies
+    return None if copies == Settings(method=method.name).copies(samples) else copies
+
+
 def _sampling(data: DataRecord) -> dict[str, Any]:
     return {
         "config": data.config,
         "split": data.split,
         **({"n": data.n} if data.per_class is None else {"per_class": data.per_class}),
         "seed": data.seed,
+        "sampling": data.sampling,
+        "labels": data.labels,
         "max_download": data.max_download or DEFAULT_DOWNLOAD,
         "image_column": data.columns.get("image"),
         "label_column": data.columns.get("label"),

@@ -11,13 +11,23 @@ from typing import Any
 from hf_bico.errors import RankError, UsageError
 from hf_bico.sizes import read_size
 
-METHOD_NAMES = ("bico", "naive")
+METHOD_NAMES = (
+    *("bico", "bico-fisher", "bico-path", "input-only", "output-only", "gradient-only", "theseus"),
+    *("naive", "transfusion", "gradfix", "fewshot", "finetune"),
+)
+SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
+LABELS = ("auto", "dataset", "pseudo")
+LAYERS = ("index", "similarity")
+SIGNS = ("mean", "majority")
+EVALUATIONS = ("zero-shot", "probe", "both")
 COMPLETIONS = ("drop", "svd")
 FORMATS = ("full", "adapter", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_SAMPLES = 100
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
+FEW_SAMPLES, COPIES = 50, 7
+"""Below so many samples, bico-path adds so many altered copies of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +35,26 @@ class Settings:
     """The options of a port.
 
     Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` of the data set's `config` by
-    `seed`, with at most `max_download` bytes of it downloaded; `image_column`, `label_column` and `class_names` where
-    they cannot be found; prompts from `templates`, with {} for the class.
+    `seed`, in the way that `sampling` names (random, class-balanced, centroid-near, centroid-far, half-class,
+    one-class), with at most `max_download` bytes of it downloaded; `image_column`, `label_column` and `class_names`
+    where they cannot be found; prompts from `templates`, with {} for the class. `labels` are the "dataset"'s, or
+    "pseudo": what the fine-tuned source predicts; "auto" takes the data set's where it has any. `augment` adds so many
+    altered copies of each sample (by default 7 for bico-path below 50 samples, else none).
     Loss: `objective` is "auto" (zero-shot), or a callable (model, batch) -> loss that sums over the samples of
-    `batch.pixels` and `batch.labels`.
-    Method: "bico", or "naive" for comparison; `completion` says what the maps do where calibration saw nothing: "drop"
-    it, or complete it arbitrarily by the "svd"; `alpha` scales what is added.
+    `batch.pixels` and `batch.labels` (each -1 where the data set has none).
+    Method: `method` is one of METHOD_NAMES; `completion` says what the maps do where calibration saw nothing: "drop"
+    it, or complete it arbitrarily by the "svd"; `alpha` scales what is added. `layers` says which source block each
+    target block takes: by "index", by "similarity" (CKA), or a list. `path_steps` are those of bico-path, `signs` how
+    gradfix takes the target's gradient ("mean", or the "majority" of the samples). `readout` corrects the final
+    projection towards the fine-tuned source's predictions, in closed form.
+    Training, of fewshot and finetune alone: `learning_rate`, `weight_decay`; of finetune: `train_steps`, `train_batch`,
+    `warmup` and `checkpoint`, a folder that an interrupted training goes on from.
     Result: `format` is "full", a model, "adapter", for peft, or "delta", the change alone; by default a LoRA gives an
     adapter and anything else a full model. `rank` is an adapter's: a whole number, or a share of each layer's energy
     such as 0.95; by default a LoRA keeps its rank and anything else is exact.
-    Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples; `force` goes on
-    although the base looks wrong.
+    Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples, by
+    `evaluation` "zero-shot", by a linear "probe" that is fitted to the calibration samples, or "both"; `control` also
+    measures a port whose two models saw different samples; `force` goes on although the base looks wrong.
     """
 
     config: str | None = None
@@ -43,10 +62,23 @@ class Settings:
     n: int | None = None
     per_class: int | None = None
     seed: int = 0
+    sampling: str = "random"
+    labels: str = "auto"
+    augment: int | None = None
     objective: str | Callable[..., Any] = "auto"
     method: str = "bico"
     completion: str = "drop"
     alpha: float = 1.0
+    layers: str | Sequence[int] = "index"
+    path_steps: int = 2
+    signs: str = "mean"
+    readout: bool = False
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.1
+    train_steps: int = 2000
+    train_batch: int = 128
+    warmup: int = 200
+    checkpoint: str | None = None
     format: str | None = None
     rank: int | float | None = None
     image_column: str | None = None
@@ -58,6 +90,8 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     evaluate: bool = True
+    evaluation: str = "zero-shot"
+    control: bool = False
     force: bool = False
 
     @classmethod
@@ -78,6 +112,11 @@ class Settings:
     def __post_init__(self) -> None:
         _require_one_of("method", self.method, METHOD_NAMES)
         _require_one_of("completion", self.completion, COMPLETIONS)
+        _require_one_of("sampling", self.sampling, SAMPLINGS)
+        _require_one_of("labels", self.labels, LABELS)
+        _require_one_of("signs", self.signs, SIGNS)
+        _require_one_of("evaluation", self.evaluation, EVALUATIONS)
+        self._require_layers()
         _require_one_of("dtype", self.dtype, DTYPES)
         if self.format is not None:
             _require_one_of("format", self.format, FORMATS)
@@ -85,11 +124,32 @@ class Settings:
             raise UsageError(f"--rank was given with --format {self.format}", "use --rank with --format adapter")
         if isinstance(self.objective, str):
             _require_one_of("objective", self.objective, ("auto", "zero-shot"))
+        elif self.labels == "pseudo":
+            raise UsageError(
+                "pseudo-labels are what the zero-shot objective predicts, and the objective is the caller's own",
+                "leave one of the two out",
+            )
         if self.n is not None and self.per_class is not None:
             raise UsageError("-n and -k were both given", "choose the number of samples in all, or per class")
-        for option, value in (("-n", self.n), ("-k", self.per_class), ("--batch-size", self.batch_size)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{option} is {value}", "use a whole number of at least 1")
+        for option, value, least in (
+            ("-n", self.n, 1),
+            ("-k", self.per_class, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--augment", self.augment, 0),
+            ("--path-steps", self.path_steps, 1),
+            ("--train-steps", self.train_steps, 1),
+            ("--train-batch", self.train_batch, 1),
+            ("--warmup", self.warmup, 0),
+        ):
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{option} is {value}", f"use a whole number of at least {least}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}", "use a whole number of at least 0, and below 2^63")
+        if self.control and not self.evaluate:
+            raise UsageError("--control is measured, and --no-eval measures nothing", "leave one of the two out")
+        for option, rate in (("--learning-rate", self.learning_rate), ("--weight-decay", self.weight_decay)):
+            if not isinstance(rate, int | float) or not isfinite(rate) or rate < 0:
+                raise UsageError(f"{option} is {rate}", "use a number of at least 0")
         for name, texts in (("templates", self.templates), ("class_names", self.class_names)):
             if isinstance(texts, str):
                 raise UsageError(f"{name} is one string, {texts!r}", "give a list of strings")
@@ -101,6 +161,22 @@ class Settings:
                 raise UsageError(f"the template {template!r} has no place for the class name", "put {} into it")
         if not self.templates:
             raise UsageError("there is no prompt template", "give at least one line with {} in it")
+
+    def _require_layers(self) -> None:
+        if isinstance(self.layers, str):
+            _require_one_of("layers", self.layers, LAYERS)
+            return
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or any(type(block) is not int or block < 0 for block in self.layers):
+            raise UsageError(
+                f"--layers is {list(self.layers)}", "give the source block of each target block, such as 0,0,1,1"
+            )
+
+    def copies(self, samples: int) -> int:
+        """How many altered copies of each of so many samples are used."""
+        if self.augment is not None:
+            return self.augment
+        return COPIES if self.method == "bico-path" and samples < FEW_SAMPLES else 0
 
     @property
     def zero_shot(self) -> bool:
@@ -129,6 +205,18 @@ def read_rank(text: str) -> int | float:
             continue
         return 1 if rank is None else rank
     raise RankError(f"--rank is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
+
+
+def read_layers(text: str) -> str | tuple[int, ...]:
+    """Layers as they are typed: index, similarity, or 0,0,1,1."""
+    if text in LAYERS:
+        return text
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--layers is '{text}'", f"use {' or '.join(LAYERS)}, or the source block of each target block: 0,0,1,1"
+        ) from None
 
 
 def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:

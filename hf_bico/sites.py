@@ -13,6 +13,9 @@ from typing import Any
 ROLES = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down", "proj")
 """The roles of CLIP's towers, in the order of tables and pictures; a generic model has roles of its own."""
 
+STEM = "stem"
+"""The canonical name of the patch stem."""
+
 MOST_ROLES = 24
 """In so many lines a table or picture is still readable."""
 OTHER_ROLES = "other roles"
@@ -67,12 +70,25 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A tensor outside the sites one of whose axes runs over the residual stream: a LayerNorm, the class token.
+
+    `name` is canonical, as a site's is; `tensor` is the checkpoint's own name.
+    """
+
+    name: str
+    tensor: str
+    axis: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """A model as its family reads it: the sites, the tokens, and why each other tensor stays behind.
 
     Without `tokens`, rows of two models pair one by one; without `image_size`, prepared images run as they are.
     `kind` is the model's class, where only models of one class have the same sites. `own_names` are the names in the
-    loaded model of tensors that its files keep under others.
+    loaded model of tensors that its files keep under others. `heads` counts the attention heads of each block, and
+    `residual` has what runs over the residual stream beside the sites; None and empty where that is not known.
     """
 
     family: str
@@ -83,6 +99,8 @@ class Layout:
     others: dict[str, str]
     kind: str = ""
     own_names: Mapping[str, str] = field(default_factory=dict)
+    heads: int | None = None
+    residual: tuple[Axis, ...] = ()
 
     def site(self, name: str) -> Site:
         return next(site for site in self.sites if site.name == name)
@@ -102,6 +120,37 @@ class SitePair:
 
     source: Site
     target: Site
+
+
+def residual_axes(
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+    stem: str,
+    blocks: int,
+    block_names: Mapping[str, str],
+) -> tuple[Axis, ...]:
+    """The tensors beside the sites that run over the residual stream, from canonical names by the model's own.
+
+    `names` has those outside the blocks, `block_names` those of each block, after `stem` and the block's number. All
+    have the stream last but for the patch stem, which is a convolution.
+    """
+    inside = {
+        f"{stem}{block}.{own}": f"blocks.{block}.{name}" for block in range(blocks) for own, name in block_names.items()
+    }
+    return tuple(
+        Axis(name, tensor, 0 if name == STEM else len(shapes[tensor]) - 1)
+        for tensor, name in {**names, **inside}.items()
+        if tensor in shapes
+    )
+
+
+def count_heads(width: int, heads: Any) -> int | None:
+    """The configured number of attention heads, where it can be true of a tower of this width.
+
+    >>> count_heads(768, 12), count_heads(768, 7), count_heads(768, None)
+    (12, None, None)
+    """
+    return heads if type(heads) is int and heads > 0 and width % heads == 0 else None
 
 
 def role_labels(roles: Iterable[str]) -> dict[str, str]:

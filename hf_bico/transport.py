@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf, sqrt
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from hf_bico.checkpoints import Checkpoint
 from hf_bico.deltas import Deltas
 from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
-from hf_bico.factors import Change, Factors, dense, energy, is_zero, stacked
+from hf_bico.factors import Change, Factors, dense, energy, is_zero, stacked, total
 from hf_bico.methods import Carried, SiteDelta
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
@@ -68,6 +69,22 @@ def _ratio(vector: Deltas, slot: Slot, base: Checkpoint) -> float:
     start: Tensor = slot.view(base.tensor(slot.tensor))
     own = energy(start)
     return sqrt(energy(change) / own) if own else inf
+
+
+def joined(parts: Sequence[Mapping[str, Carried]]) -> dict[str, Carried]:
+    """What was carried in several parts, as one; with the maps of the first, and the mean of what went unseen."""
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(parts: Sequence[Carried]) -> Carried:
+    if len(parts) == 1:
+        return parts[0]
+    deltas = [part.delta for part in parts]
+    weights = [delta.weight for delta in deltas if delta.weight is not None]
+    biases = [delta.bias for delta in deltas if delta.bias is not None]
+    unseen = [part.unseen for part in parts if part.unseen is not None]
+    delta = SiteDelta(total(weights) if weights else None, dense(total(biases)) if biases else None)
+    return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None)
 
 
 def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> Deltas:

@@ -51,6 +51,12 @@ ENTRIES = (
     Entry("lora-port", f"{OWNER}/narrow-{TASK}-lora", f"{OWNER}/wide-hf"),
     Entry("extracted-adapter", target=None, options={"rank": 8}),
     Entry("port-of-local-folders", local=True),
+    Entry("port-with-readout-and-control", options={"method": "bico-path", "n": 20, "readout": True, "control": True}),
+    Entry("port-without-labels", options={"labels": "pseudo", "evaluation": "both", "layers": "similarity"}),
+    Entry(
+        "trained-target",
+        options={"method": "finetune", "train_steps": 30, "learning_rate": 1e-3, "warmup": 3, "format": "full"},
+    ),
 )
 
 

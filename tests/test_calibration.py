@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hf_bico.data.calibration import (
     calibration_samples,
     calibration_split,
-    draw_order,
+    draw,
     evaluation_samples,
     evaluation_split,
     open_data,
 )
-from hf_bico.errors import ClassNamesError, ColumnError, DataNotFoundError, RepoNotFoundError, SampleCountError
+from hf_bico.data.sampling import draw_order
+from hf_bico.errors import (
+    ClassNamesError,
+    ColumnError,
+    DataNotFoundError,
+    RepoNotFoundError,
+    SampleCountError,
+    UsageError,
+)
 from hf_bico.settings import Settings
 
 NAMES = ["cat", "dog", "owl"]
@@ -50,7 +60,7 @@ def test_image_folder(tmp_path: Path) -> None:
     assert data.name == "animals"
     assert set(data.splits) == {"train", "test"}
     assert data.class_names == tuple(NAMES)
-    images, labels = next(calibration_samples(data, "train", 15, None, 0).batches(15))
+    images, labels = next(calibration_samples(data, "train", Settings(n=15)).batches(15))
     for image, label in zip(images, labels, strict=True):
         assert image.getpixel((0, 0))[0] // 10 == label
 
@@ -101,7 +111,12 @@ def test_class_label_is_preferred_to_other_numbers() -> None:
 
 def test_no_labels_column() -> None:
     with pytest.raises(ColumnError, match="no column looks like the label column"):
+        open_data(table().remove_columns("label"), Settings(labels="dataset", class_names=NAMES))
+    with pytest.raises(ColumnError, match="no column looks like the label column"):
+        open_data(table().remove_columns("label"), Settings(class_names=NAMES), measure=True)
+    with pytest.raises(ClassNamesError, match="no column looks like the label column, and nothing names") as caught:
         open_data(table().remove_columns("label"))
+    assert "--class-names" in caught.value.remedy
 
 
 def test_no_image_column() -> None:
@@ -148,22 +163,22 @@ def test_draw_is_uniform() -> None:
 
 def test_smaller_samples_are_part_of_larger_ones() -> None:
     data = open_data(table())
-    ten, twenty = (calibration_samples(data, "train", n, None, 5).indices for n in (10, 20))
+    ten, twenty = (calibration_samples(data, "train", Settings(n=n, seed=5)).indices for n in (10, 20))
     assert twenty[:10] == ten
 
 
 def test_per_class() -> None:
-    samples = calibration_samples(open_data(table()), "train", None, 4, 0)
+    samples = calibration_samples(open_data(table()), "train", Settings(per_class=4))
     assert Counter(samples.labels) == {0: 4, 1: 4, 2: 4}
     with pytest.raises(SampleCountError, match="11 samples a class were asked for and 'cat' has 10"):
-        calibration_samples(open_data(table()), "train", None, 11, 0)
+        calibration_samples(open_data(table()), "train", Settings(per_class=11))
 
 
 def test_more_samples_than_there_are() -> None:
     with pytest.raises(
         SampleCountError, match="31 samples were asked for and split 'train' of 'data' has 30 with labels"
     ) as caught:
-        calibration_samples(open_data(table()), "train", 31, None, 0)
+        calibration_samples(open_data(table()), "train", Settings(n=31))
     assert caught.value.remedy == "use -n 30 or less"
 
 
@@ -180,7 +195,7 @@ def test_splits_are_chosen_by_purpose() -> None:
 
 def test_evaluation_never_uses_a_calibration_sample() -> None:
     data = open_data(table())
-    used = calibration_samples(data, "train", 20, None, 0)
+    used = calibration_samples(data, "train", Settings(n=20))
     split, held_out = evaluation_samples(data, used, "train", 0)
     assert split == "train"
     assert not set(held_out.indices) & set(used.indices)
@@ -198,13 +213,13 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
 def test_rows_without_labels_are_never_drawn() -> None:
     rows = [{"image": picture(i), "label": [-1, None, 0, 1][i % 4]} for i in range(40)]
     data = open_data({"train": rows, "test": [{"image": picture(1), "label": -1}] * 5}, Settings(class_names=NAMES))
-    samples = calibration_samples(data, "train", 12, None, 0)
+    samples = calibration_samples(data, "train", Settings(n=12))
     assert all(index % 4 >= 2 for index in samples.indices)
     split, held_out = evaluation_samples(data, samples, "train", 0)
     assert split == "train", "a split without labels measures nothing"
     assert len(held_out) == 8
     with pytest.raises(SampleCountError, match="has 20 with labels"):
-        calibration_samples(data, "train", 21, None, 0)
+        calibration_samples(data, "train", Settings(n=21))
 
 
 def test_splits_that_name_their_classes_differently() -> None:
@@ -215,10 +230,23 @@ def test_splits_that_name_their_classes_differently() -> None:
 
 def test_split_without_the_columns_is_not_measured_on() -> None:
     data = open_data({"train": table(), "test": table(6).rename_column("label", "kind")})
-    split, _ = evaluation_samples(data, calibration_samples(data, "train", 5, None, 0), "train", 0)
+    split, _ = evaluation_samples(data, calibration_samples(data, "train", Settings(n=5)), "train", 0)
     assert split == "train"
     with pytest.raises(ColumnError, match="split 'test' has no column 'label'"):
         data.labels("test")
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("test", "train")])
+def test_labels_of_another_split_are_measured_on(names: tuple[str, str]) -> None:
+    """In whatever order the splits are given; what is calibrated on has none."""
+    splits = {"train": table().remove_columns("label"), "test": table(6)}
+    drawn = draw({name: splits[name] for name in names}, Settings(n=5))
+    assert drawn.labels == "pseudo"
+    assert drawn.samples.labels == (-1,) * 5
+    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)
+    assert (split, sorted(samples.indices)) == ("test", list(range(6)))
+    with pytest.raises(ColumnError, match="split 'train' has no column 'label'|no column looks like"):
+        draw({name: splits[name] for name in names}, Settings(n=5, labels="dataset"))
 
 
 @pytest.mark.parametrize("form", ["numpy", "torch"])
@@ -240,3 +268,131 @@ def test_data_without_rows(data: object) -> None:
 def test_rows_without_names() -> None:
     with pytest.raises(ColumnError, match="without named columns"):
         open_data([(picture(1), 0)])
+
+
+def plain_images(folder: Path, *splits: str) -> Path:
+    for split in splits or ("",):
+        (folder / split).mkdir(parents=True)
+        for index in range(12):
+            picture(index).save(folder / split / f"{index}.png")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["rows", "tensors", "table", "dictionary", "folder", "folders", "parquet", "saved"])
+@pytest.mark.parametrize("labels", ["auto", "pseudo"])
+def test_data_without_labels(kind: str, labels: str, tmp_path: Path) -> None:
+    unlabelled = table(12).remove_columns("label")
+    if kind == "parquet":
+        unlabelled.to_parquet(tmp_path / "train.parquet")
+    if kind == "saved":
+        unlabelled.save_to_disk(tmp_path / "saved")
+    data = {
+        "rows": lambda: [{"image": picture(i)} for i in range(12)],
+        "tensors": lambda: [{"image": torch.full((3, 4, 4), float(i))} for i in range(12)],
+        "table": lambda: unlabelled,
+        "dictionary": lambda: {"train": unlabelled, "test": unlabelled},
+        "folder": lambda: plain_images(tmp_path / "plain"),
+        "folders": lambda: plain_images(tmp_path / "plain", "train", "val", "test"),
+        "parquet": lambda: tmp_path,
+        "saved": lambda: tmp_path / "saved",
+    }[kind]()
+    drawn = draw(data, Settings(n=5, labels=labels), known_names=NAMES)
+    assert (drawn.data.labelled, drawn.labels, drawn.data.columns.label) == (False, "pseudo", None)
+    assert drawn.data.class_names == tuple(NAMES)
+    assert drawn.samples.labels == (-1,) * 5
+    assert list(drawn.samples.indices) == draw_order(12, 0)[:5]
+    assert drawn.data.labels("train") == {}
+    assert len(next(drawn.samples.batches(5))[0]) == 5
+    assert len(evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)[1]) == 0
+    named = drawn.with_labels([0, 1, 2, 1, 0])
+    assert (named.samples.labels, named.labels) == ((0, 1, 2, 1, 0), "pseudo")
+    assert next(named.samples.batches(2))[1] == [0, 1]
+    with pytest.raises(ValueError, match="2 labels for 5 samples"):
+        drawn.with_labels([0, 1])
+    with pytest.raises(SampleCountError, match="13 samples were asked for and split 'train' of .* has 12\n") as caught:
+        draw(data, Settings(n=13, labels=labels), known_names=NAMES)
+    assert caught.value.remedy == "use -n 12 or less"
+
+
+def test_folders_that_are_splits_are_no_classes(tmp_path: Path) -> None:
+    data = open_data(plain_images(tmp_path / "plain", "train", "test"), Settings(class_names=NAMES))
+    assert (set(data.splits), data.labelled) == ({"train", "test"}, False)
+    for split, name in (("train", "cat"), ("train", "dog"), ("test", "cat")):
+        plain_images(tmp_path / "named" / split / name)
+    labelled = open_data(tmp_path / "named")
+    assert (labelled.class_names, len(labelled.labels("test"))) == (("cat", "dog"), 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"per_class": 2}, "-k"),
+        ({"sampling": "class-balanced", "n": 3}, "--sampling class-balanced"),
+        ({"sampling": "centroid-near", "n": 3}, "--sampling centroid-near"),
+        ({"sampling": "half-class", "per_class": 2}, "--sampling half-class"),
+        ({"sampling": "one-class", "n": 3}, "--sampling one-class"),
+    ],
+)
+def test_what_needs_labels(options: dict[str, Any], option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} needs labels, and 'data' has none"):
+        draw(table().remove_columns("label"), Settings(class_names=NAMES, **options))
+    with pytest.raises(UsageError, match=f"{option} needs labels, and --labels pseudo does not look at them"):
+        draw(table(), Settings(labels="pseudo", **options))
+
+
+def test_labels_that_calibration_is_not_to_know() -> None:
+    rows = [{"image": picture(i), "label": [-1, None, 0, 1][i % 4]} for i in range(40)]
+    data = {"train": rows, "test": [{"image": picture(i), "label": i % 3} for i in range(9)]}
+    drawn = draw(data, Settings(n=20, labels="pseudo", class_names=NAMES))
+    assert (drawn.data.labelled, drawn.labels) == (True, "pseudo")
+    assert list(drawn.samples.indices) == draw_order(40, 0)[:20], "with or without a label"
+    assert drawn.samples.labels == (-1,) * 20
+    split, held_out = evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)
+    assert (split, sorted(held_out.labels)) == ("test", [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    drawn = draw(rows, Settings(n=20, labels="pseudo", class_names=NAMES))
+    split, held_out = evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)
+    assert split == "train"
+    assert not set(held_out.indices) & set(drawn.samples.indices)
+    assert all(label == index % 4 - 2 for index, label in zip(held_out.indices, held_out.labels, strict=True))
+    assert draw(rows, Settings(n=9, class_names=NAMES)).labels == "dataset"
+
+
+def test_a_column_without_any_label() -> None:
+    rows = [{"image": picture(i), "label": -1} for i in range(9)]
+    with pytest.raises(DataNotFoundError, match="has no labels") as caught:
+        draw(rows, Settings(n=3, class_names=NAMES))
+    assert "--labels pseudo" in caught.value.remedy
+    drawn = draw(rows, Settings(n=3, class_names=NAMES, labels="pseudo"))
+    assert len(evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)[1]) == 0
+
+
+def test_a_split_without_the_label_column() -> None:
+    data = {"test": table(9), "train": table(9).remove_columns("label")}
+    drawn = draw(data, Settings(n=3, labels="pseudo"))
+    split, held_out = evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)
+    assert (drawn.split, split, len(held_out)) == ("train", "test", 9)
+
+
+@pytest.mark.parametrize("labels", ["auto", "pseudo", "dataset"])
+def test_labels_that_cannot_be_guessed_are_asked_for(labels: str) -> None:
+    rows = table(word=["x"] * 30).cast_column("label", datasets.Value("int64"))
+    with pytest.raises(ColumnError, match="several columns could be the label column") as caught:
+        draw(rows, Settings(n=3, labels=labels, class_names=NAMES))
+    assert "--label-column" in caught.value.remedy
+
+
+def test_an_objective_of_the_callers_own_needs_no_names() -> None:
+    data = open_data(table().remove_columns("label"), Settings(objective=lambda model, batch: 0))
+    assert data.class_names == ()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 30])
+def test_rotated(count: int) -> None:
+    samples = calibration_samples(open_data(table()), "train", Settings(n=count))
+    other = samples.rotated(count // 2)
+    assert sorted(other.indices) == sorted(samples.indices)
+    assert all(one != two for one, two in zip(samples.indices, other.indices, strict=True))
+    assert other.indices == samples.indices[count // 2 :] + samples.indices[: count // 2]
+    assert other.labels == tuple(index % 3 for index in other.indices)
+    images = [image for some, _ in other.batches(4) for image in some]
+    assert [image.getpixel((0, 0))[0] for image in images] == list(other.indices)

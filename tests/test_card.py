@@ -26,6 +26,7 @@ from toys import WRITERS, Toy, random_state
 
 from hf_bico.cards.card import render_card, write_card
 from hf_bico.cards.markdown import clean, code, fenced, literal, plain
+from hf_bico.cards.methods import METHODS
 from hf_bico.cards.plots import alignment_picture
 from hf_bico.record import (
     DataRecord,
@@ -36,10 +37,13 @@ from hf_bico.record import (
     ObjectiveRecord,
     OutputRecord,
     PartRecord,
+    ReadoutRecord,
     Record,
     RunRecord,
     SiteRecord,
+    TrainingRecord,
 )
+from hf_bico.settings import METHOD_NAMES
 from hf_bico.sites import ROLES
 from hf_bico.task_vector import TaskVector
 
@@ -75,7 +79,7 @@ def a_record(blocks: int = 2, **changes: Any) -> Record:
             id=DATA,
             split="train",
             n=100,
-            sampling="row groups, then random",
+            sampling="random",
             seed=0,
             indices=[3, 1, 2],
             columns={"image": "img", "label": "class"},
@@ -122,6 +126,35 @@ def an_adapter_record(family: str = "open_clip ViT", rank: int | float | None = 
     output = OutputRecord("adapter", {"adapter_model.safetensors": "b9" * 32}, None, REPO, None, rank, 0.9321)
     record = replace(full, target=replace(full.target, family=family), sites=sites, output=output)
     return replace(record, **changes)
+
+
+def measured(**values: float) -> list[EvaluationRecord]:
+    """Accuracies by the names of the models, with _ for what a name cannot hold; "probe_" before one measured by it."""
+    found = []
+    for name, value in values.items():
+        model = {"target_readout": "target, readout", "unread": "ported, no readout"}.get(
+            name.removeprefix("probe_"), name.removeprefix("probe_")
+        )
+        how: dict[str, Any] = {"protocol": "probe", "trained_on": 100} if name.startswith("probe_") else {}
+        found.append(EvaluationRecord(model, DATA, "test", 1000, "accuracy", value, **how))
+    return found
+
+
+def a_path_record(**changes: Any) -> Record:
+    """A port along a path, with a readout and a control."""
+    method = MethodRecord(
+        *("bico-path", 1.0, [0, 0], "drop", "similarity"), steps=2, copies=7, readout=ReadoutRecord(True, 3.4, 1.2, 0.1)
+    )
+    values = measured(target=0.5, ported=0.7, source=0.9, unread=0.6, target_readout=0.55, control=0.56)
+    return replace(a_record(), method=method, evaluation=values, **changes)
+
+
+def a_trained_record(name: str = "finetune", **changes: Any) -> Record:
+    """The target trained, for comparison."""
+    training = TrainingRecord(1e-3, 0.1, 30, 900, 128, 3, 0.81)
+    few = TrainingRecord(1e-3, 0.1, 1, 100)
+    method = MethodRecord(name, 1.0, [0, 1], training=training if name == "finetune" else few)
+    return replace(a_record(), sites=[], left=[], method=method, **changes)
 
 
 def a_local_record(**changes: Any) -> Record:
@@ -209,12 +242,12 @@ def test_full_card_has_every_item_of_the_design() -> None:
         "closed 25% of the gap between the target as it was and the fine-tuned source, in 3.5 seconds, loading",
         "Measured on 1,000 samples of split test of alice/eurosat, the same for every row; calibration saw none",
         "uncertain by up to 3.1 points",
-        "100 samples of split train, configuration rgb, of alice/eurosat. Sampling: row groups, then random, seed 0.",
+        "100 samples of split train, configuration rgb, of alice/eurosat. Sampling: random, seed 0.",
         "img (image), class (label)",
         "row groups 0, 3 of data/train-00000-of-00002.parquet (2,000 rows)",
         "Classes: 6 (annual crop, forest, highway, river, lake, ...), labels of the data set.",
         "Objective: zero-shot, prompts a satellite photo of {}.",
-        "Method: bico, completion drop, alpha 1.0, not tuned.",
+        "Method: bico, completion drop, alpha 1.0, not tuned. Two orthogonal maps a site turn the task vector",
         "Source block of each target block: 0, 1.",
         "13 linear sites, with 95.0% of the task vector's energy",
         "Rounding to the target's own precision took away 1.0%",
@@ -454,6 +487,141 @@ def test_card_says_first_that_the_port_is_worse() -> None:
     assert "closed" not in card
 
 
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_card_says_what_its_method_does(name: str) -> None:
+    trained = name in ("fewshot", "finetune")
+    card = render_card(a_trained_record(name) if trained else a_record(method=MethodRecord(name, 1.0, [0, 1])))
+    assert str(METHODS[name].does) in text_of(card)
+    assert not card.endswith("\n\n")
+    for empty in ("None", "[]", ": .", " ,", "\n\n\n"):
+        assert empty not in card
+    without_data = name in ("naive", "transfusion")
+    assert ("calibration samples" in text_of(card)) == (not without_data and not trained)
+    assert ("datasets" in metadata(card)) == (not without_data)
+
+
+@pytest.mark.parametrize("format", ["full", "delta", "adapter"])
+@pytest.mark.parametrize(("name", "samples", "steps"), [("finetune", 900, "30 steps"), ("fewshot", 100, "1 step")])
+def test_trained_model_is_called_one(name: str, samples: int, steps: str, format: str) -> None:
+    card = render_card(_output(a_trained_record(name), format=format))
+    lower = card.lower()
+    for wrong in ("training-free", "without training", "no training step", "zero training", "carried", "task-vector"):
+        assert wrong not in lower
+    assert headings(card)[0] == f"{TARGET}, trained on {DATA}"
+    read = text_of(card)
+    assert f"trained by hf-bico on {samples} samples of {DATA} for {steps}, for comparison with a port." in read
+    assert f"The task vector of {SOURCE} was not used." in read
+    assert f"25% of the way to the fine-tuned source's 90.0%, after {steps.replace(' ', ' training ')}." in read
+    assert "training saw none of them" in read
+    assert metadata(card)["datasets"] == [DATA]
+
+
+def test_training_recipe_is_told() -> None:
+    read = text_of(render_card(a_trained_record()))
+    assert (
+        "Training: 30 training steps of AdamW on 900 samples, 128 at a time, learning rate 0.001 after 3 warm-up steps "
+        "and with cosine decay, weight decay 0.1; accuracy 81.0% on samples held back for validation."
+    ) in read
+    few = text_of(render_card(a_trained_record("fewshot")))
+    assert "Training: 1 training step of AdamW on 100 samples, learning rate 0.001, weight decay 0.1." in few
+    assert "Training samples: 100 samples of split train" in few
+
+
+def test_trained_model_whose_record_lost_its_training_is_not_called_training_free() -> None:
+    card = render_card(replace(a_trained_record(), method=MethodRecord("finetune", 1.0, [])))
+    assert "training-free" not in card
+    assert "after training." in card
+
+
+def test_readout_and_control_are_told_with_what_they_give() -> None:
+    card = render_card(a_path_record())
+    read = text_of(card)
+    rows = re.findall(r"^\| ([a-z, -]+) \| accuracy \| (\S+) \|", card, re.MULTILINE)
+    assert rows == [
+        ("target, zero-shot", "50.0%"),
+        ("target, with the readout alone", "55.0%"),
+        ("control, samples mispaired", "56.0%"),
+        ("target, ported, without the readout", "60.0%"),
+        ("target, ported", "70.0%"),
+        ("source, fine-tuned", "90.0%"),
+    ]
+    for said in (
+        "with no training step; the readout alone gives 55.0%.",
+        "then corrected in closed form, towards the predictions of",
+        "a closed-form distillation of the fine-tuned source's predictions into the final projection. It was accepted",
+        "fell from 3.4 to 1.2. The same step on the untouched target gives 55.0%. Without the readout, the port gives",
+        "over the target, it gains +6.0 points, and the port +10.0, both without the readout. 60% of the gain is still",
+        "2 steps along the path. As bico-fisher",
+        "7 altered copies of each sample were added.",
+        "no label enters the method",
+        "Source block of each target block: 0, 0, matched by the similarity of what the blocks read",
+    ):
+        assert said in read
+
+
+def test_readout_that_was_not_accepted_is_not_claimed() -> None:
+    record = a_path_record()
+    values = measured(target=0.5, ported=0.6, source=0.9, unread=0.6, target_readout=0.5)
+    refused = replace(record.method, readout=ReadoutRecord(False, 3.4, 3.5))
+    read = text_of(render_card(replace(record, method=refused, evaluation=values)))
+    assert "It was not accepted, and changed nothing" in read
+    assert "corrected" not in read
+    assert "with no training step." in read
+
+
+def test_samples_of_an_unlabelled_port_are_told() -> None:
+    record = _data(a_record(), labels="pseudo", columns={"image": "img"})
+    read = text_of(render_card(record))
+    assert "labels are the fine-tuned source's own predictions; none of the data set's were used to make it." in read
+    assert "Columns: img (image)." in read
+    balanced = text_of(render_card(_data(record, sampling="class-balanced")))
+    assert "Sampling: class-balanced (evenly from all classes), seed 0." in balanced
+    assert "none of the data set's" not in balanced
+
+
+@pytest.mark.parametrize(("signs", "said"), [("mean", "the mean gradient"), ("majority", "most of the samples' own")])
+def test_gradfix_says_how_signs_were_taken(signs: str, said: str) -> None:
+    read = text_of(render_card(a_record(method=MethodRecord("gradfix", 1.0, [0, 1], signs=signs))))
+    assert said in read
+    assert "kept only what agrees in sign with the target's negative gradient on 100 calibration samples" in read
+
+
+def test_results_of_both_protocols_are_kept_apart() -> None:
+    both = measured(target=0.5, probe_target=0.8, ported=0.6, probe_ported=0.7, source=0.9, probe_source=0.9)
+    card = render_card(a_record(evaluation=both))
+    assert "**Accuracy 60.0%, up from the target's 50.0%" in card
+    assert "| target, ported | zero-shot | accuracy | 60.0% |" in card
+    assert "| target, as it was | linear probe, fitted to 100 calibration samples | accuracy | 80.0% |" in card
+    found = ModelCard(card).data.eval_results
+    assert found is not None
+    assert [(result.task_type, result.metric_name, result.metric_value) for result in found] == [
+        ("zero-shot-image-classification", "accuracy", 0.6),
+        ("image-classification", "linear-probe accuracy", 0.7),
+    ]
+
+
+def test_card_of_both_protocols_passes_the_hubs_own_validation(hub: Hub) -> None:
+    both = measured(target=0.5, probe_target=0.8, ported=0.6, probe_ported=0.7)
+    for record in (a_record(evaluation=both), a_path_record(), a_trained_record()):
+        ModelCard(render_card(record)).validate()
+    assert [entry.path for entry in hub.log if "validate-yaml" in entry.path]
+
+
+def test_samples_that_only_a_probe_used_are_called_so() -> None:
+    naive = MethodRecord("naive", 1.0, [0, 1])
+    read = text_of(render_card(a_record(method=naive, evaluation=measured(probe_target=0.5, probe_ported=0.6))))
+    assert "Calibration, for the probe alone: 100 samples" in read
+    assert "Linear-probe accuracy 60.0%, up from the target's 50.0%, with no training step." in read
+    assert "Calibration" not in text_of(render_card(a_record(method=naive)))
+
+
+def test_picture_shows_only_the_sides_that_were_lined_up() -> None:
+    sites = [replace(site, score_out=None) for site in some_sites(2)]
+    record = a_record(method=MethodRecord("input-only", 1.0, [0, 1], "drop"), sites=sites)
+    assert "![Score in and unseen energy of every" in render_card(record)
+    assert alignment_picture(record) not in (None, alignment_picture(a_record()))
+
+
 def test_measurements_of_different_samples_are_not_called_the_same() -> None:
     full = a_record()
     card = render_card(replace(full, evaluation=[*full.evaluation[:2], replace(full.evaluation[2], n=7)]))
@@ -627,7 +795,7 @@ def _evaluation(record: Record, **changes: Any) -> Record:
 
 
 def _site(record: Record, **changes: Any) -> Record:
-    return replace(record, sites=[*record.sites, replace(record.sites[0], **changes)])
+    return replace(record, sites=[*record.sites, replace(some_sites(1)[0], **changes)])
 
 
 FIELDS: dict[str, Callable[[Record, str], Record]] = {
@@ -652,6 +820,11 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "parts": lambda record, text: _data(record, parts=[PartRecord(text, [1], 2)]),
     "objective": lambda record, text: replace(record, objective=ObjectiveRecord(text, [text, text[:150] + "{}"])),
     "method": lambda record, text: replace(record, method=replace(record.method, name=text, completion=text)),
+    "matching": lambda record, text: replace(record, method=replace(record.method, matching=text, signs=text)),
+    "measured model": lambda record, text: replace(
+        record, evaluation=[*record.evaluation, replace(record.evaluation[0], model=text)]
+    ),
+    "protocol": lambda record, text: _evaluation(record, protocol=text),
     "site": lambda record, text: _site(record, name=text),
     "role": lambda record, text: _site(record, role=text),
     "reason": lambda record, text: replace(record, left=[LeftRecord(text, text, 0.1)]),
@@ -739,10 +912,11 @@ def python_without_texts(source: str) -> str:
     fields=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1),
     text=HOSTILE,
     format=st.sampled_from(["full", "delta", "adapter"]),
+    kind=st.sampled_from([a_record, a_path_record, a_trained_record]),
 )
-def test_no_text_breaks_the_card(fields: set[str], text: str, format: str) -> None:
+def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind: Callable[[], Record]) -> None:
     """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
-    hostile = benign = _output(an_adapter_record() if format == "adapter" else a_record(), format=format)
+    hostile = benign = _output(an_adapter_record() if format == "adapter" else kind(), format=format)
     for field in sorted(fields):
         hostile, benign = FIELDS[field](hostile, text), FIELDS[field](benign, BENIGN)
     card, expected = render_card(hostile), render_card(benign)

@@ -36,10 +36,18 @@ def loaded_modules(code: str) -> set[str]:
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["port", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in sorted(main.commands))]
+)
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     code = f"from hf_bico.cli import main\ntry:\n    main({arguments!r})\nexcept SystemExit:\n    pass"
     assert loaded_modules(code) == set()
+
+
+def test_a_typo_in_the_options_is_said_before_anything_heavy_is_loaded() -> None:
+    for arguments in (["compare", "a", "--to", "b", "-n", "ten"], ["port", "a", "--to", "b", "--layers", "x"]):
+        code = f"from hf_bico.cli import main\ntry:\n    main({arguments!r})\nexcept SystemExit:\n    pass"
+        assert "torch" not in loaded_modules(code)
 
 
 def test_core_loads_neither_transformers_nor_the_hub() -> None:
@@ -346,6 +354,36 @@ def n_and_k(scene: Scene, folder: Path) -> list[str]:
     return [*scene.arguments, "-k", "2"]
 
 
+def other_architecture(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--method", "transfusion"]
+
+
+def control_of_nothing(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--method", "naive", "--control"]
+
+
+def too_few_layers(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--layers", "0"]
+
+
+def layer_that_is_not(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--layers", "0,7"]
+
+
+def one_class_too_small(scene: Scene, folder: Path) -> list[str]:
+    return [*scene.arguments, "--sampling", "one-class"]
+
+
+def pseudo_labels_per_class(scene: Scene, folder: Path) -> list[str]:
+    at = scene.arguments.index("-n")
+    return [*scene.arguments[:at], "-k", "2", "--labels", "pseudo"]
+
+
+def checkpoint_that_is_a_file(scene: Scene, folder: Path) -> list[str]:
+    (folder / "file").touch()
+    return [*scene.arguments, "--method", "finetune", "--checkpoint", str(folder / "file")]
+
+
 MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (missing_folder, 1, "the target: there is no folder", "check the path"),
     (hub_id, 1, "the target 'laion/ViT-B-16-plus' is not on the Hub", "did you mean 'ViT-B-16-plus-240/laion400m_e32'"),
@@ -389,6 +427,13 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (dry_run_of_nonsense, 2, "--alpha is nan", "finite"),
     (missing_split, 1, "'pictures' has no split 'nope'", "use one of: train, test"),
     (n_and_k, 2, "-n and -k were both given", "choose"),
+    (other_architecture, 1, "transfusion matches models of one architecture alone", "--method bico"),
+    (control_of_nothing, 1, "naive does not pair any", "leave --control out"),
+    (too_few_layers, 2, "--layers", "one source block for each target block"),
+    (layer_that_is_not, 2, "--layers", "0 to 1"),
+    (one_class_too_small, 1, "24 samples of one class were asked for and the largest, 'one', has 12", "use -n 12"),
+    (pseudo_labels_per_class, 2, "-k needs labels, and --labels pseudo does not look at them", "use -n"),
+    (checkpoint_that_is_a_file, 1, "no checkpoint can be written into", "name another folder with --checkpoint"),
 ]
 
 
@@ -458,8 +503,8 @@ def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
     """A real SIGINT, at a known moment: when calibration begins."""
     arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
     code = (
-        "import signal, hf_bico.cli, hf_bico.pipeline\n"
-        "hf_bico.pipeline.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "import signal, hf_bico.bench, hf_bico.cli\n"
+        "hf_bico.bench.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
         f"hf_bico.cli.main({arguments!r})"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -16,9 +16,9 @@ from torch import nn
 import hf_bico
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.methods import Bico
-from hf_bico.settings import Settings
-from hf_bico.statistics import Side, Statistics, collect
+from hf_bico.methods import Bico, Seen
+from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.statistics import Kind, Losses, Side, Statistics, collect
 
 pytestmark = [
     pytest.mark.cuda,
@@ -28,6 +28,8 @@ pytestmark = [
 CLASSES = 10
 STRONG = 1e-5
 """Ten times the cut."""
+PRETRAINED: Any = None
+"""BiCo looks at statistics, and at no weights."""
 
 SMALL = ({"width": 64, "grid": 4}, {"width": 96, "grid": 5, "blocks": 3})
 VIT_B = ({"width": 768, "grid": 14}, {"width": 896, "grid": 15})
@@ -89,18 +91,18 @@ def statistics_on(device: str, dtype: torch.dtype, models: list[nn.Module], coun
         for start in range(0, count, 16):
             chosen = samples[start : start + 16]
 
-            def run(live: Any, chosen: Any = chosen) -> torch.Tensor:
+            def run(live: Any, chosen: Any = chosen) -> Losses:
                 labels = torch.tensor([row["label"] for row in chosen], device=device)
                 batch = type("Batch", (), {"pixels": live.pixels([row["image"] for row in chosen]), "labels": labels})
-                return loss(live.module, batch)
+                return Losses(loss(live.module, batch))
 
             yield (lambda: run(source)), (lambda: run(target))
 
     sides = [Side(model, model.layout.tokens) for model in (source, target)]
-    seen = collect(pairs, *sides, batches())
+    statistics = collect(pairs, *sides, batches(), Bico.kinds)
     method = Bico(Settings())
-    method.prepare(pairs, seen)
-    return seen, method
+    method.prepare(pairs, Seen(PRETRAINED, PRETRAINED, statistics))
+    return statistics, method
 
 
 def worst_map_error(shapes: tuple[dict[str, int], ...], dtype: torch.dtype, count: int) -> float:
@@ -108,12 +110,12 @@ def worst_map_error(shapes: tuple[dict[str, int], ...], dtype: torch.dtype, coun
     models = [tower(**shape, seed=seed) for seed, shape in enumerate(shapes)]
     on_gpu, gpu = statistics_on("cuda", dtype, models, count)
     on_cpu, cpu = statistics_on("cpu", dtype, models, count)
-    assert next(iter(on_gpu.gradients.values())).total.is_cuda
-    inputs = {key[1]: covariance for key, covariance in on_cpu.inputs.items()}
+    assert next(iter(on_gpu.sums[Kind.GRADIENTS].values())).total.is_cuda
+    inputs = {key[1]: covariance for key, covariance in on_cpu.sums[Kind.INPUTS].items()}
     errors = []
     target = TransformersClip().wrap(models[1]).layout
     for site in target.sites:
-        for side, covariance in enumerate((inputs[site.input], on_cpu.gradients[site.name])):
+        for side, covariance in enumerate((inputs[site.input], on_cpu.sums[Kind.GRADIENTS][site.name])):
             left, values, right = torch.linalg.svd(covariance.total, full_matrices=False)
             strong = values > STRONG * values[0]
             difference = gpu.maps[site.name][side].matrix.cpu() - cpu.maps[site.name][side].matrix
@@ -235,3 +237,57 @@ def test_truncation_on_the_gpu_equals_the_cpus() -> None:
         assert torch.allclose(on_gpu.dense().cpu(), on_cpu.dense(), atol=1e-3 * float(matrix.abs().max()))
         again = truncated(matrix.cuda(), rank)
         assert torch.equal(again.left, on_gpu.left)
+
+
+SAME = ({"width": 64, "grid": 4}, {"width": 64, "grid": 4})
+OF_ONE_SHAPE = ("transfusion", "gradfix")
+
+
+def outcome_on(device: str, name: str, **options: Any) -> Any:
+    """What a method makes of the target on one device, in float64, with class embeddings made up."""
+    from hf_bico.bench import Bench, Heads, Round
+    from hf_bico.data.calibration import draw
+    from hf_bico.environment import Stopwatch
+    from hf_bico.methods import METHODS
+    from hf_bico.objectives import ZeroShotHead
+    from hf_bico.outcomes import outcome_of
+
+    shapes = SAME if name in OF_ONE_SHAPE else SMALL
+    names = [f"class {index}" for index in range(CLASSES)]
+    settings = Settings(method=name, dtype="float64", device=device, class_names=names, **{"n": 24, **options})
+    base, target = (tower(**shape, seed=seed).to(device, torch.float64) for seed, shape in enumerate(shapes))
+    tuned = fine_tuned(base.cpu()).to(device)
+    data = [{**row, "image": row["image"].double()} for row in rows(24, 64)]
+    planned = hf_bico.plan(tuned, to=target, base=base.to(device), data=data)
+    watch = Stopwatch()
+    bench = Bench.open(planned, settings, torch.device(device), watch)
+
+    def head(seed: int) -> ZeroShotHead:
+        classes = torch.randn(CLASSES, 48, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        scale = torch.tensor(10.0, dtype=torch.float64, device=device)
+        return ZeroShotHead(nn.functional.normalize(classes, dim=-1).to(device), scale, None)
+
+    drawn = draw(data, settings)
+    round = Round(bench, drawn, Heads(head(2), head(3), head(2)), watch, settings)
+    return outcome_of(METHODS[name](settings), round, drawn.samples)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_every_method_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> None:
+    if name == "transfusion":
+        pytest.importorskip("scipy")
+    # with fewer than ten samples nothing is held back, and measured
+    options: dict[str, Any] = {"n": 9, "train_steps": 3, "warmup": 1} if name in ("fewshot", "finetune") else {}
+    options |= {"learning_rate": 1e-3, "readout": name in ("bico-path", "fewshot")}
+    on_cpu, on_gpu = (outcome_on(device, name, **options) for device in ("cpu", "cuda"))
+    assert set(on_cpu.changes) == set(on_gpu.changes)
+    worst = max(
+        float((on_gpu.changes[tensor].cpu() - change).norm() / change.norm())
+        for tensor, change in on_cpu.changes.items()
+        if float(change.norm()) > 1e-9
+    )
+    print(f"\n{name}: {worst:.1e}")
+    assert worst < 1e-4
+    if on_cpu.readout is not None:
+        assert on_gpu.readout.accepted == on_cpu.readout.accepted
+        assert on_gpu.readout.left_out == pytest.approx(on_cpu.readout.left_out, rel=1e-6)

@@ -283,3 +283,64 @@ def test_tokens_beside_the_pooled_features_are_set_aside() -> None:
 def test_integer_tensors_are_no_prepared_images(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSampleError, match="integers"):
         load("open_clip", tmp_path).pixels([torch.zeros(3, 16, 16, dtype=torch.uint8)])
+
+
+def test_heads_and_residual_stream_are_the_same_in_both_libraries(tmp_path: Path) -> None:
+    toy = TOY.but(width=24, heads=3)
+    known = {}
+    for library, write in WRITERS.items():
+        path = write(tmp_path / library, toy, random_state(toy, 0))
+        opened = Model.open(path, "a toy")
+        live = opened.load(torch.device("cpu"), torch.float32)
+        for layout in (opened.layout, live.layout, Model.open(live.module, "the loaded toy").layout):
+            assert (layout.heads, layout.residual) == (3, opened.layout.residual)
+        for axis in opened.layout.residual:
+            assert axis.tensor in opened.layout.others
+            assert opened.checkpoint.tensor(axis.tensor).shape[axis.axis] == toy.width, axis
+        known[library] = {
+            axis.name: opened.checkpoint.tensor(axis.tensor).movedim(axis.axis, 0) for axis in opened.layout.residual
+        }
+    ours, theirs = known.values()
+    assert list(ours) == list(theirs)
+    assert len(ours) == 7 + 4 * toy.blocks
+    assert {"class", "positions", "stem", "norm.pre.weight", "blocks.1.mlp.norm.bias"} <= set(ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_every_tensor_of_the_tower_is_a_site_or_runs_over_the_residual_stream(tmp_path: Path) -> None:
+    for library, write in WRITERS.items():
+        layout = Model.open(write(tmp_path / library, TOY, random_state(TOY, 0)), "a toy").layout
+        rest = {name for name, reason in layout.others.items() if reason != "text tower"}
+        assert rest == {axis.tensor for axis in layout.residual}
+
+
+def test_heads_that_the_configuration_does_not_give_are_the_librarys_own() -> None:
+    from toys import to_transformers
+
+    from hf_bico.families.transformers_clip import TransformersClip
+
+    toy = Toy(width=192, heads=3, blocks=1)
+    state = random_state(toy, 0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    open_clip = OpenClip()
+    assert open_clip.layout(shapes, {"model_cfg": {"vision_cfg": {"width": 192}}}).heads == 192 // 64
+    assert open_clip.layout(shapes, {"model_cfg": {"vision_cfg": {"head_width": 96}}}).heads == 2
+    assert open_clip.layout(shapes, {"model_cfg": {"vision_cfg": {"head_width": "wide"}}}).heads is None
+    assert open_clip.layout(shapes, {}).heads is None
+    shapes = {name: tuple(tensor.shape) for name, tensor in to_transformers(state).items()}
+    transformers = TransformersClip()
+    assert transformers.layout(shapes, {"vision_config": {}}).heads == 12
+    assert transformers.layout(shapes, {"vision_config": {"num_attention_heads": 6}}).heads == 6
+    assert transformers.layout(shapes, {"vision_config": {"num_attention_heads": 7}}).heads is None
+
+
+def test_layer_scale_runs_over_the_residual_stream() -> None:
+    layout = OpenClip().wrap(custom_block_model(ls_init_value=0.1)).layout
+    names = {axis.name: axis.tensor for axis in layout.residual}
+    assert names["blocks.1.attn.scale"] == "visual.transformer.resblocks.1.ls_1.gamma"
+    assert layout.heads == TOY.heads
+
+
+def test_residual_stream_under_attentional_pooling_is_not_known() -> None:
+    layout = OpenClip().wrap(custom_block_model(attentional_pool=True, attn_pooler_heads=2)).layout
+    assert layout.residual == ()

@@ -32,9 +32,10 @@ from hf_bico.families.generic import Generic
 from hf_bico.families.module_layout import module_layout
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model
+from hf_bico.pairing import pair_rows
 from hf_bico.pipeline import Batch
 from hf_bico.sites import MOST_ROLES, OTHER_ROLES, role_labels
-from hf_bico.statistics import Side, collect, pair_rows
+from hf_bico.statistics import Kind, Losses, Side, collect
 
 CLASSES, VOCABULARY, SIZE = 4, 40, 16
 CPU = torch.device("cpu")
@@ -450,12 +451,13 @@ def test_texts_of_one_length_through_two_widths(build: Callable[..., nn.Module])
     source, target = models
     pairs = pair_sites(source.layout, target.layout, blocks_by_index(2, 3))
     assert len(pairs) == len(target.layout.sites)
-    losses = [tuple(lambda live=live: run(live.module)[0].square().sum() for live in models)]
-    statistics = collect(pairs, Side(source, None), Side(target, None), losses)
+    passes = [tuple(lambda live=live: Losses(run(live.module)[0].square().sum()) for live in models)]
+    kinds = {Kind.INPUTS, Kind.GRADIENTS}
+    statistics = collect(pairs, Side(source, None), Side(target, None), passes, kinds)
     for pair in pairs:
-        assert tuple(statistics.of_input(pair).total.shape) == (pair.source.shape[1], pair.target.shape[1])
-        assert tuple(statistics.of_gradient(pair).total.shape) == (pair.source.shape[0], pair.target.shape[0])
-        assert statistics.of_gradient(pair).total.any()
+        assert tuple(statistics.of(Kind.INPUTS, pair).total.shape) == (pair.source.shape[1], pair.target.shape[1])
+        assert tuple(statistics.of(Kind.GRADIENTS, pair).total.shape) == (pair.source.shape[0], pair.target.shape[0])
+        assert statistics.of(Kind.GRADIENTS, pair).total.any()
 
 
 def test_other_depths_of_two_stacks_leave_what_has_no_namesake() -> None:

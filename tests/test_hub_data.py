@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hub import Fault, Hub
 from hub_scenes import SOURCE, TARGET, publish
 from huggingface_hub import hf_hub_download
@@ -29,12 +30,14 @@ from hf_bico.data.calibration import DataSet, Drawn, draw, evaluation_samples, e
 from hf_bico.errors import (
     BicoError,
     ClassNamesError,
+    ColumnError,
     DataNotFoundError,
     DownloadTooLargeError,
     HubUnavailableError,
     RepoNotFoundError,
     SampleCountError,
     UnreadableSampleError,
+    UsageError,
 )
 from hf_bico.settings import Settings
 
@@ -539,8 +542,106 @@ def test_the_limit_of_the_download_is_in_the_record(hub: Hub, tmp_path: Path, in
     options = {"n": 12, "evaluate": False, "device": "cpu", "max_download": "6kB", "class_names": names}
     ported = hf_bico.port(SOURCE, TARGET, data="user/large", **options)
     assert ported.record.data is not None
-    assert ported.record.data.sampling == "row groups"
+    assert ported.record.data.sampling == "random"
     assert ported.record.data.parts
     assert "--max-download 6000" in (ported.record.command or "")
     again = hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu")
     assert (again.same, again.differences) == (True, [])
+
+
+@pytest.mark.parametrize("sampling", ["class-balanced", "centroid-near"])
+def test_classes_of_a_sorted_data_set_are_read_evenly(hub: Hub, in_parts: None, sampling: str) -> None:
+    hub.create("user/x", type="dataset").commit(sorted_files("train"))
+    drawn = draw("user/x", Settings(n=12, sampling=sampling, evaluate=False))
+    assert len(drawn.data.splits["train"]) < 100, "what holds no missing class is not read"
+    assert set(drawn.data.labels("train").values()) == set(range(6))
+    if drawn.needs_features:
+        rows = torch.tensor(drawn.samples.indices)
+        drawn = drawn.chosen(torch.stack([rows.sin(), rows.cos()], 1))
+    assert Counter(drawn.samples.labels) == dict.fromkeys(range(6), 2)
+
+
+def test_a_class_that_has_too_few_rows_stops_nothing(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = [label for label in in_order() if label != 4] + [4]
+    hub.create("user/x", type="dataset").commit({"train.parquet": parquet(table("train", labels))})
+    drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
+    assert sorted(Counter(drawn.samples.labels).values()) == [1, 2, 2, 2, 2, 3]
+    monkeypatch.setattr(row_groups, "LOOKED_AT", 1)
+    assert len(draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False)).samples) == 12
+    with pytest.raises(SampleCountError, match="hold too few labels"):
+        draw("user/x", Settings(per_class=2, evaluate=False))
+
+
+def test_evenness_stays_within_its_budget(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_groups, "LEAST_BUDGET", 1)
+    monkeypatch.setattr(row_groups, "SHARE", 0)
+    hub.create("user/x", type="dataset").commit(sorted_files("train"))
+    drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
+    assert len(drawn.data.splits["train"]) == 20, "as many as hold 12 rows"
+    assert len(drawn.samples) == 12
+
+
+@pytest.mark.parametrize("sampling", ["half-class", "one-class"])
+@pytest.mark.parametrize("kind", ["numbers", "names"])
+def test_some_classes_of_a_sorted_data_set(hub: Hub, in_parts: None, sampling: str, kind: str) -> None:
+    names = [NAMES[label] for label in in_order()]
+    rows = table("train", in_order()) if kind == "numbers" else table("train", names, metadata={})
+    rows = rows if kind == "numbers" else rows.drop_columns("beside")
+    hub.create("user/x", type="dataset").commit({"train.parquet": parquet(rows)})
+    drawn = draw("user/x", Settings(n=20, sampling=sampling, evaluate=False))
+    assert len(drawn.samples) == 20
+    there = len(set(drawn.data.labels("train").values()))
+    assert len(set(drawn.samples.labels)) <= (1 if sampling == "one-class" else (there + 1) // 2)
+    each = draw("user/x", Settings(per_class=3, sampling=sampling, evaluate=False))
+    assert set(Counter(each.samples.labels).values()) == {3}
+    with pytest.raises(SampleCountError, match="121 samples"):
+        draw("user/x", Settings(n=121, sampling=sampling))
+
+
+def unlabelled_files(prefix: str) -> dict[str, bytes]:
+    described = json.dumps({"info": {"features": {"image": {"_type": "Image"}}}}).encode()
+    rows = table(prefix, in_order()).select(["image"]).replace_schema_metadata({b"huggingface": described})
+    return {f"data/{prefix}-00000-of-00001.parquet": parquet(rows)}
+
+
+@pytest.mark.parametrize("small", [0, 10**6])
+def test_a_data_set_without_labels(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr(data_files, "SMALL", small)
+    hub.create("user/x", type="dataset").commit(unlabelled_files("train") | unlabelled_files("test"))
+    drawn = draw("user/x", Settings(n=15, class_names=NAMES))
+    assert (drawn.labels, drawn.data.labelled, drawn.samples.labels) == ("pseudo", False, (-1,) * 15)
+    assert len(set(sample_paths(drawn))) == 15
+    assert next(drawn.samples.batches(2))[0][0].size == (4, 4)
+    assert len(evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)[1]) == 0
+    assert sample_paths(draw("user/x", Settings(n=10, class_names=NAMES))) == sample_paths(drawn)[:10]
+    if not small:
+        assert list(drawn.data.splits) == ["train"], "there is nothing to measure on"
+        assert len(drawn.data.splits["train"]) < 120
+    with pytest.raises(ClassNamesError, match="nothing names the classes"):
+        draw("user/x", Settings(n=15))
+    with pytest.raises(UsageError, match="-k needs labels, and 'user/x' has none"):
+        draw("user/x", Settings(per_class=2, class_names=NAMES))
+    with pytest.raises(SampleCountError, match="121 samples were asked for and split 'train' of 'user/x' has 120\n"):
+        draw("user/x", Settings(n=121, class_names=NAMES))
+    with pytest.raises(ColumnError, match="no column looks like the label column"):
+        draw("user/x", Settings(n=15, class_names=NAMES, labels="dataset"))
+    with pytest.raises(ColumnError, match="no column looks like the label column"):
+        open_data("user/x", Settings(class_names=NAMES), measure=True)
+
+
+def test_labels_that_calibration_is_not_to_know(hub: Hub, in_parts: None) -> None:
+    hidden = {"data/train-00000-of-00001.parquet": parquet(table("train", [-1] * 120))}
+    hub.create("user/x", type="dataset").commit(hidden | sorted_files("test"))
+    drawn = draw("user/x", Settings(n=15, labels="pseudo"))
+    assert (drawn.labels, drawn.data.labelled, drawn.samples.labels) == ("pseudo", True, (-1,) * 15)
+    assert len(drawn.data.splits["train"]) < 120
+    split, held_out = evaluation_samples(drawn.data, drawn.samples, drawn.split, 0)
+    assert split == "test"
+    assert set(held_out.labels) <= set(range(6))
+
+
+def test_a_small_folder_of_images_without_classes(hub: Hub) -> None:
+    files = {f"{split}/{number}.png": encoded(number) for split in ("train", "test") for number in range(9)}
+    hub.create("user/x", type="dataset").commit(files)
+    drawn = draw("user/x", Settings(n=5), known_names=NAMES)
+    assert (drawn.labels, drawn.split, len(next(drawn.samples.batches(5))[0])) == ("pseudo", "train", 5)

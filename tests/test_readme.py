@@ -57,8 +57,30 @@ def test_the_commands_on_adapters_run_as_they_stand(
     assert made >= {"adapter", "merged", "half", "vit-b16-eurosat-adapter", "eurosat-lora-to-ViT-B-16-plus"}
 
 
-def test_the_transcript_on_adapters_is_what_is_printed(
-    worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_commands_that_compare_run_as_they_stand(
+    hub: Hub, worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_world(hub, worlds(0))
+    monkeypatch.chdir(tmp_path)
+    code = section("Compare methods on your own models").partition("```\n")[2].partition("```")[0]
+    ran = []
+    for line in re.findall(r"^hf-bico (.+)$", code, re.MULTILINE):
+        arguments = shlex.split(line, comments=True)
+        if "my-finetune" in arguments:
+            continue
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, (line, result.output)
+        ran.append(arguments[0])
+    assert ran == ["compare", "port"]
+    written = tmp_path / "vit-b16-eurosat-to-ViT-B-16-plus-compared"
+    assert {file.name for file in written.iterdir()} >= {
+        f"comparison.{ending}" for ending in ("csv", "json", "md", "png")
+    }
+
+
+@pytest.mark.parametrize("title", ["Adapters", "Compare methods on your own models"])
+def test_the_transcript_is_what_is_printed(
+    title: str, worlds: Callable[[int], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds(0)
     monkeypatch.chdir(tmp_path)
@@ -66,10 +88,11 @@ def test_the_transcript_on_adapters_is_what_is_printed(
         ("narrow-inverted", world.fine_tuned("narrow", "inverted")),
         ("narrow", world.base("narrow")),
         ("wide", world.base("wide")),
+        ("wide-inverted", world.fine_tuned("wide", "inverted")),
         ("digits-inverted", world.data("inverted")),
     ):
         (tmp_path / name).symlink_to(folder)
-    transcript = section("Adapters").partition("```\n$ ")[2].partition("```")[0]
+    transcript = section(title).partition("```\n$ ")[2].partition("```")[0].replace("\\\n", "")
     for shown in transcript.split("\n$ "):
         line, *expected = shown.strip().splitlines()
         result = CliRunner().invoke(main, shlex.split(line)[1:])

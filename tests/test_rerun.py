@@ -30,6 +30,26 @@ ANY = PushOptions(force=True, private=False)
         {"n": 9, "split": "test", "batch_size": 2, "dtype": "float64"},
         {"method": "naive", "n": 9},
         {"n": 9, "evaluate": False, "image_column": "image", "label_column": "label"},
+        {"method": "bico-path", "n": 5, "path_steps": 3},
+        {"method": "bico-path", "n": 5, "augment": 0},
+        {"method": "bico-fisher", "per_class": 2, "sampling": "one-class"},
+        {"method": "gradient-only", "n": 9, "augment": 2, "seed": 3},
+        {"n": 9, "sampling": "centroid-far", "seed": 1},
+        {"n": 9, "sampling": "half-class", "labels": "dataset"},
+        {"n": 9, "labels": "pseudo", "readout": True},
+        {"n": 9, "layers": [1, 0], "control": True, "evaluation": "both"},
+        {"n": 9, "layers": "similarity", "evaluation": "probe"},
+        {"method": "fewshot", "n": 9, "learning_rate": 0.01, "weight_decay": 0.0},
+        {
+            "method": "finetune",
+            "n": 9,
+            "learning_rate": 0.01,
+            "train_steps": 2,
+            "train_batch": 5,
+            "warmup": 1,
+            "seed": 4,
+        },
+        {"method": "finetune", "n": 9, "learning_rate": 0.01, "train_steps": 1},
     ],
     ids=lambda options: " ".join(options),
 )
@@ -47,6 +67,10 @@ def test_each_of_these_choices_changes_the_weights(hub: Hub, tmp_path: Path) -> 
     choices: list[dict[str, Any]] = [
         *({}, {"seed": 7}, {"completion": "svd"}, {"alpha": 0.5}, {"templates": ["{}"]}, {"split": "test"}),
         *({"class_names": ["uno", "tres", "dos", "zero"]}, {"dtype": "float64"}, {"method": "naive"}),
+        *({"method": "bico-path"}, {"method": "bico-path", "path_steps": 3}, {"method": "bico-path", "augment": 0}),
+        *({"augment": 2}, {"sampling": "centroid-far"}, {"labels": "pseudo"}, {"readout": True}, {"layers": [1, 0]}),
+        *({"method": "fewshot", "learning_rate": rate} for rate in (0.01, 0.02)),
+        *({"method": "finetune", "learning_rate": 0.01, "train_steps": steps, "warmup": 0} for steps in (1, 2)),
     ]
     digests = set()
     for index, options in enumerate(choices):

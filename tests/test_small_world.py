@@ -24,18 +24,6 @@ SEEDS = (0, 1, 2)
 TASK_NAMES = [task.name for task in TASKS]
 
 
-def accuracies(world: World, task: str, method: str) -> dict[str, float]:
-    ported = hf_bico.port(
-        world.fine_tuned("narrow", task),
-        to=world.base("wide"),
-        base=world.base("narrow"),
-        data=world.data(task),
-        n=100,
-        method=method,
-    )
-    return {entry.model: entry.value for entry in ported.record.evaluation}
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_models_load_in_their_own_library(seed: int, worlds: Callable[[int], World]) -> None:
     world = worlds(seed)
@@ -46,20 +34,34 @@ def test_models_load_in_their_own_library(seed: int, worlds: Callable[[int], Wor
         assert preprocess is not None
 
 
-def test_bico_beats_zero_shot_and_the_padded_vector(worlds: Callable[[int], World]) -> None:
-    """Narrow to wide, 100 samples, mean over three pretrainings and four tasks."""
-    rows = []
+def test_bico_beats_zero_shot_theseus_and_the_padded_vector(worlds: Callable[[int], World]) -> None:
+    """Narrow to wide, 100 samples, mean over three pretrainings, four tasks and two draws; and the control does not."""
+    found = []
     for seed in SEEDS:
+        world = worlds(seed)
         for task in TASK_NAMES:
-            bico, naive = (accuracies(worlds(seed), task, method) for method in ("bico", "naive"))
-            assert bico["target"] == naive["target"]
-            rows.append({"seed": seed, "task": task, "naive": naive["ported"], **bico})
-            print(rows[-1])
-    zero_shot, naive, bico, source = (mean(row[key] for row in rows) for key in ("target", "naive", "ported", "source"))
-    print(f"zero-shot {zero_shot:.1%}, padded {naive:.1%}, BiCo {bico:.1%}, source fine-tuned {source:.1%}")
+            comparison = hf_bico.compare(
+                world.fine_tuned("narrow", task),
+                to=world.base("wide"),
+                base=world.base("narrow"),
+                data=world.data(task),
+                methods=["naive", "theseus", "bico", "bico-fisher", "bico-path"],
+                n=100,
+                seeds=2,
+                control=True,
+            )
+            found.append(comparison.prefixed(f"world {seed}, "))
+    rows = {row.label: row.average for row in hf_bico.Comparison.merged(found).rows()}
+    means = {label: average.mean for label, average in rows.items() if average is not None}
+    print(", ".join(f"{label} {value:.1%}" for label, value in means.items()))
+    zero_shot, bico = means["target, zero-shot"], means["BiCo"]
     assert bico >= zero_shot + 0.05
-    assert bico >= naive + 0.05
-    assert source > bico, "a port that beats its own source would be suspicious"
+    assert bico >= means["naive (padded)"] + 0.05
+    assert bico >= means["THESEUS"] + 0.05
+    assert means["BiCo, mispaired"] <= zero_shot + 0.01
+    assert means["BiCo-Fisher"] > bico
+    assert means["BiCo-path"] > means["BiCo-Fisher"]
+    assert means["source, fine-tuned"] > means["BiCo-path"], "a port that beats its source would be suspicious"
 
 
 def test_worse_port_says_so_first_and_even_when_quiet(worlds: Callable[[int], World], tmp_path: Path) -> None:

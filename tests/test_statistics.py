@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_bico.pairing import pair_rows
 from hf_bico.sites import Site, SitePair, Slot, Tokens
-from hf_bico.statistics import CrossCovariance, Side, Trace, collect, pair_rows
+from hf_bico.statistics import CrossCovariance, Kind, Losses, Side, Trace, collect
 
 
 def numbered(samples: int, tokens: int) -> torch.Tensor:
@@ -72,9 +73,12 @@ class TwoReaders:
         self.trace = Trace()
         yield self.trace
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
+    def weight(self, name: str) -> torch.Tensor:
+        return self.weights[[site.name for site in self.sites].index(name)]
+
+    def run(self, x: torch.Tensor) -> Losses:
         outputs = [self.trace.tap(site, x, x @ weight.T) for site, weight in zip(self.sites, self.weights, strict=True)]
-        return (outputs[0] * outputs[1]).sum()
+        return Losses((outputs[0] * outputs[1]).sum())
 
 
 def test_a_shared_input_is_counted_once() -> None:
@@ -82,14 +86,17 @@ def test_a_shared_input_is_counted_once() -> None:
     x, y = torch.randn(2, 5, 3), torch.randn(2, 5, 4)
     pairs = [SitePair(a, b) for a, b in zip(source.sites, target.sites, strict=True)]
     tokens = Tokens(1, (2, 2))
-    batches = [(lambda: source.loss(x), lambda: target.loss(y))]
-    statistics = collect(pairs, Side(source, tokens), Side(target, tokens), batches)
-    assert len(statistics.inputs) == 1
+    batches = [(lambda: source.run(x), lambda: target.run(y))]
+    kinds = {Kind.INPUTS, Kind.GRADIENTS}
+    statistics = collect(pairs, Side(source, tokens), Side(target, tokens), batches, kinds)
+    assert statistics.kinds == kinds
+    assert len(statistics.sums[Kind.INPUTS]) == 1
     expected = x.flatten(0, 1).double().T @ y.flatten(0, 1).double()
-    assert torch.allclose(statistics.of_input(pairs[0]).total, expected)
+    assert torch.allclose(statistics.of(Kind.INPUTS, pairs[0]).total, expected)
     # d/dq of sum(q k) is k
     keys = [rows.flatten(0, 1) @ model.weights[1].T for rows, model in ((x, source), (y, target))]
-    assert torch.allclose(statistics.of_gradient(pairs[0]).total, keys[0].double().T @ keys[1].double(), atol=1e-4)
+    found = statistics.of(Kind.GRADIENTS, pairs[0]).total
+    assert torch.allclose(found, keys[0].double().T @ keys[1].double(), atol=1e-4)
 
 
 def test_sum_over_batches_is_the_sum_over_all() -> None:

@@ -36,7 +36,13 @@ _NOT_CARRIED = "#e4e4e4"
 
 def has_alignment(record: Record) -> bool:
     """Whether calibration left anything to draw: a method without statistics does not."""
-    return any(getattr(site, value) is not None for site in _drawable(record) for value in PANELS)
+    return bool(panels(record))
+
+
+def panels(record: Record) -> dict[str, str]:
+    """The values that are drawn, with their titles: a method that lines up one side only has no score of the other."""
+    sites = _drawable(record)
+    return {value: title for value, title in PANELS.items() if any(getattr(site, value) is not None for site in sites)}
 
 
 def alignment_picture(record: Record) -> bytes | None:
@@ -61,12 +67,14 @@ def _draw(record: Record) -> Figure:
 
     columns, roles = _columns(record), _roles(record)
     beside = len(record.method.layers) <= SIDE_BY_SIDE
-    rows_of_panels, panels_a_row = (1, 3) if beside else (3, 1)
-    figure = Figure(figsize=(8, 0.62 + 0.28 * len(roles) if beside else 1.2 + 3 * (0.42 + 0.22 * len(roles))))
+    drawn = panels(record)
+    rows_of_panels, panels_a_row = (1, len(drawn)) if beside else (len(drawn), 1)
+    height = 0.62 + 0.28 * len(roles) if beside else 1.2 + len(drawn) * (0.42 + 0.22 * len(roles))
+    figure = Figure(figsize=(8, height))
     figure.set_layout_engine("constrained")
     grid = figure.subplots(rows_of_panels, panels_a_row, sharex=True, sharey=True, squeeze=False)
-    panels = list(grid.flat)
-    for axes, (value, title) in zip(panels, PANELS.items(), strict=True):
+    strips = list(grid.flat)
+    for axes, (value, title) in zip(strips, drawn.items(), strict=True):
         _panel(axes, _values(record, value, roles, columns), "viridis_r" if value == "unseen" else "viridis")
         axes.set_title(title, fontsize=10, loc="left", **_FONT)
     for axes in grid[-1, :]:
@@ -74,7 +82,7 @@ def _draw(record: Record) -> Figure:
     for axes in grid[:, 0]:
         axes.set_yticks(range(len(roles)), [_short(role) for role in roles], fontsize=8.5, **_FONT)
         axes.tick_params(which="major", labelleft=True)
-    bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=panels, fraction=0.03, pad=0.015, ticks=[0, 1])
+    bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=strips, fraction=0.03, pad=0.015, ticks=[0, 1])
     bar.set_ticklabels(["worst", "best"])
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8.5, labelcolor="#333333", labelfontfamily="DejaVu Sans")

@@ -13,12 +13,26 @@ from typing import Any
 from hf_bico.cards.held import Held, held_sites
 from hf_bico.cards.licences import Licences
 from hf_bico.cards.markdown import clean
+from hf_bico.cards.methods import MATCHINGS, METHODS, SAMPLINGS, SIGNS, UNKNOWN, About
 from hf_bico.cards.naming import WORD, Place, kind_of, public_command, shown, shown_output, shown_source, without_names
-from hf_bico.cards.plots import PICTURE_FILE, has_alignment
+from hf_bico.cards.plots import PICTURE_FILE, has_alignment, panels
 from hf_bico.cards.rendering import render
-from hf_bico.cards.usage import TASK, Usage, languages
+from hf_bico.cards.usage import PROBE_TASK, TASK, Usage, languages
 from hf_bico.record import EvaluationRecord, ModelRecord, Record
-from hf_bico.report import VALUE_NAMES, Report, gap_closed, headline, sampling_error
+from hf_bico.report import (
+    Report,
+    Result,
+    control_sentence,
+    gap_closed,
+    headline,
+    is_trained,
+    metric_name,
+    readout_sentence,
+    results,
+    sampling_error,
+    training_sentence,
+    training_steps,
+)
 from hf_bico.settings import DEFAULT_TEMPLATES
 
 TEMPLATE = "port.md.jinja"
@@ -36,7 +50,7 @@ def render_port_card(record: Record) -> str:
         licences=card.licences,
         use=card.use,
         held=card.held,
-        change="carried change",
+        change="change" if card.trained else "carried change",
     )
 
 
@@ -47,27 +61,113 @@ class Card:
     record: Record
     headline: str | None
     report: Report
-    results: tuple[tuple[str, EvaluationRecord], ...]
-    """Name and measurement of the target, the port and the source."""
+    results: tuple[Result, ...]
     gap_closed: float | None
     sampling_error: float | None
+    about: About
+    """The method."""
     calibrated: bool
+    """Whether the samples of the record were used to make it."""
+    trained: bool
     licences: Licences
     use: Usage | None
     held: Held | None
     picture: str | None
 
     @property
+    def title(self) -> str:
+        source, target, data = self.record.source, self.record.target, self.record.data
+        text = f"{source.id}, carried to {target.id}"
+        if self.trained:
+            text = f"{target.id}, trained on {data.id}" if data else f"{target.id}, trained"
+        return text if (target if self.trained else source).commit else "A" + text[1:]
+
+    @property
     def models(self) -> list[tuple[str, ModelRecord]]:
         source, target = self.record.source, self.record.target
-        parts = ((f"source, {kind_of(source)}", source), ("its base", source.base), ("target", target))
+        kind = f"source, {kind_of(source)}" + (", for comparison" if self.trained else "")
+        parts = ((kind, source), ("its base", source.base), ("target", target))
         return [(part, model) for part, model in parts if model is not None]
 
     @property
-    def measured(self) -> EvaluationRecord | None:
-        """The measurement of the port, where all of them are of the same samples."""
-        same = {(entry.data, entry.split, entry.n) for _, entry in self.results}
-        return next((entry for _, entry in self.results if entry.model == "ported" and len(same) == 1), None)
+    def measured(self) -> list[EvaluationRecord]:
+        """The measurements of the port, one a protocol, where all of them are of the same samples."""
+        same = {(result.entry.data, result.entry.split, result.entry.n) for result in self.results}
+        return [result.entry for result in self.results if result.entry.model == "ported" and len(same) == 1]
+
+    @property
+    def probed(self) -> bool:
+        return any(result.entry.protocol is not None for result in self.results)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the results say of the control and of the readout."""
+        found = (control_sentence(self.record), readout_sentence(self.record))
+        return [sentence for sentence in found if sentence]
+
+    @property
+    def training(self) -> str | None:
+        """How the target was trained."""
+        return training_sentence(self.record)
+
+    @property
+    def steps(self) -> str:
+        return training_steps(self.record)
+
+    @property
+    def only_predictions(self) -> bool:
+        """Whether the source's predictions were used where its task vector was not."""
+        data = self.record.data
+        return self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
+
+    @property
+    def samples_for(self) -> str | None:
+        """What the samples of the record are; None where they were drawn and not used."""
+        readout = self.record.method.readout is not None
+        if self.record.data is None or not (self.calibrated or self.probed):
+            return None
+        if self.record.method.name == "fewshot":
+            return "Training samples"
+        if self.trained or not self.about.calibrated:
+            used = [name for name, is_used in (("readout", readout), ("probe", self.probed)) if is_used]
+            return f"Calibration, for the {' and the '.join(used)} alone" if used else None
+        return "Calibration"
+
+    @property
+    def labels(self) -> str | None:
+        """Whose labels were used, in words."""
+        data, of_data = self.record.data, "labels of the data set"
+        if data is None:
+            return None
+        if self.record.method.name == "finetune":  # its samples are others, and have the data set's where it has any
+            return of_data if data.labels == "dataset" else None
+        if data.labels == "pseudo" and (self.about.labels or self.probed):
+            whose = "labels" if self.about.labels else "the probe's labels"
+            own = f"{whose} are the fine-tuned source's own predictions"
+            by_class = data.per_class is not None or data.sampling in SAMPLINGS
+            return own if by_class else f"{own}; none of the data set's were used to make it"
+        if not self.about.labels:
+            return "no label enters the method"
+        return {"dataset": of_data, "none": "no labels"}.get(data.labels)
+
+    @property
+    def sampling(self) -> str | None:
+        return SAMPLINGS.get(self.record.data.sampling) if self.record.data else None
+
+    @property
+    def matching(self) -> str | None:
+        return MATCHINGS.get(self.record.method.matching or "")
+
+    @property
+    def signs(self) -> str | None:
+        return SIGNS.get(self.record.method.signs or "")
+
+    @property
+    def panels(self) -> str:
+        """What the picture shows."""
+        *first, last = [value.replace("_", " ").replace("unseen", "unseen energy") for value in panels(self.record)]
+        text = " and ".join([", ".join(first), last] if first else [last])
+        return text.capitalize()
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -80,15 +180,18 @@ def gather(record: Record) -> Card:
     public = _without_local_names(record)
     # what an adapter holds of a site is told in a table of its own
     sites = tuple(replace(site, rank=None, kept=None) for site in record.sites)
+    about = METHODS.get(record.method.name, UNKNOWN)
     required, base = (("source", public.source), ("target", public.target)), public.source.base
     return Card(
         record=public,
         headline=headline(record),
         report=Report(sites, tuple(record.left)),
-        results=tuple((VALUE_NAMES[entry.model], entry) for entry in public.evaluation if entry.model in VALUE_NAMES),
+        results=tuple(results(public)),
         gap_closed=gap_closed(record),
         sampling_error=sampling_error(record),
-        calibrated=record.data is not None and record.method.name != "naive",
+        about=about,
+        calibrated=record.data is not None and (about.calibrated or record.method.readout is not None),
+        trained=is_trained(record),
         licences=Licences(required, () if base is None else (("base", base),)),
         use=_usage(public),
         held=_held(public),
@@ -166,18 +269,23 @@ def _metadata(card: Card) -> dict[str, Any]:
     metadata["language"] = languages(record.target)
     if card.calibrated and record.data and record.data.commit:
         metadata["datasets"] = [record.data.id]
-    names = ("hf-bico", "task-vector", "training-free", *(use.tags if use else ()), record.method.name)
+    kind = () if card.trained else ("task-vector", "training-free")
+    names = ("hf-bico", *kind, *(use.tags if use else ()), record.method.name)
     metadata["tags"] = [name for name in names if WORD.fullmatch(name)]
-    metadata["metrics"] = sorted({entry.metric for _, entry in card.results if WORD.fullmatch(entry.metric)})
+    metadata["metrics"] = sorted({row.entry.metric for row in card.results if WORD.fullmatch(row.entry.metric)})
     metadata["model-index"] = _model_index(card)
     return metadata
 
 
 def _model_index(card: Card) -> list[dict[str, Any]]:
-    """The port's own result in the Hub's form."""
-    record, entry = card.record, card.measured
-    if entry is None or not WORD.fullmatch(entry.metric) or not isfinite(entry.value):
-        return []
+    """The port's own results in the Hub's form, one a protocol."""
+    record = card.record
+    found = [_index_entry(record, e) for e in card.measured if WORD.fullmatch(e.metric) and isfinite(e.value)]
+    repo = record.output.repo if record.output else None
+    return [{"name": repo.rpartition("/")[2] if repo else card.title, "results": found}] if found else []
+
+
+def _index_entry(record: Record, entry: EvaluationRecord) -> dict[str, Any]:
     on_hub = record.data if record.data and record.data.commit and record.data.id == entry.data else None
     data = {
         "type": on_hub.id if on_hub else "local",  # the Hub asks for a word without spaces
@@ -186,11 +294,8 @@ def _model_index(card: Card) -> list[dict[str, Any]]:
         "split": clean(entry.split, 60),
         "revision": on_hub.commit if on_hub else None,
     }
-    result = {
-        "task": dict(TASK),
+    return {
+        "task": dict(TASK if entry.protocol is None else PROBE_TASK),
         "dataset": {key: value for key, value in data.items() if value},
-        "metrics": [{"type": entry.metric, "value": round(entry.value, 4), "name": entry.metric}],
+        "metrics": [{"type": entry.metric, "value": round(entry.value, 4), "name": metric_name(entry)}],
     }
-    repo = record.output.repo if record.output else None
-    name = repo.rpartition("/")[2] if repo else f"{record.source.id}, carried to {record.target.id}"
-    return [{"name": name, "results": [result]}]

@@ -14,6 +14,7 @@ LIBRARIES = {"open_clip ViT": "open_clip", "transformers CLIP": "transformers", 
 CLIP = ("open_clip ViT", "transformers CLIP")
 """The families that classify pictures by texts."""
 TASK = {"type": "zero-shot-image-classification", "name": "Zero-Shot Image Classification"}
+PROBE_TASK = {"type": "image-classification", "name": "Image Classification"}
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 NOUNS = {"adapter": "adapter", "delta": "change"}
 

@@ -16,17 +16,19 @@ from hf_bico.options import data_options, hub_options, output_options, read_sett
 @click.option("--data", help="A Hub id, a folder of images or parquet files; by default what record or card say.")
 @click.option("--base", help="The whole model, where MODEL is a vision tower, a task vector or an adapter.")
 @click.option("--split", help="Split to measure on; test by default, else validation, else train.")
-@click.option("-n", "n", type=int, help="Samples at most; all of the split by default.")
+@click.option("-n", "n", type=int, help="Samples at most to measure on; all of the split by default.")
+@click.option("--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split.")
 @data_options
 @hub_options
 @output_options
-def evaluate(model: str, data: str | None, base: str | None, n: int | None, **options: Any) -> None:
-    """Measure the zero-shot accuracy of MODEL.
+def evaluate(model: str, data: str | None, base: str | None, n: int | None, probe: int | None, **options: Any) -> None:
+    """Measure the accuracy of MODEL: zero-shot, or by a linear probe on its image features.
 
     \b
     Examples:
       hf-bico eval user/vit-b16-plus-eurosat
       hf-bico eval my-delta --base model-B --data eurosat
+      hf-bico eval my-vision-tower --data eurosat --probe 100
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
@@ -34,10 +36,10 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, **op
         settings = read_settings({**options, "n": n})
         from hf_bico.evaluation import evaluate_model
 
-        result = evaluate_model(model, data, base=base, **hub, **vars(settings))
+        result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))
         if as_json:
-            click.echo(json.dumps(vars(result)))
+            click.echo(json.dumps({name: value for name, value in vars(result).items() if value is not None}))
         elif not quiet:
-            click.echo(
-                f"{result.metric} {result.value:.1%} ({result.n} samples of split {result.split} of {result.data})"
-            )
+            how = "" if result.trained_on is None else f"by a linear probe on {result.trained_on} samples "
+            measured_on = f"{result.n} samples of split {result.split} of {result.data}"
+            click.echo(f"{result.metric} {result.value:.1%} {how}({measured_on})")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from hf_bico.options import (
     device_option,
     format_option,
     hub_options,
+    method_options,
     output_options,
     push_options,
     rank_option,
@@ -26,7 +29,7 @@ from hf_bico.options import (
     target_option,
     typed_line,
 )
-from hf_bico.settings import COMPLETIONS, DEFAULT_SAMPLES, METHOD_NAMES, Settings, read_rank
+from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, Settings, read_rank
 
 if TYPE_CHECKING:
     from hf_bico.planning import Plan
@@ -46,16 +49,12 @@ if TYPE_CHECKING:
     default="bico",
     show_default=True,
     type=click.Choice(METHOD_NAMES),
-    help="How to carry; naive adds the task vector as it is, padded by zeros, for comparison.",
+    help="How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side.",
 )
-@click.option(
-    "--completion",
-    default="drop",
-    show_default=True,
-    type=click.Choice(COMPLETIONS),
-    help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
-)
-@click.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add.")
+@method_options
+@click.option("--readout", is_flag=True, help="Correct the final projection towards the source's predictions.")
+@click.option("--control", is_flag=True, help="Measure a port from mispaired samples too: its gain should vanish.")
+@click.option("--checkpoint", metavar="FOLDER", help="Of finetune: where to go on from; by default beside the output.")
 @format_option
 @rank_option
 @click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
@@ -94,7 +93,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
         if dry_run:
             command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
-            planned = make_plan(source, target, **where).in_form(settings.format, settings.rank)
+            planned = make_plan(source, target, **where).matched(settings.layers)
+            planned = planned.in_form(settings.format, settings.rank)
             _show_plan(planned, as_json, quiet, command)
             return
         if push_to is not None:
@@ -104,6 +104,10 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         planned = make_plan(source, target, **where)
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
         require_free(folder, overwrite)
+        own_checkpoint = settings.method == "finetune" and settings.checkpoint is None
+        if own_checkpoint:  # a training takes long: it can be gone on with
+            settings = replace(settings, checkpoint=f"{folder}.training")
+            at.interrupted = "the same command goes on with the training"
         if push_to is not None:
             require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
@@ -117,6 +121,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             ported = carry_out(planned, settings, hub, progress)
             ported.save(folder, overwrite=overwrite, repo=push_to, revision=push.revision)
         at.interrupted = f"the result is in {folder}"
+        if own_checkpoint:
+            shutil.rmtree(str(settings.checkpoint), ignore_errors=True)
         record = read_record(folder)
         if not (as_json or quiet):
             print_ported(record, ported.report, folder, pushing=push_to is not None)

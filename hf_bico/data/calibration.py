@@ -5,12 +5,11 @@ Knows splits, rows and labels; neither models nor files. Takes anything that `da
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_bico.data.columns import (
     Columns,
@@ -23,18 +22,23 @@ from hf_bico.data.columns import (
     undecoded,
 )
 from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole, own_image
-from hf_bico.data.row_groups import UNLABELLED, Chosen, RowGroups, Wanted
+from hf_bico.data.row_groups import UNLABELLED, Chosen, RowGroups
+from hf_bico.data.sampling import Strategy, Wanted, draw_order
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
     DataNotFoundError,
     SampleCountError,
     UnreadableSampleError,
+    UsageError,
 )
 from hf_bico.hub.client import Hub, HubRepo
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.record import PartRecord
-from hf_bico.settings import DEFAULT_SAMPLES, Settings
+from hf_bico.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val")
 EVALUATION_LIMIT = 1000
@@ -56,6 +60,11 @@ class DataSet:
     """The row groups that the rows of a split are, where it was not read whole."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def labelled(self) -> bool:
+        """Whether it has a label column."""
+        return self.columns.label is not None
+
     def labels(self, split: str) -> dict[int, int]:
         """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
         if split not in self._labels:
@@ -63,6 +72,8 @@ class DataSet:
         return self._labels[split]
 
     def _read_labels(self, split: str) -> dict[int, int]:
+        if self.columns.label is None:
+            return {}
         if self.columns.label not in column_kinds(self.splits[split]):
             raise ColumnError(f"split '{split}' has no column '{self.columns.label}'", "choose another with --split")
         index_of = {name: index for index, name in enumerate(self.class_names)}
@@ -92,8 +103,9 @@ class DataSet:
         labels = self.labels(split)
         return [index for index in draw_order(len(self.splits[split]), seed) if index in labels]
 
-    def samples(self, split: str, indices: Sequence[int]) -> Samples:
-        labels = self.labels(split)
+    def samples(self, split: str, indices: Sequence[int], *, labelled: bool = True) -> Samples:
+        """These rows of a split, with their labels unless these are not to be known."""
+        labels = self.labels(split) if labelled else dict.fromkeys(indices, UNLABELLED)
         chosen = tuple(labels[index] for index in indices)
         rows, decode = self.splits[split], None
         if self.repo is not None:  # a stranger's rows: what they point at is looked at before it is opened
@@ -122,6 +134,14 @@ class Samples:
             images = [self._image(index) for index in chosen]
             yield images, list(self.labels[start : start + size])
 
+    def rotated(self, turn: int) -> Samples:
+        """The same samples in the same order, but from another one on."""
+        return replace(
+            self,
+            indices=self.indices[turn:] + self.indices[:turn],
+            labels=self.labels[turn:] + self.labels[:turn],
+        )
+
     def _image(self, index: int) -> Any:
         try:
             image = self.rows[index][self.image_column]
@@ -139,18 +159,49 @@ class Samples:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Calibration samples, and where they come from."""
+    """Calibration samples, and where they come from.
+
+    Where it `needs_features`, the samples are only candidates, of which `chosen` takes those that were asked for.
+    """
 
     data: DataSet
     split: str
     samples: Samples
+    labels: str = "dataset"
+    """Whose the labels are: the "dataset"'s, or "pseudo", each -1 until `with_labels`."""
+    strategy: Strategy = field(default_factory=Strategy)
+    needs_features: bool = False
+
+    def chosen(self, features: Tensor) -> Drawn:
+        """The samples that were asked for, by the candidates' features: one row for each, in their order."""
+        if not self.needs_features:
+            return self
+        if features.ndim != 2 or len(features) != len(self.samples):
+            raise ValueError(f"features of shape {tuple(features.shape)} for {len(self.samples)} candidates")
+        labels = self.data.labels(self.split)
+        sizes = Counter(labels.values())
+        rows = self.strategy.by_centroid(self.samples.indices, labels, sizes, features)
+        return replace(self, samples=self.data.samples(self.split, rows), needs_features=False)
+
+    def with_labels(self, labels: Sequence[int]) -> Drawn:
+        """The samples with these labels, one for each, in their order."""
+        if len(labels) != len(self.samples):
+            raise ValueError(f"{len(labels)} labels for {len(self.samples)} samples")
+        return replace(self, samples=replace(self.samples, labels=tuple(int(label) for label in labels)))
 
 
 def draw(data: Any, settings: Settings, hub: Hub | None = None, *, known_names: Sequence[str] | None = None) -> Drawn:
     """Open a data set and draw the calibration samples that the settings ask for."""
-    opened = open_data(data, settings, hub, known_names=known_names)
+    return draw_from(open_data(data, settings, hub, known_names=known_names), settings)
+
+
+def draw_from(opened: DataSet, settings: Settings) -> Drawn:
+    """Draw the calibration samples that the settings ask for."""
     split = calibration_split(opened, settings.split)
-    return Drawn(opened, split, calibration_samples(opened, split, settings.n, settings.per_class, settings.seed))
+    strategy = Strategy.of(settings)
+    samples = calibration_samples(opened, split, settings)
+    labels = "dataset" if _knows_labels(_columns_of(opened, split, settings), settings) else "pseudo"
+    return Drawn(opened, split, samples, labels, strategy, strategy.needs_features)
 
 
 def open_data(
@@ -164,29 +215,42 @@ def open_data(
     """Open a data set: a Hub id, a folder of images or parquet files, a `datasets` object, or a list of rows.
 
     Columns and class names are those of the settings, or found by their types; `known_names` stand for numbers that
-    nothing else names. Of a large Hub repo only what the settings need is read: for calibration and its evaluation,
-    or, to `measure` a model, `n` rows or all of one split.
+    nothing else names. To calibrate on, but not to measure, a data set may be without labels. Of a large Hub repo only
+    what the settings need is read: for calibration and its evaluation, or, to `measure` a model, `n` rows or all of one
+    split.
     """
     settings = settings or Settings()
     if not isinstance(data, str | Path | HubReference):
-        return _described("data", _given_splits(data), settings, known_names)
+        return _described("data", _given_splits(data), settings, known_names, measure)
     place = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
     if isinstance(place, Path):
         opened = open_folder(place, place.name, settings.config)
-        return _described(place.name, opened.splits, settings, known_names, named=True, config=opened.config)
+        return _described(place.name, opened.splits, settings, known_names, measure, named=True, config=opened.config)
     repo = (hub or Hub()).repo(place, "the data set", "dataset")
     files = large_parquet(repo, settings.config)
     if files is not None:
         return _read_in_part(files, settings, known_names, measure)
     opened = open_whole(repo, settings.config, settings.max_download)
-    return _described(repo.id, opened.splits, settings, known_names, named=True, repo=repo, config=opened.config)
+    where: dict[str, Any] = {"named": True, "repo": repo, "config": opened.config}
+    return _described(repo.id, opened.splits, settings, known_names, measure, **where)
+
+
+def _columns(kinds: Mapping[str, str], settings: Settings, measure: bool) -> Columns:
+    needs_labels = measure or settings.labels == "dataset"
+    return find_columns(kinds, settings.image_column, settings.label_column, needs_labels=needs_labels)
 
 
 def _described(
-    name: str, splits: Mapping[str, Rows], settings: Settings, known_names: Sequence[str] | None, **where: Any
+    name: str,
+    splits: Mapping[str, Rows],
+    settings: Settings,
+    known_names: Sequence[str] | None,
+    measure: bool,
+    **where: Any,
 ) -> DataSet:
-    kinds = column_kinds(next(iter(splits.values())))
-    columns = find_columns(kinds, settings.image_column, settings.label_column)
+    found = (_columns(column_kinds(rows), settings, measure) for rows in splits.values())
+    first = next(found)  # where it has no labels, another split may, to measure on
+    columns = first if first.label is not None else next((one for one in found if one.label is not None), first)
     return DataSet(name, splits, columns, class_names(splits.values(), columns.label, settings, known_names), **where)
 
 
@@ -196,19 +260,22 @@ def _read_in_part(files: ParquetFiles, settings: Settings, known_names: Sequence
     preferred = (*EVALUATION_SPLITS, "train") if measure else ("train",)
     split = _choose_split(files.repo.id, files.splits, settings.split, preferred)
     kinds = feature_kinds(groups.features(split))
-    columns = find_columns(kinds, settings.image_column, settings.label_column)
-    if kinds[columns.label] == "string" and settings.class_names is None:
+    columns = _columns(kinds, settings, measure)
+    if columns.label is not None and kinds[columns.label] == "string" and settings.class_names is None:
         settings = replace(settings, class_names=groups.names(columns.label))
+    where: dict[str, Any] = {"named": True, "repo": files.repo, "config": files.config}
     if measure and settings.n is None:
         rows = {split: groups.read_whole(split, *columns)}
-        return _described(files.repo.id, rows, settings, known_names, named=True, repo=files.repo, config=files.config)
+        return _described(files.repo.id, rows, settings, known_names, measure, **where)
 
+    if not measure:
+        _require_labels(files.repo.id, columns, settings)
     chosen = _choose_row_groups(groups, split, columns, settings, known_names, measure)
     labels = {name: some.labels for name, some in chosen.items()}
     names = class_names(labels.values(), columns.label, settings, known_names)
-    data = DataSet(files.repo.id, labels, columns, names, named=True, repo=files.repo, config=files.config)
+    data = DataSet(files.repo.id, labels, columns, names, **where)
     if not measure:  # labels are enough to draw by: what cannot be drawn is not downloaded
-        calibration_samples(data, split, settings.n, settings.per_class, settings.seed)
+        _calibration_rows(data, split, settings)
     rows = {name: groups.read(name, some, *columns) for name, some in chosen.items()}
     return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items()})
 
@@ -223,13 +290,14 @@ def _choose_row_groups(
 ) -> dict[str, Chosen]:
     """Row groups of the split with enough samples in them, and of the split that `evaluation_samples` will take."""
     features = groups.features(split)
-    names = settings.class_names or getattr(features[columns.label], "names", None) or known_names or ()
-    wanted = Wanted(settings.n or DEFAULT_SAMPLES)
-    if settings.per_class is not None:
-        classes = names if feature_kinds(features)[columns.label] == "string" else range(len(names))
-        wanted = Wanted(settings.per_class * len(names), settings.per_class, classes)
+    names = settings.class_names or getattr(features.get(columns.label), "names", None) or known_names or ()
+    if measure or _knows_labels(columns, settings):
+        is_text = columns.label is not None and feature_kinds(features)[columns.label] == "string"
+        wanted = Strategy.of(settings).wanted(list(names if is_text else range(len(names))))
+    else:
+        wanted = Wanted(Strategy.of(settings).n, labelled=False)
     chosen = {split: groups.choose(split, *columns, wanted)}
-    if measure or not settings.evaluate or not settings.zero_shot:
+    if measure or not settings.evaluate or not settings.zero_shot or columns.label is None:
         return chosen
     for other in (name for name in EVALUATION_SPLITS if name in groups.splits and name != split):
         held_out = groups.choose(other, *columns, Wanted(0), after=chosen[split])
@@ -260,58 +328,95 @@ def _choose_split(name: str, splits: Collection[str], split: str | None, preferr
     raise DataNotFoundError(f"'{name}' has no split '{preferred[0]}'", f"choose one with --split: {', '.join(splits)}")
 
 
-def calibration_samples(data: DataSet, split: str, n: int | None, per_class: int | None, seed: int) -> Samples:
-    """`n` samples drawn uniformly, or `per_class` of each class; the same ones on every machine."""
+def calibration_samples(data: DataSet, split: str, settings: Settings) -> Samples:
+    """The samples that the settings ask for, the same ones on every machine; candidates where features decide."""
+    rows = _calibration_rows(data, split, settings)
+    return data.samples(split, rows, labelled=_knows_labels(_columns_of(data, split, settings), settings))
+
+
+def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
+    """Those of one split: only others may have labels, and then it has none, unless it must."""
+    has_labels = settings.labels == "dataset" or data.columns.label in column_kinds(data.splits[split])
+    return data.columns if has_labels else data.columns._replace(label=None)
+
+
+def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
+    columns = _columns_of(data, split, settings)
+    _require_labels(data.name, columns, settings)
+    strategy = Strategy.of(settings)
+    if not _knows_labels(columns, settings):
+        size = len(data.splits[split])
+        _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
+        return strategy.rows(draw_order(size, strategy.seed), {})
     labels = data.labels(split)
-    order = data.order(split, seed)
-    if per_class is None:
-        wanted = DEFAULT_SAMPLES if n is None else n
-        if not labels:
-            raise DataNotFoundError(f"split '{split}' of '{data.name}' has no labels", "choose another with --split")
-        if wanted > len(labels):
+    if not labels:
+        raise DataNotFoundError(
+            f"split '{split}' of '{data.name}' has no labels", "choose another with --split, or use --labels pseudo"
+        )
+    _require_enough(data, split, strategy, Counter(labels.values()))
+    return strategy.rows(data.order(split, strategy.seed), labels)
+
+
+def _knows_labels(columns: Columns, settings: Settings) -> bool:
+    """Whether calibration sees labels of the data set."""
+    return columns.label is not None and settings.labels != "pseudo"
+
+
+def _require_labels(name: str, columns: Columns, settings: Settings) -> None:
+    strategy = Strategy.of(settings)
+    if not strategy.needs_labels or _knows_labels(columns, settings):
+        return
+    option = "-k" if strategy.name == "random" else f"--sampling {strategy.name}"
+    reason = f"'{name}' has none" if columns.label is None else "--labels pseudo does not look at them"
+    raise UsageError(f"{option} needs labels, and {reason}", "use -n with --sampling random")
+
+
+def _require_rows(wanted: int, size: int, has: str) -> None:
+    if wanted > size:
+        raise SampleCountError(f"{wanted} samples were asked for and {has}", f"use -n {size} or less")
+
+
+def _require_enough(data: DataSet, split: str, strategy: Strategy, sizes: Counter[int]) -> None:
+    """Refuse what classes of these sizes cannot give."""
+    per_class = strategy.per_class
+    if strategy.name == "one-class":
+        largest = min(sizes, key=lambda label: (-sizes[label], label))
+        if not strategy.classes(sizes):
             raise SampleCountError(
-                f"{wanted} samples were asked for and split '{split}' of '{data.name}' has {len(labels)} with labels",
-                f"use -n {len(labels)} or less",
+                f"{per_class or strategy.n} samples of one class were asked for and the largest, "
+                f"'{data.class_names[largest]}', has {sizes[largest]} in '{split}'",
+                f"use {'-n' if per_class is None else '-k'} {sizes[largest]} or less",
             )
-        return data.samples(split, order[:wanted])
-    chosen: dict[int, list[int]] = defaultdict(list)
-    for index in order:
-        if len(chosen[labels[index]]) < per_class:
-            chosen[labels[index]].append(index)
-    for label, name in enumerate(data.class_names):
-        if len(chosen[label]) < per_class:
-            raise SampleCountError(
-                f"{per_class} samples a class were asked for and '{name}' has {len(chosen[label])} in '{split}'",
-                f"use -k {len(chosen[label])} or less, or -n",
-            )
-    picked = {index for indices in chosen.values() for index in indices}
-    return data.samples(split, [index for index in order if index in picked])
+    elif per_class is not None:
+        for label in sorted(strategy.classes(sizes)) if strategy.leaves_out_classes else range(len(data.class_names)):
+            if sizes[label] < per_class:
+                raise SampleCountError(
+                    f"{per_class} samples a class were asked for and '{data.class_names[label]}' has {sizes[label]} "
+                    f"in '{split}'",
+                    f"use -k {sizes[label]} or less, or -n",
+                )
+    else:
+        _require_rows(strategy.n, sizes.total(), f"split '{split}' of '{data.name}' has {sizes.total()} with labels")
+        left = sum(sizes[label] for label in strategy.classes(sizes))
+        _require_rows(strategy.n, left, f"the half of the classes that was drawn has {left} in '{split}'")
 
 
-def evaluation_samples(data: DataSet, calibration: Samples, split: str, seed: int) -> tuple[str, Samples]:
-    """Up to 1,000 held-out samples: of test, else validation, else what calibration on `split` did not use.
+def evaluation_samples(
+    data: DataSet, calibration: Samples, split: str, seed: int, limit: int = EVALUATION_LIMIT
+) -> tuple[str, Samples]:
+    """Up to so many held-out samples: of test, else validation, else what calibration on `split` did not use.
 
-    Where calibration used all of its split, any other labelled split will do.
+    Where calibration used all of its split, any other labelled split will do; where none has labels, there are none.
     """
     others = [name for name in EVALUATION_SPLITS if name != split and data.can_measure_on(name)]
     used = set(calibration.indices)
-    unused = [index for index in data.order(split, seed) if index not in used]
+    order = data.order(split, seed) if data.can_measure_on(split) else []
+    unused = [index for index in order if index not in used]
     if not others and not unused:
         others = [name for name in data.splits if name != split and data.can_measure_on(name)]
     if not others:
-        return split, data.samples(split, unused[:EVALUATION_LIMIT])
-    return others[0], data.samples(others[0], data.order(others[0], seed)[:EVALUATION_LIMIT])
-
-
-def draw_order(size: int, seed: int) -> list[int]:
-    """A random order of `size` rows that depends on the seed alone: rows sorted by a hash of seed and index.
-
-    The first n of it are the sample, so smaller samples are part of larger ones.
-
-    >>> draw_order(5, seed=0)
-    [3, 1, 2, 0, 4]
-    """
-    return sorted(range(size), key=lambda index: hashlib.blake2b(f"{seed}:{index}".encode()).digest())
+        return split, data.samples(split, unused[:limit])
+    return others[0], data.samples(others[0], data.order(others[0], seed)[:limit])
 
 
 def _given_splits(data: Any) -> Mapping[str, Rows]:

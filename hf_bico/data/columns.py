@@ -13,11 +13,14 @@ from hf_bico.settings import Settings
 
 Rows = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
+NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
 
 
 class Columns(NamedTuple):
+    """The names of the columns; a data set without labels has no `label`."""
+
     image: str
-    label: str
+    label: str | None
 
 
 def undecoded(rows: Rows, image: str) -> Rows:
@@ -32,8 +35,13 @@ def column(rows: Rows, name: str) -> list[Any]:
     return list(rows[name]) if hasattr(rows, "features") else [row[name] for row in rows]
 
 
-def find_columns(kinds: Mapping[str, str], image: str | None, label: str | None) -> Columns:
-    """The columns that were named, else the only ones that hold images and classes."""
+def find_columns(
+    kinds: Mapping[str, str], image: str | None, label: str | None, *, needs_labels: bool = True
+) -> Columns:
+    """The columns that were named, else the only ones that hold images and classes.
+
+    Where labels are not needed, a data set in which no column could hold any is taken as it is.
+    """
     for given, option in ((image, "--image-column"), (label, "--label-column")):
         if given is not None and given not in kinds:
             raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
@@ -45,6 +53,8 @@ def find_columns(kinds: Mapping[str, str], image: str | None, label: str | None)
     remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
     if label is None and "class" in kinds.values():
         label = _only(kinds, ("class",), "label", remedy)
+    if label is None and not needs_labels and not {"integer", "string"} & set(kinds.values()):
+        return Columns(image, None)
     return Columns(image, label or _only(kinds, ("integer", "string"), "label", remedy))
 
 
@@ -99,15 +109,18 @@ def _kind_of_value(value: Any) -> str:
 
 
 def class_names(
-    splits: Any, label: str, settings: Settings, known_names: Sequence[str] | None = None
+    splits: Any, label: str | None, settings: Settings, known_names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
     """Names as given, from the features, the sorted distinct strings of all splits, or known from elsewhere.
 
-    An objective of the caller's own needs no names: numbers then stand for themselves.
+    An objective of the caller's own needs no names: numbers then stand for themselves, and without labels there are
+    none.
     """
     splits, given = list(splits), settings.class_names
+    if label is None:
+        return _names_without_labels(given or known_names, settings)
     declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
-    declared = declarations[0]
+    declared = next((names for names in declarations if names is not None), None)
     if any(names is not None and names != declared for names in declarations):
         raise ClassNamesError(
             f"the splits name the classes of '{label}' differently", "give a data set whose splits agree"
@@ -130,5 +143,14 @@ def class_names(
         return tuple(str(number) for number in range(int(max(values)) + 1))
     raise ClassNamesError(
         f"the column '{label}' holds numbers without names",
-        "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
+        f"{NAMES_REMEDY} (class_names=[...] in Python)",
     )
+
+
+def _names_without_labels(names: Sequence[str] | None, settings: Settings) -> tuple[str, ...]:
+    if not names and settings.zero_shot:
+        raise ClassNamesError(
+            "no column looks like the label column, and nothing names the classes",
+            f"{NAMES_REMEDY}, or name the column with --label-column",
+        )
+    return tuple(names or ())

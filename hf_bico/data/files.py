@@ -81,9 +81,24 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
             if foreign:
                 _files_of(builder, path.resolve(), name)
             builder.download_and_prepare()
-            loaded, used = builder.as_dataset(), builder.config.name
+            loaded, used = _without_split_labels(builder.as_dataset()), builder.config.name
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     return Opened({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
+
+
+def _without_split_labels(splits: Any) -> Any:
+    """The splits of a folder less the labels that `datasets` takes from folders that are but train and test.
+
+    They are known by this: there is a class for each split, and a split holds one class, or none, that is its alone.
+    """
+    import datasets
+
+    declared = next(iter(splits.values())).features.get("label")
+    if len(splits) < 2 or not isinstance(declared, datasets.ClassLabel) or declared.num_classes != len(splits):
+        return splits
+    found = [set(rows["label"]) - {None} for rows in splits.values()]
+    own = all(len(labels) <= 1 for labels in found) and len(set.union(*found)) == sum(len(labels) for labels in found)
+    return splits.remove_columns("label") if own else splits
 
 
 def open_whole(repo: HubRepo, config: str | None, limit: int) -> Opened:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
+from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import translated
 from hf_bico.hub.remote_file import RemoteFile
@@ -48,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Row groups of one split, sorted by file and place, and a `datasets.Dataset` of the labels in them."""
+    """Row groups of one split, sorted by file and place, and their rows with nothing but the labels."""
 
     groups: tuple[Group, ...]
     labels: Any
@@ -70,27 +71,6 @@ class Chosen:
         ]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How many labelled rows are needed: `rows` in all, and `each` of every one of `classes` (or of those seen)."""
-
-    rows: int
-    each: int = 0
-    classes: Sequence[Any] = ()
-
-    def missing(self, found: Counter[Any]) -> list[Any]:
-        return [label for label in self.classes or found if found[label] < self.each]
-
-    def is_met(self, found: Counter[Any]) -> bool:
-        return not self.missing(found) if self.each else found.total() >= self.rows
-
-    def may_be_in(self, group: Group, found: Counter[Any]) -> bool:
-        if not self.each or group.bounds is None:
-            return True
-        least, greatest = group.bounds
-        return any(not isinstance(label, int) or least <= label <= greatest for label in self.missing(found))
-
-
 class RowGroups:
     """The row groups of a Hub data set, read by Range requests.
 
@@ -100,8 +80,8 @@ class RowGroups:
     200 MB at most). So the row groups depend on the commit, the seed and the columns alone as long as the rows wanted
     fit into the budget, and smaller samples are then part of larger ones; beyond it, more rows take more row groups,
     and samples are drawn anew from all of them. Where classes are still missing, row groups are passed over that hold
-    none of these. Labels are read first: what cannot be drawn is not downloaded. A file that is in the cache is read
-    there, and changes nothing else.
+    none of these; where it is only wished that classes are there, all stays within twice the budget. Labels are read
+    first: what cannot be drawn is not downloaded. A file that is in the cache is read there, and changes nothing else.
     """
 
     def __init__(self, files: ParquetFiles, seed: int, limit: int) -> None:
@@ -120,29 +100,49 @@ class RowGroups:
             self._features[split] = self._declared or self._stored_features(split)
         return self._features[split]
 
-    def choose(self, split: str, image: str, label: str, wanted: Wanted, after: Chosen | None = None) -> Chosen:
+    def choose(self, split: str, image: str, label: str | None, wanted: Wanted, after: Chosen | None = None) -> Chosen:
         """The row groups to read of a split, `after` others were chosen that count towards the limit."""
         with self._reading():
-            taken, rest = self._spread(split, image, label, wanted, after)
-            found = _count(self._read_labels(split, taken, label))
-            helpful = (group for group in rest if wanted.may_be_in(group, found))
-            looked = 0
-            while not wanted.is_met(found) and (batch := list(islice(helpful, FOOTERS))):
-                looked += len(batch)
-                if looked > LOOKED_AT:
-                    raise SampleCountError(
-                        f"{LOOKED_AT} more row groups of split '{split}' of '{self.repo.id}' hold too few labels",
-                        "ask for fewer samples, or use -n instead of -k",
-                    )
-                for group, values in zip(batch, self._read_labels(split, batch, label), strict=True):
-                    some = _count([values])
-                    if not wanted.is_met(found) and (not wanted.each or set(wanted.missing(found)) & set(some)):
-                        taken.append(group)
-                        found.update(some)
+            budget = self._budget(split, after)
+            taken, rest = self._spread(split, image, label, wanted, after, budget)
+            if label is None:
+                taken.sort(key=_position)
+                return Chosen(tuple(taken), [{}] * sum(group.rows for group in taken), 0)
+            found = self._complete(split, label, wanted, taken, rest, 2 * budget)
             self._require_allowed(self._cost(taken), after, sum(group.size for group in taken))
-            taken.sort(key=lambda group: (group.file, group.index))
+            taken.sort(key=_position)
             labels = self._rows(split, {label: self._read_labels(split, taken, label)})
             return Chosen(tuple(taken), labels, found.total())
+
+    def _complete(
+        self, split: str, label: str, wanted: Wanted, taken: list[Group], rest: Iterator[Group], most: int
+    ) -> Counter[Any]:
+        """Take those that hold what is missing too; returns the labels found.
+
+        What is only wished for may bring the row groups to `most` bytes.
+        """
+        found = _count(self._read_labels(split, taken, label))
+        helpful = (group for group in rest if wanted.may_be_within(group.bounds, found))
+        looked, size = 0, sum(group.size for group in taken)
+        while not wanted.is_met(found) and (batch := list(islice(helpful, FOOTERS))):
+            looked += len(batch)
+            if looked > LOOKED_AT and not wanted.suffices(found):
+                raise SampleCountError(
+                    f"{LOOKED_AT} more row groups of split '{split}' of '{self.repo.id}' hold too few labels",
+                    "ask for fewer samples, or use -n with --sampling random",
+                )
+            if looked > LOOKED_AT:
+                break
+            for group, values in zip(batch, self._read_labels(split, batch, label), strict=True):
+                some = _count([values])
+                if wanted.is_met(found) or not wanted.helps(some, found):
+                    continue
+                if wanted.suffices(found) and size + group.size > min(most, self._limit):
+                    return found
+                taken.append(group)
+                size += group.size
+                found.update(some)
+        return found
 
     def names(self, label: str) -> list[str]:
         """All the different labels of all splits, where these are strings and nothing else names the classes."""
@@ -158,13 +158,15 @@ class RowGroups:
                 found |= set(_count(self._read_labels(split, groups, label)))
         return sorted(found)
 
-    def read(self, split: str, chosen: Chosen, image: str, label: str) -> Any:
+    def read(self, split: str, chosen: Chosen, image: str, label: str | None) -> Any:
         """The rows of the chosen row groups, one after the other, as a `datasets.Dataset`."""
         with self._reading():
-            images = in_parallel(lambda group: self._column(split, group, image), chosen.groups)
-            return self._rows(split, {image: images, label: self._read_labels(split, chosen.groups, label)})
+            columns = {image: in_parallel(lambda group: self._column(split, group, image), chosen.groups)}
+            if label is not None:
+                columns[label] = self._read_labels(split, chosen.groups, label)
+            return self._rows(split, columns)
 
-    def read_whole(self, split: str, image: str, label: str) -> Any:
+    def read_whole(self, split: str, image: str, label: str | None) -> Any:
         """All rows of a split; its files are fetched through the cache."""
         import datasets
 
@@ -176,7 +178,7 @@ class RowGroups:
                 f"{size_text(self._limit)} are allowed",
                 "measure on fewer samples with -n, or allow more with --max-download",
             )
-        features = self._some_features(split, (image, label))
+        features = self._some_features(split, [name for name in (image, label) if name is not None])
         folder = fetch(self.repo, files)
         with readable(self.repo.id):
             return datasets.Dataset.from_parquet(
@@ -186,13 +188,15 @@ class RowGroups:
                 columns=list(features),
             )
 
-    def _spread(
-        self, split: str, image: str, label: str, wanted: Wanted, after: Chosen | None
-    ) -> tuple[list[Group], Iterator[Group]]:
-        """The first row groups, as many as the rows wanted need and the budget allows, and all that follow."""
+    def _budget(self, split: str, after: Chosen | None) -> int:
         share = int(SHARE * sum(self.repo.files[file] for file in self.splits[split]))
         # of the limit, and not of what is left to download: the cache must not change the samples
-        budget = min(max(LEAST_BUDGET, min(share, MOST_BUDGET)), self._limit - (after.size if after else 0))
+        return min(max(LEAST_BUDGET, min(share, MOST_BUDGET)), self._limit - (after.size if after else 0))
+
+    def _spread(
+        self, split: str, image: str, label: str | None, wanted: Wanted, after: Chosen | None, budget: int
+    ) -> tuple[list[Group], Iterator[Group]]:
+        """The first row groups, as many as the rows wanted need and the budget allows, and all that follow."""
         ordered = self._ordered(split, image, label)
         taken: list[Group] = []
         rows = size = cost = 0
@@ -218,7 +222,7 @@ class RowGroups:
                 f"allow more with --max-download, or {'leave out the evaluation' if after else 'use fewer samples'}",
             )
 
-    def _ordered(self, split: str, image: str, label: str) -> Iterator[Group]:
+    def _ordered(self, split: str, image: str, label: str | None) -> Iterator[Group]:
         """All row groups in the order in which they are taken; footers are read when it comes to them."""
         files = self._files(split)
         for start in range(0, len(files), FOOTERS):
@@ -228,13 +232,14 @@ class RowGroups:
             for round in zip_longest(*columns):  # one of each file, another one of each, ...
                 yield from (group for group in round if group is not None)
 
-    def _groups(self, file: str, image: str, label: str) -> Iterator[Group]:
+    def _groups(self, file: str, image: str, label: str | None) -> Iterator[Group]:
         footer = self._footers[file]
+        names = tuple(f"{name}." for name in (image, label) if name is not None)
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
             chunks = [group.column(number) for number in range(group.num_columns)]
             # an image is a column of several chunks: image.bytes, image.path
-            read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith((f"{image}.", f"{label}."))]
+            read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(names)]
             size = sum(chunk.total_compressed_size for chunk in read)
             bounds = next((_bounds(chunk) for chunk in read if chunk.path_in_schema == label), None)
             yield Group(file, index, group.num_rows, size, bounds)
@@ -315,6 +320,10 @@ class RowGroups:
     def _reading(self) -> Iterator[None]:
         with readable(self.repo.id), translated(self.repo.asked, self.repo.type, f"'{self.repo.id}'"):
             yield
+
+
+def _position(group: Group) -> tuple[str, int]:
+    return group.file, group.index
 
 
 def _place(group: Group) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_bico.errors import UnknownFamilyError
-from hf_bico.families.base import Family, LiveModel, Shapes
+from hf_bico.families.base import TEXT_TOWER, Family, LiveModel, Shapes
 from hf_bico.families.generic import Generic, require_same_kind
 from hf_bico.families.openclip import OpenClip
 from hf_bico.families.transformers_clip import TransformersClip
@@ -36,4 +36,4 @@ def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
     )
 
 
-__all__ = ["FAMILIES", "Family", "LiveModel", "family_of", "require_same_kind"]
+__all__ = ["FAMILIES", "TEXT_TOWER", "Family", "LiveModel", "family_of", "require_same_kind"]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+TEXT_TOWER = "text tower"
+"""Why the tensors of a CLIP's text side stay behind."""
 WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
 
 TOKENIZER_FILES = (
@@ -159,6 +161,12 @@ class LiveModel(ABC):
     @abstractmethod
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """exp(logit_scale), and SigLIP's bias where there is one."""
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of a site as (out, in), as it is now."""
+        slot = self.layout.site(name).weight
+        found: Tensor = slot.view(self.module.get_parameter(slot.tensor).detach())
+        return found
 
     @contextmanager
     def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.checkpoints import FileCheckpoint, folder_name
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
 from hf_bico.families.base import (
+    TEXT_TOWER,
     WHOLE_MODEL,
     Family,
     LiveModel,
@@ -21,7 +22,7 @@ from hf_bico.families.base import (
     prefix_before,
     weights_do_not_fit,
 )
-from hf_bico.sites import Layout, Site, Slot
+from hf_bico.sites import Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,25 @@ if TYPE_CHECKING:
     from hf_bico.statistics import Trace
 
 _ATTENTION_BIAS = "attn.in_proj_bias"
+_HEAD_WIDTH = 64
+"""What open_clip takes where the configuration does not say."""
+_RESIDUAL = {
+    "class_embedding": "class",
+    "positional_embedding": "positions",
+    "conv1.weight": "stem",
+    "ln_pre.weight": "norm.pre.weight",
+    "ln_pre.bias": "norm.pre.bias",
+    "ln_post.weight": "norm.post.weight",
+    "ln_post.bias": "norm.post.bias",
+}
+_BLOCK_RESIDUAL = {
+    "ln_1.weight": "attn.norm.weight",
+    "ln_1.bias": "attn.norm.bias",
+    "ls_1.gamma": "attn.scale",
+    "ln_2.weight": "mlp.norm.weight",
+    "ln_2.bias": "mlp.norm.bias",
+    "ls_2.gamma": "mlp.scale",
+}
 _CANNOT_BUILD = (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError)
 
 
@@ -54,11 +74,15 @@ class OpenClip(Family):
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), weight))
         patch = shapes[f"{root}conv1.weight"][-1]
         positions = shapes[f"{root}positional_embedding"][0]
-        image_size = _section(_section(config, "model_cfg"), "vision_cfg").get("image_size")
-        tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision transformer")
+        vision = _section(_section(config, "model_cfg"), "vision_cfg")
+        tokens = patch_tokens(positions, patch, vision.get("image_size"), prefix=1, what="the vision transformer")
         taken = {slot.tensor for site in sites for slot in site.slots}
         others = {name: _reason(name, root) for name in shapes if name not in taken}
-        return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
+        return Layout(
+            *(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others),
+            heads=_heads(vision, shapes[f"{root}conv1.weight"][0]),
+            residual=_residual(shapes, root, blocks),
+        )
 
     def skeleton(self, folder: Path) -> nn.Module:
         import torch
@@ -130,8 +154,12 @@ class OpenClip(Family):
     def _live(self, module: nn.Module, config: Mapping[str, Any]) -> OpenClipModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         visual = getattr(module, "visual", module)
-        size = {"image_size": getattr(visual, "image_size", None)}
-        return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": size}}))
+        attention = module.get_submodule(f"{_visual_prefix(shapes) or ''}transformer.resblocks.0.attn")
+        own = {
+            "image_size": getattr(visual, "image_size", None),
+            "head_width": getattr(attention, "head_dim", None),
+        }
+        return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": own}}))
 
 
 class OpenClipModel(LiveModel):
@@ -317,9 +345,23 @@ def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
     return sites
 
 
+def _heads(vision: Mapping[str, Any], width: int) -> int | None:
+    """open_clip configures the width of a head; an empty configuration says nothing."""
+    head = vision.get("head_width", _HEAD_WIDTH) if vision else None
+    return count_heads(width, width // head) if type(head) is int and head > 0 else None
+
+
+def _residual(shapes: Shapes, root: str, blocks: int) -> tuple[Axis, ...]:
+    """Attentional pooling reads the residual stream in ways of its own, which are not followed here."""
+    if any(name.startswith(f"{root}attn_pool") for name in shapes):
+        return ()
+    names = {root + own: name for own, name in _RESIDUAL.items()}
+    return residual_axes(shapes, names, f"{root}transformer.resblocks.", blocks, _BLOCK_RESIDUAL)
+
+
 def _reason(name: str, root: str) -> str:
     if not name.startswith(root) or name in ("logit_scale", "logit_bias"):
-        return "text tower"
+        return TEXT_TOWER
     if name == f"{root}class_embedding":
         return "class token"
     if name == f"{root}positional_embedding":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingTextTowerError
 from hf_bico.families.base import (
+    TEXT_TOWER,
     TOKENIZER_FILES,
     WHOLE_MODEL,
     Family,
@@ -25,7 +26,7 @@ from hf_bico.families.pretrained import (
     origin_of,
     require_config,
 )
-from hf_bico.sites import Layout, Site, Slot
+from hf_bico.sites import Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,23 @@ _MODULES = {
     "attn.out": "self_attn.out_proj",
     "mlp.up": "mlp.fc1",
     "mlp.down": "mlp.fc2",
+}
+_HEADS = 12
+"""What transformers takes where the configuration does not say."""
+_RESIDUAL = {
+    "embeddings.class_embedding": "class",
+    "embeddings.position_embedding.weight": "positions",
+    "embeddings.patch_embedding.weight": "stem",
+    "pre_layrnorm.weight": "norm.pre.weight",
+    "pre_layrnorm.bias": "norm.pre.bias",
+    "post_layernorm.weight": "norm.post.weight",
+    "post_layernorm.bias": "norm.post.bias",
+}
+_BLOCK_RESIDUAL = {
+    "layer_norm1.weight": "attn.norm.weight",
+    "layer_norm1.bias": "attn.norm.bias",
+    "layer_norm2.weight": "mlp.norm.weight",
+    "layer_norm2.bias": "mlp.norm.bias",
 }
 _ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel")
 
@@ -64,11 +82,16 @@ class TransformersClip(Family):
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), Slot(projection)))
         patch = shapes[f"{root}embeddings.patch_embedding.weight"][-1]
         positions = shapes[f"{root}embeddings.position_embedding.weight"][0]
-        image_size = (config.get("vision_config") or config).get("image_size")
-        tokens = patch_tokens(positions, patch, image_size, prefix=1, what="the vision tower")
+        vision = config.get("vision_config") or config
+        tokens = patch_tokens(positions, patch, vision.get("image_size"), prefix=1, what="the vision tower")
         taken = {slot.tensor for site in sites for slot in site.slots}
         others = {name: _reason(name, root) for name in shapes if name not in taken}
-        return Layout(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others)
+        width = shapes[f"{root}embeddings.patch_embedding.weight"][0]
+        return Layout(
+            *(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others),
+            heads=count_heads(width, vision.get("num_attention_heads", _HEADS)),
+            residual=_residual(shapes, root, blocks),
+        )
 
     def skeleton(self, folder: Path) -> nn.Module:
         config = require_config(self, folder)
@@ -148,10 +171,15 @@ def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
     return sites
 
 
+def _residual(shapes: Shapes, root: str, blocks: int) -> tuple[Axis, ...]:
+    names = {root + own: name for own, name in _RESIDUAL.items()}
+    return residual_axes(shapes, names, f"{root}encoder.layers.", blocks, _BLOCK_RESIDUAL)
+
+
 def _reason(name: str, root: str) -> str:
     own = name[len(root) :] if name.startswith(root) else None
     if own is None or own.startswith(("text_model.", "text_projection.", "logit_scale")):
-        return "text tower"
+        return TEXT_TOWER
     if own.startswith("embeddings.class_embedding"):
         return "class token"
     if own.startswith("embeddings.position"):

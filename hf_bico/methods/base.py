@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from hf_bico.checkpoints import Checkpoint
+from hf_bico.errors import UnsuitableMethodError
 from hf_bico.factors import Change
 from hf_bico.procrustes import OrthogonalMap
+from hf_bico.progress import Progress
 from hf_bico.settings import Settings
-from hf_bico.sites import SitePair
-from hf_bico.statistics import Statistics
+from hf_bico.sites import Layout, SitePair
+from hf_bico.statistics import Kind, Statistics
+
+if TYPE_CHECKING:
+    from hf_bico.methods.training import Lesson, Trained
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,13 @@ class SiteDelta:
     @property
     def is_zero(self) -> bool:
         return self.weight is None and self.bias is None
+
+    def scaled(self, factor: float) -> SiteDelta:
+        if factor == 1:
+            return self
+        return SiteDelta(
+            None if self.weight is None else factor * self.weight, None if self.bias is None else factor * self.bias
+        )
 
 
 @dataclass(frozen=True)
@@ -41,16 +54,81 @@ class Carried:
     unseen: float | None = None
 
 
-class Method(ABC):
-    """One way to carry changes: `prepare` sees all pairs once, `carry` handles one."""
+@dataclass(frozen=True)
+class Pretrained:
+    """One of the two pretrained models as its files have it."""
 
-    needs_statistics: ClassVar[bool]
+    layout: Layout
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a method may look at: both pretrained models' weights, and the statistics of the kinds it asks for."""
+
+    source: Pretrained
+    target: Pretrained
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Method:
+    """One way to bring a task to the target."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
+    looks_at_data: ClassVar[bool] = True
+    """Whether it needs samples."""
+    keeps_factors: ClassVar[bool] = True
+    """Whether a low-rank change stays one."""
+    needs_predictions: ClassVar[bool] = False
+    """Whether it needs the zero-shot objective's own predictions, and not just any loss."""
+
+    def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
+        """Refuse, by an UnsuitableMethodError, models between which this method cannot carry."""
+        return
+
+
+class Carrier(Method, ABC):
+    """Carries the source's changes, site by site: `prepare` sees all pairs once, `carry` handles one.
+
+    With `steps` above 1 that is done so many times, each with a part of the change, and each time with statistics from
+    further along the way: the source has taken its earlier parts, and the target what became of them.
+    """
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset()
+    """The statistics that it needs."""
+
+    @property
+    def steps(self) -> int:
+        return 1
+
     @abstractmethod
-    def prepare(self, pairs: Sequence[SitePair], statistics: Statistics | None) -> None: ...
+    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None: ...
 
     @abstractmethod
     def carry(self, pair: SitePair, delta: SiteDelta) -> Carried: ...
+
+
+def require_same_shapes(name: str, pairs: Sequence[SitePair]) -> None:
+    """Refuse pairs of sites of different shapes, for a method that works on the parameters as they lie."""
+    for pair in pairs:
+        if pair.source.shape != pair.target.shape:
+            shapes = [" x ".join(map(str, site.shape)) for site in (pair.source, pair.target)]
+            raise UnsuitableMethodError(
+                f"{name} needs two models of one architecture, and '{pair.target.name}' is {shapes[0]} in the source "
+                f"and {shapes[1]} in the target",
+                "use a method that finds maps between other shapes, such as --method bico",
+            )
+
+
+class Trainer(Method, ABC):
+    """Trains the target instead, for comparison; the source's change is not looked at."""
+
+    keeps_factors = False
+    needs_predictions = True
+    whole_split: ClassVar[bool]
+    """Whether it trains on all of the split, and not on the calibration samples."""
+
+    @abstractmethod
+    def train(self, lesson: Lesson, progress: Progress) -> Trained: ...

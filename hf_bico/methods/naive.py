@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hf_bico.factors import Change, Factors
-from hf_bico.methods.base import Carried, Method, SiteDelta
+from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta
 from hf_bico.sites import SitePair
-from hf_bico.statistics import Statistics
 
 
-class Naive(Method):
-    needs_statistics = False
+class Naive(Carrier):
+    looks_at_data = False
 
-    def prepare(self, pairs: Sequence[SitePair], statistics: Statistics | None) -> None:
+    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
         """Nothing to prepare: no sample is looked at."""
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:

@@ -1,0 +1,90 @@
+"""The command that compares methods: compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hf_bico.commands.porting import last_name
+from hf_bico.edge import edge
+from hf_bico.errors import UsageError
+from hf_bico.options import (
+    base_option,
+    data_options,
+    hub_options,
+    method_options,
+    output_options,
+    read_settings,
+    target_option,
+)
+
+
+@click.command()
+@click.argument("source")
+@target_option
+@base_option
+@click.option("--data", multiple=True, help="Data set to calibrate and measure on; repeat it for several.")
+@click.option("--split", help="Split to calibrate on; train by default.")
+@click.option("--methods", help="Such as naive,theseus,bico; or all. By default those of the paper, and our own.")
+@click.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
+@click.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
+@click.option("--seeds", default=3, show_default=True, help="Draws of the samples, for means and deviations.")
+@click.option("--fine-tuned", metavar="MODEL", help="The target fine-tuned directly, as a reference.")
+@data_options
+@method_options
+@click.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
+@click.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
+@click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET-compared by default.")
+@click.option("--overwrite", is_flag=True, help="Start anew in the folder of another comparison.")
+@click.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@hub_options
+@output_options
+def compare(source: str, target: str, base: str | None, data: tuple[str, ...], **options: Any) -> None:
+    """Measure methods side by side on your models: the target, every method, and the fine-tuned references.
+
+    Every number is kept as it comes: the same command goes on with an interrupted comparison, and more methods add to
+    it; so do more sizes and seeds, if the data has a test split. The folder gets comparison.csv, .json, .md and .png.
+
+    \b
+    Examples:
+      hf-bico compare user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods theseus,bico -n 10,100 --seeds 5
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    output, fine_tuned = options.pop("output"), options.pop("fine_tuned")
+    job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds")}
+    methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
+    with edge() as at:
+        settings = read_settings(options)
+        chosen = {} if methods is None else {"methods": [name.strip() for name in methods.split(",") if name.strip()]}
+        sizes = {
+            name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
+        }
+        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
+        from hf_bico.comparing import compare as run
+        from hf_bico.console import shown_comparison
+
+        at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+        silent = quiet or as_json
+        asked: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
+        asked |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
+        with shown_comparison(silent) as (progress, shown):
+            found = run(source, target, data=list(data) or None, progress=progress, shown=shown, **asked)
+        if as_json:
+            click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(found.to_json())}))
+        elif not quiet:
+            click.echo(f"{found.title}\n\n{found.table()}\n\nWritten to {folder}")
+
+
+def _numbers(text: str | None, option: str) -> list[int] | None:
+    """Numbers as they are typed: 10,20,50."""
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option} is '{text}'", "give whole numbers, such as 10,20,50") from None

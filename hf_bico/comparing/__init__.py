@@ -1,0 +1,239 @@
+"""Comparing methods on one's own models: every method, number of samples and seed, measured on the same held-out rows.
+
+Models are loaded once, and one calibration pass serves all methods that read its statistics. Every number is kept in a
+log as it comes, so that an interrupted comparison goes on where it stopped. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_bico.bench import Bench
+from hf_bico.checkpoints import digest_of, expanded
+from hf_bico.comparing.grid import USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
+from hf_bico.comparing.rounds import DrawnRounds
+from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
+from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
+from hf_bico.deltas import Deltas
+from hf_bico.environment import Stopwatch, choose_device, exact_float32, installed_versions
+from hf_bico.errors import UnsuitableMethodError, UsageError
+from hf_bico.factors import Factors
+from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import locate
+from hf_bico.methods import METHODS, Trainer
+from hf_bico.models import Model, ModelReference
+from hf_bico.planning import Plan, plan
+from hf_bico.progress import Progress, silent
+from hf_bico.resolving import open_source
+from hf_bico.settings import Settings
+from hf_bico.task_vector import TaskVector
+from hf_bico.version import __version__
+
+Shown = Callable[[Comparison], None]
+"""Called with what is known so far, after every number."""
+TRAINING = "training-"
+"""How the folders begin that an interrupted fine-tuning goes on from."""
+DECISIVE = (
+    *("config", "split", "seed", "sampling", "labels", "augment", "completion", "alpha", "layers", "path_steps"),
+    *("signs", "learning_rate", "weight_decay", "train_steps", "train_batch", "warmup", "templates", "class_names"),
+    *("image_column", "label_column", "max_download", "dtype"),
+)
+"""The settings that change a number."""
+
+
+@torch.inference_mode(False)
+@exact_float32()
+def compare(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    methods: Sequence[str] = USUAL_METHODS,
+    n: int | Sequence[int] | None = None,
+    per_class: int | Sequence[int] | None = None,
+    seeds: int | Sequence[int] = USUAL_SEEDS,
+    fine_tuned: ModelReference | None = None,
+    folder: str | Path | None = None,
+    overwrite: bool = False,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+    shown: Shown = lambda comparison: None,
+    **options: Any,
+) -> Comparison:
+    """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
+
+    `data` is one data set or a list of their names; `methods` are names, or "all"; `seeds` is how many draws, counted
+    from the option `seed`, or which. The references are the untouched target, the fine-tuned source, and `fine_tuned`,
+    the target fine-tuned directly, where there is one. With a `folder`, every number is kept there as it comes: what
+    was interrupted goes on, and the finished comparison is written as comparison.csv, .json, .md and .png. The other
+    options are those of `hf_bico.Settings`; with `readout` and `control` these variants of the methods are measured
+    too.
+
+    >>> hf_bico.compare("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=[10, 100]).table()  # doctest: +SKIP
+    """
+    if "method" in options:
+        raise UsageError("'method' is an option of a port", "give 'methods', a list")
+    settings, hub = Settings.of(options), Hub(token)
+    if not settings.zero_shot:
+        raise UsageError("methods are compared by the zero-shot objective", "leave the objective out")
+    grid = Grid.of(methods, n, per_class, seeds, settings)
+    several = isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | Path) for one in data)
+    plans = [
+        plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
+        for one in (data if several else [data])
+    ]
+    with ExitStack() as stack:
+        place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
+        work = _Work.of(plans, grid, hub, progress)
+        if fine_tuned is not None:
+            work.tuned = _tuned_target(fine_tuned, work.bench, hub, allow_pickle)
+        log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
+        for _ in work.measure(log):
+            progress("compare", len(log.chosen(work.asked)), len(work.asked))
+            shown(work.comparison(log))
+        found = work.comparison(log)
+        if folder is not None:
+            found.save(place)
+            for done in place.glob(f"{TRAINING}*"):  # its numbers are in the log
+                shutil.rmtree(done)
+    return found
+
+
+def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickle: bool) -> TaskVector:
+    """What fine-tuning changed in the target: by a model or an adapter."""
+    target = bench.planned.lineage.target
+    place = locate(reference, "the fine-tuned target", hub) if isinstance(reference, str | Path) else None
+    tuned = open_source(reference, place, target.family.library, hub, allow_pickle)
+    tuned = tuned.fetched()
+    vector = TaskVector.over(tuned, target)
+    vector.about["sha256"] = tuned.sha256  # a folder may come to hold another model
+    return vector
+
+
+@dataclass
+class _Work:
+    """All that the numbers of a comparison share."""
+
+    bench: Bench
+    grid: Grid
+    subjects: list[Subject]
+    tuned: TaskVector | None = None
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], grid: Grid, hub: Hub, progress: Progress) -> _Work:
+        """Draw all samples, then download and load the models."""
+        settings, watch = grid.settings, Stopwatch(progress)
+        first = plans[0].matched(settings.layers)
+        for model in (first.lineage.base, first.lineage.target):
+            model.family.require_zero_shot()
+        with watch("sample"):
+            data_sets = opened(plans, grid, hub)
+            draws = [drawn_from(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
+        with watch("download"):
+            first = first.fetched(progress)
+        bench = Bench.open(first, settings, choose_device(settings.device), watch)
+        return cls(bench, grid, [subject_of(*one, bench) for one in zip(data_sets, draws, strict=True)])
+
+    @cached_property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What the methods say that cannot carry between these models."""
+        planned, found = self.bench.planned, []
+        for name in self.grid.methods:
+            method = METHODS[name](self.grid.settings)
+            try:
+                method.require(planned.lineage.base.layout, planned.lineage.target.layout, planned.pairs)
+            except UnsuitableMethodError as error:
+                found.append(Refusal(name, error.cause))
+            if isinstance(method, Trainer) and method.whole_split and self.grid.settings.labels == "pseudo":
+                found.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
+        return tuple(found)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """References, then methods."""
+        refused = {refusal.method for refusal in self.refusals}
+        references = ["target", "source", *(["target fine-tuned"] if self.tuned is not None else [])]
+        return [*references, *(name for name in self.grid.methods if name not in refused)]
+
+    def _cells(self, subject: Subject) -> list[tuple[Draw | None, str, Variant, list[CellKey]]]:
+        return list(self.grid.cells(subject.name, self.names))
+
+    @cached_property
+    def asked(self) -> list[CellKey]:
+        return [key for subject in self.subjects for *_, keys in self._cells(subject) for key in keys]
+
+    def measure(self, log: CellLog) -> Iterator[None]:
+        """Everything that the log does not hold yet, into the log; tells each time that something was added."""
+        identity = self.identity()
+        for subject in self.subjects:
+            missing = [
+                (draw, name, variant, unknown)
+                for draw, name, variant, keys in self._cells(subject)
+                if (unknown := [key for key in keys if not log.has(key)])
+            ]
+            for draw in dict.fromkeys(draw for draw, *_ in missing):
+                here = [(name, variant, keys) for found, name, variant, keys in missing if found == draw]
+                names = dict.fromkeys(name for name, _, _ in here if name in METHODS)
+                checkpoint = str(log.folder / f"{TRAINING}{digest([subject.name, identity])}")
+                rounds = DrawnRounds(self.bench, self.grid, subject, draw, names, self.tuned, checkpoint)
+                for name, variant, keys in here:
+                    for cell in rounds.measured(name, variant, keys):
+                        log.add(cell)
+                        yield
+
+    def identity(self) -> dict[str, Any]:
+        """What a number depends on, but for method, number of samples and seed."""
+        lineage, settings = self.bench.planned.lineage, vars(self.grid.settings)
+        source = lineage.source.sha256 or digest_of(_parts(self.bench.vector))
+        models = {"base": lineage.base, "target": lineage.target}
+        return {
+            "hf_bico": __version__,
+            "source": {"id": lineage.source.name, "sha256": source},
+            **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
+            "fine_tuned": None if self.tuned is None else digest(sorted(self.tuned.about.items())),
+            "data": {subject.name: subject.about() for subject in self.subjects},
+            "settings": {name: _plain(settings[name]) for name in DECISIVE},
+        }
+
+    def comparison(self, log: CellLog) -> Comparison:
+        """What was asked for and is known."""
+        lineage, settings, usual = self.bench.planned.lineage, vars(self.grid.settings), vars(Settings())
+        about = {
+            "hf_bico": __version__,
+            "base": lineage.base.name,
+            "commits": {model.name: model.commit for model in lineage.models if model.commit is not None},
+            "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.subjects},
+            "seeds": list(self.grid.seeds),
+            "settings": {name: _plain(settings[name]) for name in DECISIVE if settings[name] != usual[name]},
+            "versions": installed_versions(),
+        }
+        return Comparison(
+            *(lineage.source.name, lineage.target.name, log.chosen(self.asked), self.refusals, about),
+            *(self.grid.methods, tuple(subject.name for subject in self.subjects)),
+        )
+
+
+def _weights(model: Model) -> Any:
+    """What tells a model's weights from others: the hashes of its files, or what a loaded module holds."""
+    return model.sha256 or digest_of(model.checkpoint.tensor(name) for name in model.checkpoint.shapes)
+
+
+def _parts(vector: Deltas) -> Iterator[Tensor]:
+    for _, change in vector.changes():
+        yield from (change.left, change.right) if isinstance(change, Factors) else (change,)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

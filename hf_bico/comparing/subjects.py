@@ -1,0 +1,109 @@
+"""What a comparison is about: a data set with its draws, and the rows that every model is measured on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_bico.bench import Bench, Heads
+from hf_bico.checkpoints import digest_of
+from hf_bico.comparing.grid import Draw, Grid
+from hf_bico.data.calibration import (
+    EVALUATION_SPLITS,
+    DataSet,
+    Drawn,
+    Samples,
+    calibration_split,
+    draw_from,
+    evaluation_samples,
+    open_data,
+)
+from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
+from hf_bico.hub.client import Hub
+from hf_bico.measuring import Prepared
+from hf_bico.pipeline import training_samples
+from hf_bico.planning import Plan
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One data set, with the held-out rows `samples` of `split`, which the target's images are `prepared` from once."""
+
+    data: DataSet
+    heads: Heads
+    draws: Mapping[Draw, Drawn]
+    split: str
+    samples: Samples
+    prepared: Prepared
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
+    def training_samples(self, seed: int) -> Samples:
+        """All of the split that was drawn from, but for what is measured on, in the order that the seed gives."""
+        drawn = next(iter(self.draws.values()))
+        drawn = replace(drawn, strategy=replace(drawn.strategy, seed=seed))
+        return training_samples(drawn, self.split, self.samples)
+
+    def about(self) -> dict[str, Any]:
+        """What the numbers depend on, as plain data; without a test split, other draws leave other rows to measure."""
+        return {
+            "commit": None if self.data.repo is None else self.data.repo.commit,
+            "config": self.data.config,
+            "class names": digest(self.data.class_names),
+            "split": self.split,
+            "rows that no draw took": digest([self.samples.indices, self.samples.labels]),
+            "images": digest_of([self.prepared.images]),
+        }
+
+
+def digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
+
+
+def opened(plans: Sequence[Plan], grid: Grid, hub: Hub) -> list[DataSet]:
+    """The data sets; of large ones, as much as the largest draw needs."""
+    found = [_opened(planned, grid, grid.largest, hub) for planned in plans]
+    if len({data.name for data in found}) < len(found):
+        raise UsageError("two of the data sets have one name", "rename a folder")
+    return found
+
+
+def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub) -> DataSet:
+    lineage = planned.lineage
+    if lineage.data is None:
+        raise lineage.no_data or DataUnknownError("no data was given", "name it with --data")
+    names = lineage.source.origin.class_names or None
+    return open_data(lineage.data, grid.settings_of(draw), hub, known_names=names)
+
+
+def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, Drawn]:
+    """All draws; from a large data set each reads rows of its own, as a port does, unless those may be measured on."""
+    split = calibration_split(data, grid.settings.split)
+    apart = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
+    return {
+        draw: draw_from(_opened(planned, grid, draw, hub) if apart else data, grid.settings_of(draw))
+        for draw in grid.draws()
+    }
+
+
+def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subject:
+    """The data set as these models see it; no row that any draw took is measured on."""
+    heads = bench.heads(data.class_names)
+    settled = {draw: bench.settled(drawn, heads) for draw, drawn in draws.items()}
+    first = next(iter(settled.values()))
+    used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
+    everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
+    half = max(1, len(data.splits[first.split]) // 2)
+    split, samples = evaluation_samples(data, everything, first.split, bench.settings.seed)
+    if split == first.split and len(samples) > half:  # the rest is for training
+        samples = data.samples(split, samples.indices[:half])
+    if not len(samples):
+        remedy = "draw fewer, or use data with a test split" if data.labelled else "use data with labels"
+        raise SampleCountError(f"'{data.name}' has no labelled sample to measure on", remedy)
+    prepared = Prepared.by(bench.target, samples, bench.settings.batch_size)
+    return Subject(data, heads, settled, split, samples, prepared)

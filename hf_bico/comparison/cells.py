@@ -1,0 +1,149 @@
+"""One measured number, what it is of, and its place among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, NamedTuple
+
+REFERENCES = ("target", "source", "target fine-tuned")
+"""What the methods are held against: nothing is carried."""
+LABELS = {
+    "target": "target, zero-shot",
+    "source": "source, fine-tuned",
+    "target fine-tuned": "target, fine-tuned",
+    "naive": "naive (padded)",
+    "transfusion": "TransFusion",
+    "fewshot": "one training step",
+    "finetune": "fine-tuning",
+    "gradfix": "GradFix",
+    "theseus": "THESEUS",
+    "input-only": "input maps only",
+    "output-only": "output maps only",
+    "gradient-only": "gradient maps only",
+    "bico": "BiCo",
+    "bico-fisher": "BiCo-Fisher",
+    "bico-path": "BiCo-path",
+}
+"""The methods in words, in the order in which they stand unless another is given."""
+
+
+class CellKey(NamedTuple):
+    """What a number is of: data set, method, samples (`n` in all, or `per_class`), the draw's seed, and variants.
+
+    `n`, `per_class` and `seed` are None where the method takes no samples; `control` means that the two models saw
+    different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, or "probe".
+    """
+
+    data: str
+    method: str
+    n: int | None = None
+    per_class: int | None = None
+    seed: int | None = None
+    control: bool = False
+    readout: bool = False
+    protocol: str | None = None
+
+    def measured(self, value: float) -> Cell:
+        return Cell(value=value, **self._asdict())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured number: an accuracy, between 0 and 1, and what it is of, as in `CellKey`."""
+
+    data: str
+    method: str
+    value: float
+    n: int | None = None
+    per_class: int | None = None
+    seed: int | None = None
+    control: bool = False
+    readout: bool = False
+    protocol: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.value):
+            raise ValueError(f"the accuracy of {self.method} on {self.data} is {self.value}")
+        if self.n is not None and self.per_class is not None:
+            raise ValueError(f"{self.method} on {self.data} has both n and per_class")
+
+    @property
+    def key(self) -> CellKey:
+        """All but the value."""
+        return CellKey(**{name: getattr(self, name) for name in CellKey._fields})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a method could not do for this pair of models, or on this data set, in one line."""
+
+    method: str
+    reason: str
+    data: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The place of every number: methods and data sets as given; those not given as in LABELS, then by name."""
+
+    methods: Sequence[str] = ()
+    data_sets: Sequence[str] = ()
+
+    def of_method(self, method: str) -> tuple[int, int, str]:
+        for rank, names in enumerate((REFERENCES, self.methods, tuple(LABELS))):
+            if method in names:
+                return rank, names.index(method), ""
+        return 3, 0, method
+
+    def of_data(self, data: str) -> tuple[int, str]:
+        return (self.data_sets.index(data), "") if data in self.data_sets else (len(self.data_sets), data)
+
+    def of_row(self, key: CellKey) -> tuple[Any, ...]:
+        """By `group`, then by method, the plain one before its variants."""
+        return *group(key), self.of_method(key.method), key.control, key.readout
+
+    def of_cell(self, key: CellKey) -> tuple[Any, ...]:
+        return self.of_data(key.data), self.of_row(key), -1 if key.seed is None else key.seed
+
+
+def is_reference(key: CellKey) -> bool:
+    """Whether it is a model that is there already, measured without any calibration sample."""
+    return key.method in REFERENCES and key.n is None and key.per_class is None and not key.readout
+
+
+def group(key: CellKey) -> tuple[Any, ...]:
+    """What stands together in a table: references, methods without samples, then each number of samples."""
+    kind = 0 if is_reference(key) else 2 if key.n is not None else 3 if key.per_class is not None else 1
+    return key.protocol or "", kind, key.n or key.per_class or 0
+
+
+def cell_line(cell: Cell) -> str:
+    """One number in a line.
+
+    >>> cell_line(Cell("digits", "bico", 0.596, n=100, seed=0))
+    'digits: BiCo, N = 100, seed 0: 59.6%'
+    """
+    size = "" if cell.n is None else f", N = {cell.n}"
+    size += "" if cell.per_class is None else f", {cell.per_class} of each class"
+    size += "" if cell.seed is None else f", seed {cell.seed}"
+    return f"{cell.data}: {label(cell.key)}{size}: {cell.value:.1%}"
+
+
+def label(key: CellKey) -> str:
+    """A method and its variant in words.
+
+    >>> label(CellKey("digits", "bico", n=100, control=True))
+    'BiCo, mispaired'
+    >>> label(CellKey("digits", "target", n=100, readout=True))
+    'target, readout'
+    """
+    name = LABELS.get(key.method, key.method)
+    if key.method == "target" and (key.readout or key.protocol):
+        name = "target"
+    variants = ("mispaired" if key.control else None, "readout" if key.readout else None, key.protocol)
+    return ", ".join([name, *filter(None, variants)])

@@ -1,0 +1,235 @@
+"""The numbers of a comparison as they are measured: a file that only grows, so that an interrupted run goes on.
+
+The first line of `cells.jsonl` says what is compared; every further one is a number, or what a method refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from hf_bico.comparison.cells import Cell, CellKey, Refusal
+from hf_bico.comparison.results import RESULT_FILES
+from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
+from hf_bico.output import require_free
+
+LOG_FILE = "cells.jsonl"
+_LOCK_FILE, _PARTIAL_FILE = ".cells.lock", ".cells.jsonl.partial"
+_FORMAT = {"format": "hf-bico comparison", "schema": 1}
+_MOST_DIFFERENCES = 3
+
+
+class CellLog:
+    """The measured cells of one folder, held by one process at a time; a context manager.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with CellLog.open(folder, {"target": "B"}) as log:
+    ...         log.add(Cell("digits", "bico", 0.75, n=100, seed=0))
+    ...     with CellLog.open(folder, {"target": "B"}) as log:
+    ...         log.has(CellKey("digits", "bico", n=100, seed=0))
+    True
+    """
+
+    def __init__(self, folder: Path, lock: FileLock) -> None:
+        """Use `open`."""
+        self.folder = folder
+        self._lock = lock
+        self._cells: dict[CellKey, Cell] = {}
+        self._refusals: dict[Refusal, None] = {}
+
+    @classmethod
+    def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> CellLog:
+        """Start a log in a new folder, or go on with the one that is there if it is of the same `identity`.
+
+        The identity is plain JSON: the models and the data, with commits or sha256, and the settings that change a
+        number; not the methods, sizes or seeds, of which more may be asked for later. `overwrite` starts anew in a
+        comparison's folder; files that are not a comparison's are never touched.
+        """
+        folder = Path(folder)
+        identity = json.loads(json.dumps(identity, allow_nan=False))
+        _require_ours(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            log = cls(folder, _locked(folder))
+        except OSError as error:
+            raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
+        try:
+            if overwrite or not log.file.exists():
+                log._start(identity)
+            else:
+                log._read(identity)
+        except BaseException:
+            log.close()
+            raise
+        return log
+
+    @property
+    def file(self) -> Path:
+        return self.folder / LOG_FILE
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All of them, in the order in which they were measured."""
+        return tuple(self._cells.values())
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return tuple(self._refusals)
+
+    def has(self, key: CellKey) -> bool:
+        return key in self._cells
+
+    def chosen(self, keys: Iterable[CellKey]) -> tuple[Cell, ...]:
+        """Those of the cells that are asked for and measured."""
+        return tuple(self._cells[key] for key in dict.fromkeys(keys) if key in self._cells)
+
+    def add(self, cell: Cell) -> None:
+        """Keep a number; it is on the disk when this returns."""
+        if self.has(cell.key):
+            raise ValueError(f"{cell.key} is in the log already")
+        self._append({"cell": asdict(cell)})
+        self._cells[cell.key] = cell
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Keep what a method could not do; to say it again changes nothing."""
+        if refusal not in self._refusals:
+            self._append({"refusal": refusal.as_dict()})
+            self._refusals[refusal] = None
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> CellLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, identity: dict[str, Any]) -> None:
+        """Begin with nothing: the first line appears whole or not at all."""
+        partial = self.folder / _PARTIAL_FILE
+        try:
+            with partial.open("wb") as stream:
+                stream.write(_line({**_FORMAT, "identity": identity}))
+                stream.flush()
+                os.fsync(stream.fileno())
+            for name in RESULT_FILES:  # of a comparison that is given up
+                (self.folder / name).unlink(missing_ok=True)
+            os.replace(partial, self.file)
+        except OSError as error:
+            raise OutputError(f"'{self.file}' cannot be written: {error.strerror}", "choose another folder") from error
+
+    def _read(self, identity: dict[str, Any]) -> None:
+        content = self.file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        first, *others = whole.splitlines()
+        _require_same(self.folder, json.loads(first)["identity"], identity)
+        for number, line in enumerate(others, start=2):
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise RecordError(
+                    f"line {number} of '{self.file}' cannot be read",
+                    "choose another folder with -o, or begin again with --overwrite",
+                ) from error
+        if len(whole) < len(content):  # a run was stopped while it wrote
+            os.truncate(self.file, len(whole))
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "refusal" in entry:
+            self._refusals[Refusal(**entry["refusal"])] = None
+            return
+        cell = Cell(**entry["cell"])
+        if self.has(cell.key):
+            raise ValueError("a number stands twice")
+        self._cells[cell.key] = cell
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = _line(entry)
+        if not self._lock.is_locked:
+            raise ValueError("the log is closed")
+        with self.file.open("ab", buffering=0) as stream:
+            before = stream.tell()
+            try:
+                if stream.write(line) != len(line):
+                    raise OSError(None, "the disk is full")
+                os.fsync(stream.fileno())
+            except OSError as error:
+                with suppress(OSError):
+                    stream.truncate(before)
+                raise OutputError(
+                    f"'{self.file}' cannot be written: {error.strerror}",
+                    "free some space, then run again: it goes on where it stopped",
+                ) from error
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def _locked(folder: Path) -> FileLock:
+    lock = FileLock(folder / _LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise OutputError(
+            f"another process is writing a comparison into '{folder}'", "wait for it, or choose another folder with -o"
+        ) from None
+    return lock
+
+
+def _require_ours(folder: Path) -> None:
+    """Refuse a folder that holds something, but no comparison."""
+    file = folder / LOG_FILE
+    if os.path.isfile(file):  # False, where pathlib raises, for a name that is too long
+        with file.open("rb") as stream:
+            first = stream.readline()
+        with suppress(ValueError):
+            found = json.loads(first)
+            ours = isinstance(found, dict) and found.items() >= _FORMAT.items()
+            if ours and first.endswith(b"\n") and isinstance(found.get("identity"), dict):
+                return
+        raise OutputExistsError(
+            f"'{file}' is there and was not written by hf-bico compare", "choose another folder with -o"
+        )
+    if os.path.isdir(folder):
+        if any(path.name not in (_LOCK_FILE, _PARTIAL_FILE) for path in folder.iterdir()):
+            raise OutputExistsError(
+                f"'{folder}' exists and holds no comparison (no {LOG_FILE})", "choose another folder with -o"
+            )
+    elif os.path.lexists(folder):
+        raise OutputExistsError(f"'{folder}' is no folder", "choose another folder with -o")
+    else:
+        require_free(folder, overwrite=False)
+
+
+def _require_same(folder: Path, known: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse to go on with a comparison of something else, and say what is different."""
+    before, now = _flat(known), _flat(asked)
+    different = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    if not different:
+        return
+    shown = [f"{name} was {before.get(name, 'not given')}, now {now.get(name, 'not given')}" for name in different]
+    more = len(shown) - _MOST_DIFFERENCES
+    listed = "; ".join([*shown[:_MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
+    raise UsageError(
+        f"'{folder}' holds another comparison: {listed}",
+        "choose another folder with -o, or give up what is there with --overwrite",
+    )
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """Every value by its dotted name, as JSON."""
+    if not isinstance(value, dict) or not value:
+        return {name: json.dumps(value)}
+    parts = [_flat(part, f"{name}.{key}" if name else key) for key, part in value.items()]
+    return {inner: text for part in parts for inner, text in part.items()}

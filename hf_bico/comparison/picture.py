@@ -1,0 +1,224 @@
+"""Rows as a picture: accuracy against the number of calibration samples, one line a method.
+
+With a single number of samples it is one line of the picture a method instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import pairwise
+from math import exp, log
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.cards.markdown import clean
+from hf_bico.comparison.cells import CellKey, label
+from hf_bico.comparison.rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# the colours of Okabe and Ito, which the colour-blind can tell apart, and a marker for each method
+_ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PINK = (
+    *("#E69F00", "#56B4E9", "#009E73", "#C9B800", "#0072B2", "#D55E00", "#CC79A7"),
+)
+_STYLES = {
+    "target": ("#333333", "s"),
+    "source": ("#333333", "*"),
+    "target fine-tuned": ("#888888", "*"),
+    "naive": ("#A0703C", "x"),
+    "transfusion": ("#6A51A3", "P"),
+    "fewshot": ("#888888", "v"),
+    "finetune": ("#333333", "p"),
+    "gradfix": (_GREEN, "^"),
+    "theseus": (_BLUE, "s"),
+    "input-only": (_SKY, "<"),
+    "output-only": ("#9E9AC8", ">"),
+    "gradient-only": (_YELLOW, "d"),
+    "bico": (_RED, "o"),
+    "bico-fisher": (_ORANGE, "D"),
+    "bico-path": (_PINK, "h"),
+}
+_OTHERS = ((_GREEN, "1"), (_BLUE, "2"), (_PINK, "3"), (_ORANGE, "4"))
+_REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
+_INK, _GRID = "#333333", "#E6E6E6"
+# the font comes with matplotlib: the same on every machine
+_FONT: dict[str, Any] = {"fontfamily": "DejaVu Sans", "color": _INK}
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One method in one panel: a point for each number of samples, or one without any."""
+
+    key: CellKey
+    rows: tuple[Row, ...]
+
+    @property
+    def means(self) -> list[float]:
+        return [100 * row.average.mean for row in self.rows if row.average is not None]
+
+    @property
+    def errors(self) -> list[float]:
+        return [100 * (row.average.std or 0.0) for row in self.rows if row.average is not None]
+
+    @property
+    def flat(self) -> bool:
+        """Whether it takes no samples: the same at every number of them."""
+        return self.rows[0].size is None
+
+    @property
+    def style(self) -> dict[str, Any]:
+        first = self.rows[0]
+        colour, marker = _STYLES.get(self.key.method) or _OTHERS[sum(self.key.method.encode()) % len(_OTHERS)]
+        variant = self.key.control or self.key.readout
+        line = _REFERENCE_LINES.get(self.key.method, "-") if first.is_reference else (0, (2, 2)) if self.flat else "-"
+        return {
+            "label": label(self.key),
+            "color": colour,
+            "linestyle": (0, (1, 1)) if self.key.control else (0, (4, 1.5)) if self.key.readout else line,
+            "linewidth": 2.2 if self.key.method == "bico" and not variant else 1.3,
+            "marker": marker,
+            "markersize": 6 if self.key.method == "bico" else 5,
+            "markerfacecolor": "white" if variant else colour,
+            "zorder": 5 if self.key.method == "bico" and not variant else 2 if self.flat else 3,
+        }
+
+
+@dataclass(frozen=True)
+class _Panel:
+    protocol: str | None
+    per_class: bool
+    lines: tuple[_Line, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({row.size for line in self.lines for row in line.rows if row.size is not None})
+
+
+def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes | None:
+    """PNG: one panel for each protocol and way to count samples; None where no average is known.
+
+    The same rows give the same bytes.
+    """
+    panels = _panels([row for row in rows if row.average is not None])
+    if not panels:
+        return None
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # not the user's own style
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure = _draw(panels, data_sets, title)
+        FigureCanvasAgg(figure)
+        stream = BytesIO()
+        figure.savefig(stream, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _panels(rows: Sequence[Row]) -> list[_Panel]:
+    sized = [row for row in rows if row.size is not None]
+    # the rows are in order: protocols, then sizes in all before sizes of each class
+    kinds = dict.fromkeys((row.protocol, row.per_class is not None) for row in sized or rows)
+    panels = []
+    for protocol, per_class in kinds:
+        lines: dict[CellKey, list[Row]] = {}
+        for row in rows:
+            if row.protocol == protocol and (row.size is None or (row.per_class is not None) == per_class):
+                lines.setdefault(row.key._replace(n=None, per_class=None), []).append(row)
+        split = [_Line(key, tuple(part)) for key, found in lines.items() for part in _flat_and_sized(found)]
+        panels.append(_Panel(protocol, per_class, tuple(split)))
+    return panels
+
+
+def _flat_and_sized(rows: Sequence[Row]) -> list[list[Row]]:
+    parts = ([row for row in rows if row.size is None], [row for row in rows if row.size is not None])
+    return [part for part in parts if part]
+
+
+def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    heights = [_height(panel) for panel in panels]
+    figure = Figure(figsize=(7.2, sum(heights) + 0.3))
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    accuracy = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
+    for axes, panel in zip(grid.flat, panels, strict=True):
+        what = f"{'accuracy' if panel.protocol is None else f'{panel.protocol} accuracy'} (%), {accuracy}"
+        _frame(axes)
+        if len(panel.sizes) > 1:
+            _curves(axes, panel, what)
+        else:
+            _points(axes, panel, what)
+    grid[0, 0].set_title(clean(title, 90), fontsize=9, loc="left", **_FONT)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a dollar in a name is a dollar
+    return figure
+
+
+def _height(panel: _Panel) -> float:
+    """Inches: as many as the legend, or the methods, need."""
+    return max(3.6, 0.21 * len(panel.lines)) if len(panel.sizes) > 1 else 0.7 + 0.27 * len(panel.lines)
+
+
+def _frame(axes: Axes) -> None:
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=3, color=_INK, labelsize=8.5, labelcolor=_INK, labelfontfamily="DejaVu Sans")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)
+
+
+def _curves(axes: Axes, panel: _Panel, what: str) -> None:
+    """Accuracy against the number of samples; the legend names the lines from top to bottom."""
+    sizes = panel.sizes
+    curves = [line for line in panel.lines if not line.flat]
+    # the lines stand a little beside each other, so that error bars can be told apart
+    width = 0.16 * min(log(after / before) for before, after in pairwise(sizes))
+    handles: list[tuple[_Line, Any]] = []
+    for place, line in enumerate(curves):
+        shift = exp(width * ((place + 0.5) / len(curves) - 0.5))
+        places = [row.size * shift for row in line.rows if row.size is not None]
+        bars: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
+        handles.append((line, axes.errorbar(places, line.means, **bars, **line.style)))
+    for line in panel.lines:
+        if line.flat:
+            handles.append((line, axes.axhline(line.means[0], **{**line.style, "marker": ""})))
+    handles.sort(key=lambda pair: -pair[0].means[-1])
+    axes.set_xscale("log")
+    axes.margins(y=0.06)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}", fontsize=9, **_FONT)
+    axes.set_ylabel(what, fontsize=9, **_FONT)
+    axes.legend(
+        [handle for _, handle in handles],
+        [label(line.key) for line, _ in handles],
+        loc="center left",
+        bbox_to_anchor=(1.02, 0.5),
+        frameon=False,
+        handlelength=2.8,
+        prop={"family": "DejaVu Sans", "size": 8},
+        labelcolor=_INK,
+    )
+
+
+def _points(axes: Axes, panel: _Panel, what: str) -> None:
+    """A line of the picture for each method, the best on top."""
+    ordered = sorted(panel.lines, key=lambda line: line.means[-1])
+    for place, line in enumerate(ordered):
+        style = {**line.style, "linestyle": "none"}
+        axes.errorbar(line.means, [place], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)
+        if line.rows[0].is_reference:
+            axes.axvline(line.means[0], **{**line.style, "marker": "", "linewidth": 0.9, "zorder": 1})
+    axes.set_yticks(range(len(ordered)), [label(line.key) for line in ordered])
+    axes.set_ylim(-0.6, len(ordered) - 0.4)
+    axes.tick_params(axis="y", length=0)
+    unit = " of each class" if panel.per_class else ""
+    number = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
+    axes.set_xlabel(what + number, fontsize=9, **_FONT)

@@ -1,0 +1,115 @@
+"""Rows as tables: plain text, Markdown, and one that is shown while it grows; cells as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from hf_bico.cards.markdown import clean, plain
+from hf_bico.comparison.cells import LABELS, Cell, Refusal
+from hf_bico.comparison.rows import Row, Spread
+from hf_bico.report import format_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value")
+_LONGEST_NAME = 60
+
+
+def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
+    """Accuracies in percent, with an empty line between groups."""
+    lines = format_table([_header(data_sets), *(_texts(row, data_sets) for row in rows)]).splitlines()
+    grouped = groupby(zip(rows, lines[1:], strict=True), key=lambda pair: pair[0].group)
+    return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
+
+
+def markdown_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
+    """The same in Markdown; the best average of each group of methods is bold, and its name."""
+    best = {id(row) for row in _best(rows)}
+    average = 2 + len(data_sets) if len(data_sets) > 1 else 2
+    lines = [[str(plain(text)) for text in _header(data_sets)]]
+    for row in rows:
+        name, *numbers = _texts(row, data_sets)
+        lines.append([name if row.method in LABELS else str(plain(name)), *numbers])
+    for row, line in zip(rows, lines[1:], strict=True):
+        for column in (0, average) if id(row) in best else ():
+            line[column] = f"**{line[column]}**"
+    lines.insert(1, ["---", *("---:" for _ in lines[0][1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def refusal_line(refusal: Refusal) -> str:
+    where = f" on {clean(refusal.data, _LONGEST_NAME)}" if refusal.data is not None else ""
+    return f"{LABELS.get(refusal.method, refusal.method)}{where}: {clean(refusal.reason, 300)}"
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """What the numbers of a table are."""
+    seeds = sorted({spread.seeds for row in rows if row.size is not None for spread in row.values.values()})
+    text = "Accuracy in percent"
+    if seeds and seeds[-1] > 1:
+        span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        text += f", mean ± standard deviation over {span} draws of the calibration samples"
+    if any(row.gain is not None for row in rows):
+        text += "; gain in points over the target without the task vector"
+    return text + "."
+
+
+def csv_text(cells: Iterable[Cell]) -> str:
+    """One line a cell; what does not apply is empty."""
+    stream = StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for cell in cells:
+        values = (getattr(cell, column) for column in CSV_COLUMNS)
+        writer.writerow([str(value).lower() if isinstance(value, bool) else value for value in values])
+    return stream.getvalue()
+
+
+def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
+    """The table as far as it is measured, for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(pad_edge=False)
+    for i, name in enumerate(_header(data_sets)):
+        table.add_column(Text(name), justify="left" if i == 0 else "right")
+    best = {id(row) for row in _best(rows)}
+    for _, members in groupby(rows, key=lambda row: row.group):
+        table.add_section()
+        for row in members:
+            table.add_row(*map(Text, _texts(row, data_sets)), style="bold" if id(row) in best else None)
+    return table
+
+
+def _header(data_sets: Sequence[str]) -> list[str]:
+    # the average over a single data set would say the same twice
+    ends = ["average", "gain"] if len(data_sets) > 1 else ["gain"]
+    return ["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]
+
+
+def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
+    size = str(row.n) if row.n is not None else f"{row.per_class} a class" if row.per_class is not None else "-"
+    values = [_percent(row.values.get(data)) for data in data_sets]
+    if len(data_sets) > 1:
+        values.append(_percent(row.average))
+    own = row.method == "target" and not row.readout
+    return [row.label, size, *values, "-" if row.gain is None or own else f"{100 * row.gain:+.1f}"]
+
+
+def _percent(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{100 * spread.mean:.1f}" + ("" if spread.std is None else f" ± {100 * spread.std:.1f}")
+
+
+def _best(rows: Sequence[Row]) -> Iterable[Row]:
+    """The highest average of each group of methods, where there is a choice."""
+    for _, members in groupby(rows, key=lambda row: row.group):
+        rated = [(row.average.mean, row) for row in members if row.average is not None and not row.is_reference]
+        top = max((mean for mean, _ in rated), default=0.0)
+        yield from (row for mean, row in rated if mean == top and len(rated) > 1)

@@ -1,0 +1,98 @@
+"""Altered copies of samples: shifted a little and with noise, the same ones on every machine.
+
+Knows samples and their images; neither data sets nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.data.calibration import Samples
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+SHIFT = 1 / 16
+"""Up to such a share of its width and height a copy is shifted."""
+NOISE = 0.05
+"""The standard deviation of a copy's noise, as a share of the full range, or of a prepared tensor's own deviation."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Samples, each followed by so many altered copies of it.
+
+    A copy depends on the seed, its row and its number alone, so that it is the same whatever else was drawn.
+    """
+
+    samples: Samples
+    copies: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.samples) * (1 + self.copies)
+
+    @cached_property
+    def origins(self) -> tuple[int, ...]:
+        """For each entry, the position of the sample that it comes from."""
+        return tuple(position for position in range(len(self.samples)) for _ in range(1 + self.copies))
+
+    @cached_property
+    def labels(self) -> tuple[int, ...]:
+        return tuple(self.samples.labels[position] for position in self.origins)
+
+    def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
+        """(images, labels), `size` at a time."""
+        images: list[Any] = []
+        done = 0
+        for image in self._images():
+            images.append(image)
+            if len(images) == size or done + len(images) == len(self):
+                yield images, list(self.labels[done : done + len(images)])
+                done, images = done + len(images), []
+
+    def _images(self) -> Iterator[Any]:
+        for row, ([image], _) in zip(self.samples.indices, self.samples.batches(1), strict=True):
+            yield image
+            for number in range(1, 1 + self.copies):
+                yield altered(image, _generator(f"{self.seed}:{row}:{number}"))
+
+
+def altered(image: Any, generator: Generator) -> Any:
+    """A shifted and noisy copy of a PIL image, as RGB, or of a prepared tensor (channels, height, width).
+
+    Shifts are of parts of a pixel too, between which it is linear; what a shift leaves free repeats the edge.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    if isinstance(image, torch.Tensor):
+        pixels = image.double().cpu().numpy()
+        copy = _altered(pixels, (-2, -1), NOISE * pixels.std(), generator)
+        return torch.from_numpy(copy).to(image)
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
+    copy = _altered(pixels, (0, 1), NOISE * 255, generator)
+    return Image.fromarray(copy.round().clip(0, 255).astype(np.uint8))
+
+
+def _altered(pixels: Any, sides: tuple[int, int], noise: float, generator: Generator) -> Any:
+    import numpy as np
+    from scipy import ndimage
+
+    shift = np.zeros(pixels.ndim)
+    for side in sides:
+        shift[side] = SHIFT * pixels.shape[side] * generator.uniform(-1, 1)
+    return ndimage.shift(pixels, shift, order=1, mode="nearest") + noise * generator.standard_normal(pixels.shape)
+
+
+def _generator(name: str) -> Generator:
+    """Random numbers that depend on a name alone."""
+    import numpy as np
+
+    digest = blake2b(name.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

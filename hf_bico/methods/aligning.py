@@ -1,0 +1,73 @@
+"""What the methods that turn a change through two maps have in common: tau_B = R_out^T tau_A R_in.
+
+Which rows the maps line up is all that these methods differ in. A low-rank tau_A = B A stays low-rank: its factors
+become R_out^T B and A R_in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_bico.factors import between, energy
+from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta
+from hf_bico.procrustes import OrthogonalMap, polar
+from hf_bico.sites import SitePair
+from hf_bico.statistics import Kind, key_of
+
+Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
+
+
+class Aligner(Carrier):
+    """R_in from rows of `input_kind` and R_out from rows of `output_kind`; a side without a kind is padded or cropped.
+
+    `maps` holds (R_in, R_out) by target site once prepared.
+    """
+
+    input_kind: ClassVar[Kind | None]
+    output_kind: ClassVar[Kind | None]
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds = frozenset(kind for kind in (cls.input_kind, cls.output_kind) if kind is not None)
+
+    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+        wanted = {(kind, key_of(kind, pair)): seen.statistics.of(kind, pair) for pair in pairs for kind in self.kinds}
+        sums = list(wanted.values())
+        found = polar([one.total for one in sums], [one.norms for one in sums], self.settings.completion)
+        maps: dict[Any, OrthogonalMap] = dict(zip(wanted, found, strict=True))
+
+        def of(kind: Kind | None, pair: SitePair) -> OrthogonalMap | None:
+            return None if kind is None else maps[kind, key_of(kind, pair)]
+
+        self.maps: dict[str, Maps] = {
+            pair.target.name: (of(self.input_kind, pair), of(self.output_kind, pair)) for pair in pairs
+        }
+
+    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+        maps = self.maps[pair.target.name]
+        (r_in, seen_in), (r_out, seen_out) = (
+            _matrices(found, pair.source.shape[axis], pair.target.shape[axis], maps)
+            for found, axis in zip(maps, (1, 0), strict=True)
+        )
+        weight = bias = unseen = None
+        if delta.weight is not None:
+            weight = between(r_out.T, delta.weight, r_in)
+            dropped = self.settings.completion == "drop"
+            seen = weight if dropped else between(seen_out.T, delta.weight, seen_in)
+            if None not in maps:  # what is cropped was not looked for
+                unseen = max(0.0, 1.0 - energy(seen) / energy(delta.weight))
+        if delta.bias is not None:
+            bias = delta.bias.to(r_out) @ r_out
+        return Carried(SiteDelta(weight, bias), *maps, unseen)
+
+
+def _matrices(found: OrthogonalMap | None, source: int, target: int, maps: Maps) -> tuple[Tensor, Tensor]:
+    """The map and its seen part; without one, the identity, cut or padded with zeros, on the other map's device."""
+    if found is not None:
+        return found.matrix, found.seen
+    other = next(one for one in maps if one is not None)
+    identity = torch.eye(source, target, dtype=other.matrix.dtype, device=other.matrix.device)
+    return identity, identity

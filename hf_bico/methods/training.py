@@ -1,0 +1,198 @@
+"""Training on a lesson: steps of AdamW whose gradients are added up over batches that fit into memory.
+
+Knows parameters and the losses of numbered samples; not models, sites or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+
+from hf_bico.environment import halving_batches
+from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError
+from hf_bico.settings import Settings
+
+WEIGHT = "weight"
+STEP, AVERAGES = "step", ("exp_avg", "exp_avg_sq")
+"""What a state holds of each parameter: its weight, and what AdamW remembers, as torch calls it."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a trainer learns from: parameters by name, and the losses of numbered samples.
+
+    `parameters` are trained in place and put back afterwards. `loss` gives the sum of the losses of some samples, from
+    one forward pass and with its graph; `accuracy` the share of some samples that the model gets right now. There are
+    `size` samples, numbered from 0. `identity` tells this lesson from others (models, samples, settings): an
+    interrupted training goes on only with the lesson that it began with.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    loss: Callable[[Sequence[int]], Tensor]
+    accuracy: Callable[[Sequence[int]], float]
+    size: int
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DataError("there is no sample to train on", "name another data set or split")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training gave: `changes`, trained minus before, in at least float32, and how it was come by.
+
+    `samples` is how many were trained on, and `validation` the accuracy at the end on samples that were not.
+    """
+
+    changes: dict[str, Tensor]
+    steps: int
+    samples: int
+    validation: float | None
+
+
+class Learner:
+    """A lesson's parameters while they are trained, with AdamW.
+
+    Parameters narrower than float32 follow weights in float32, for a small step would be lost in their rounding.
+    """
+
+    def __init__(self, lesson: Lesson, settings: Settings) -> None:
+        self.lesson = lesson
+        self.batch_size = settings.batch_size
+        self.steps = 0
+        self.before = {name: parameter.detach().clone() for name, parameter in lesson.parameters.items()}
+        # of a parameter that is wide enough, this is the parameter's own memory
+        self.weights = {
+            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+            for name, parameter in lesson.parameters.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            list(self.weights.values()),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            foreach=False,
+            fused=all(weight.is_cuda for weight in self.weights.values()),
+        )
+
+    def step(self, samples: Sequence[int], rate: float) -> None:
+        """One step at this learning rate on the mean loss of the samples."""
+        loss = halving_batches(self.batch_size, lambda size: self._differentiate(samples, size))
+        gradients = (weight.grad for weight in self.weights.values() if weight.grad is not None)
+        if not isfinite(loss) or not _finite(gradients):
+            what = "gradient" if isfinite(loss) else "loss"
+            raise NonFiniteWeightsError(f"the {what} in training step {self.steps + 1} is not finite", self._remedy)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._follow()
+        self.steps += 1
+
+    @torch.no_grad()
+    def accuracy(self, samples: Sequence[int]) -> float:
+        def count(size: int) -> float:
+            return sum(self.lesson.accuracy(part) * len(part) for part in _parts(samples, size))
+
+        return halving_batches(self.batch_size, count) / len(samples)
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, Tensor]:
+        """The weights minus what they were."""
+        changes = {name: weight - self.before[name].to(weight.dtype) for name, weight in self.weights.items()}
+        if not _finite(changes.values()):
+            raise NonFiniteWeightsError(f"the weights after training step {self.steps} are not finite", self._remedy)
+        return changes
+
+    def state(self) -> dict[str, Tensor]:
+        """All that going on from here needs, but for the number of steps: copies on the CPU."""
+        state = {}
+        for name, weight in self.weights.items():
+            for kind, tensor in {WEIGHT: weight, **self.optimizer.state[weight]}.items():
+                state[f"{kind}/{name}"] = tensor.to("cpu", copy=True).contiguous()
+        return state
+
+    @torch.no_grad()
+    def go_on(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Take up the state after so many steps; a ValueError or KeyError where it is none of these parameters."""
+        if {key.partition("/")[2] for key in state} != set(self.weights):
+            raise ValueError("its parameters are not those that are trained")
+        remembered: dict[int, dict[str, Tensor]] = {}
+        for number, (name, weight) in enumerate(self.weights.items()):
+            weight.copy_(_laid_out_as(weight, state[f"{WEIGHT}/{name}"]))
+            if f"{STEP}/{name}" in state:  # not where there never was a gradient
+                averages = {kind: _laid_out_as(weight, state[f"{kind}/{name}"]) for kind in AVERAGES}
+                remembered[number] = {STEP: state[f"{STEP}/{name}"].clone(), **averages}
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": remembered, "param_groups": groups})
+        self._follow()
+        self.steps = steps
+
+    def _differentiate(self, samples: Sequence[int], size: int) -> float:
+        """Leave the gradient of the mean loss with the weights, from so many samples at a time; returns that loss."""
+        self.batch_size = size  # what memory ran out with is not tried again
+        self.optimizer.zero_grad()
+        parameters, mean = list(self.lesson.parameters.values()), 0.0
+        for part in _parts(samples, size):
+            loss = self.lesson.loss(part) / len(samples)
+            if not loss.requires_grad:
+                raise ObjectiveError("the loss depends on no trained parameter", "compute it from the model, in torch")
+            mean += float(loss.detach())
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+                if gradient is not None:
+                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    weight.grad.add_(gradient)
+        return mean
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Round the weights to the parameters that are narrower."""
+        for name, parameter in self.lesson.parameters.items():
+            if parameter.dtype != self.weights[name].dtype:
+                parameter.copy_(self.weights[name])
+
+    @property
+    def _remedy(self) -> str:
+        if self.steps == 0:
+            return "check the model's weights and the samples, or use --dtype float32"
+        return "lower --learning-rate"
+
+
+@contextmanager
+def learning(lesson: Lesson, settings: Settings) -> Iterator[Learner]:
+    """The lesson's parameters, ready to be trained; afterwards they are as they were, whatever happens."""
+    flags = {name: parameter.requires_grad for name, parameter in lesson.parameters.items()}
+    learner = Learner(lesson, settings)
+    try:
+        for parameter in lesson.parameters.values():
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            yield learner
+    finally:
+        with torch.no_grad():
+            for name, parameter in lesson.parameters.items():
+                parameter.copy_(learner.before[name])
+                parameter.requires_grad_(flags[name])
+
+
+def _parts(samples: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (samples[start : start + size] for start in range(0, len(samples), size))
+
+
+def _laid_out_as(weight: Tensor, saved: Tensor) -> Tensor:
+    """A saved tensor with the weight's order in memory, which may decide how arithmetic rounds."""
+    if (saved.shape, saved.dtype) != (weight.shape, weight.dtype):
+        raise ValueError(f"{saved.dtype} of shape {tuple(saved.shape)} fits no weight of shape {tuple(weight.shape)}")
+    return torch.empty_like(weight).copy_(saved)
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all values are finite; the device is waited for once."""
+    verdicts = [tensor.isfinite().all() for tensor in tensors]
+    return not verdicts or bool(torch.stack(verdicts).all())

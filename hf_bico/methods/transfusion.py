@@ -1,0 +1,259 @@
+"""TransFusion: the two pretrained models matched by permutations, and the task vector permuted like the source.
+
+A transformer computes the same with its heads, the dimensions inside a head, the neurons of an MLP and the axes of the
+residual stream in any other order. Without any data, such orders are looked for in which the source's weights are
+most like the target's. Only models of one architecture can be matched so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
+from hf_bico.factors import Change, Factors
+from hf_bico.methods.base import Carried, Carrier, Pretrained, Seen, SiteDelta
+from hf_bico.settings import Settings
+from hf_bico.sites import Layout, Site, SitePair
+
+MOST_ROUNDS = 100
+"""A bound that is not met: the objective rises with every round but the last, and a handful is enough."""
+RESIDUAL = "residual"
+"""The group of the residual stream, one for the whole tower."""
+_ROUNDING = 1e-12
+_REMEDY = "use --method bico, which carries between different models"
+
+
+class TransFusion(Carrier):
+    """`permutations` holds that of each group once prepared, `objectives` what it was after each round.
+
+    Index j of the target's group is index permutation[j] of the source's.
+    """
+
+    looks_at_data = False
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.permutations: dict[str, Tensor] = {}
+        self.objectives: list[float] = []
+
+    def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
+        for layout, which in ((source, "source"), (target, "target")):
+            if not layout.residual:
+                raise _unsuitable(f"the residual stream of the {which}, of the family {layout.family}, is not known")
+            if layout.heads is None:
+                raise _unsuitable(f"the configuration of the {which} does not say how many attention heads it has")
+        for what, ours, theirs in _compared(source, target):
+            if ours != theirs:
+                raise _unsuitable(f"{what}: {ours} in the source and {theirs} in the target")
+        if self.settings.layers == "similarity":
+            raise _unsuitable("it pairs blocks of one number, and --layers similarity may pair others")
+        for pair in pairs:
+            if pair.source.name != pair.target.name:
+                raise _unsuitable(f"the target's '{pair.target.name}' is paired with the source's '{pair.source.name}'")
+
+    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+        matching = Matching(_terms(seen.source, seen.target), seen.target.layout.heads or 1)
+        self.objectives = matching.run()
+        self.permutations = matching.permutations
+
+    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+        rows, columns = (None if group is None else self.permutations[group] for group in _groups(pair.target))
+        weight = None if delta.weight is None else _permuted(delta.weight, rows, columns)
+        bias = None if delta.bias is None else _taken(delta.bias, rows, 0)
+        return Carried(SiteDelta(weight, bias))
+
+
+@dataclass(frozen=True)
+class Term:
+    """One matrix of both models, and the groups that its rows and columns run over; None where their order is fixed."""
+
+    source: Tensor
+    target: Tensor
+    rows: str | None
+    columns: str | None
+
+
+class Matching:
+    """The permutations that make the sum of <permuted source, target> over all terms large.
+
+    Heads are matched once, by their singular values, which no other permutation changes. The residual stream starts
+    from the terms that it alone acts on. Then each group in turn takes the permutation that is best given the others,
+    which the Hungarian method finds.
+    """
+
+    def __init__(self, terms: Mapping[str, Term], heads: int) -> None:
+        self.terms = terms
+        self.heads: dict[str, Tensor] = {}
+        """The source's head of each head of the target, by group."""
+        self.permutations = {group: torch.arange(size) for group, size in _sizes(terms.values()).items()}
+        for name, term in terms.items():
+            if name.endswith(".attn.q"):
+                block = name.removesuffix("q")
+                matched = match_heads([terms[block + role] for role in ("q", "k", "v")], terms[f"{block}out"], heads)
+                for group in (block + "qk", block + "v"):
+                    self.heads[group] = matched
+                    inside = torch.arange(term.target.shape[0]).view(heads, -1)
+                    self.permutations[group] = inside[matched].flatten()
+
+    def run(self) -> list[float]:
+        """Alternate until the residual stream stays, and with it all that depends on it; the objective as it rose."""
+        alone = [term for term in self.terms.values() if {term.rows, term.columns} == {RESIDUAL, None}]
+        self.improve(RESIDUAL, alone)
+        objectives = [self.objective()]
+        inner = [group for group in self.permutations if group != RESIDUAL]
+        for _ in range(MOST_ROUNDS):
+            for group in inner:
+                self.improve(group)
+            stays = not self.improve(RESIDUAL)
+            objectives.append(self.objective())
+            if stays:
+                break
+        return objectives
+
+    def improve(self, group: str, terms: Iterable[Term] | None = None) -> bool:
+        """Give a group its best permutation, each head inside its own; whether that is better than what it had."""
+        gain = self.gain(group, self.terms.values() if terms is None else terms)
+        before = self.permutations[group]
+        heads = self.heads.get(group, torch.zeros(1, dtype=torch.long)).tolist()
+        size = len(gain) // len(heads)
+        parts = []
+        for here, there in enumerate(heads):
+            rows, first = slice(here * size, (here + 1) * size), there * size
+            parts.append(first + assign(gain[rows, first : first + size], before[rows] - first))
+        self.permutations[group] = torch.cat(parts)
+        return not torch.equal(self.permutations[group], before)
+
+    def gain(self, group: str, terms: Iterable[Term]) -> Tensor:
+        """What the objective gains by index i of the source at index j of the target, at [j, i]."""
+        size = len(self.permutations[group])
+        gain = torch.zeros(size, size, dtype=torch.float64)
+        for term in terms:
+            if term.rows == group:
+                gain += term.target.double() @ _taken(term.source.double(), self._order(term.columns), 1).T
+            if term.columns == group:
+                gain += term.target.double().T @ _taken(term.source.double(), self._order(term.rows), 0)
+        return gain
+
+    def objective(self) -> float:
+        return sum(float((self._moved(term) * term.target.double()).sum()) for term in self.terms.values())
+
+    def _moved(self, term: Term) -> Tensor:
+        return _taken(_taken(term.source.double(), self._order(term.rows), 0), self._order(term.columns), 1)
+
+    def _order(self, group: str | None) -> Tensor | None:
+        return None if group is None else self.permutations[group]
+
+
+def match_heads(readers: Sequence[Term], writer: Term, heads: int) -> Tensor:
+    """The source's head of each head of the target, by the Euclidean distances of their singular values.
+
+    `readers` are q, k and v, whose rows belong to heads; `writer` is the projection that reads them.
+    """
+    cost = torch.zeros(heads, heads, dtype=torch.float64)
+    pairs = [(term.target, term.source) for term in readers] + [(writer.target.T, writer.source.T)]
+    for target, source in pairs:
+        ours, theirs = (torch.linalg.svdvals(weight.double().unflatten(0, (heads, -1))) for weight in (target, source))
+        cost += (ours[:, None] - theirs[None]).norm(dim=-1)
+    return assign(-cost, torch.arange(heads))
+
+
+def assign(gain: Tensor, current: Tensor) -> Tensor:
+    """The permutation p with the largest sum of gain[j, p[j]]; the current one where none is better than it."""
+    from scipy.optimize import linear_sum_assignment
+
+    found = torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+    rows = torch.arange(len(gain))
+    better = (gain[rows, found] - gain[rows, current]).sum()
+    return found if better > _ROUNDING * gain[rows, found].abs().sum() else current
+
+
+def _compared(source: Layout, target: Layout) -> Iterable[tuple[str, object, object]]:
+    """All that must be the same in both models, in words."""
+    yield "blocks", source.blocks, target.blocks
+    yield "attention heads", source.heads, target.heads
+    theirs = {site.name: site for site in target.sites}
+    for site in source.sites:
+        if site.name in theirs:
+            yield f"the shape of '{site.name}'", site.shape, theirs[site.name].shape
+    yield "image size", source.image_size, target.image_size
+    yield "tokens", source.tokens, target.tokens
+    ours, others = ({axis.name for axis in layout.residual} for layout in (source, target))
+    for name in sorted(ours ^ others):
+        yield f"'{name}'", *(("there", "missing") if name in ours else ("missing", "there"))
+
+
+def _unsuitable(cause: str) -> UnsuitableMethodError:
+    return UnsuitableMethodError(f"transfusion matches models of one architecture alone; {cause}", _REMEDY)
+
+
+def _groups(site: Site) -> tuple[str | None, str | None]:
+    """The groups that a site's rows and columns run over; q and k share theirs, as v and out do."""
+    block = f"blocks.{site.block}"
+    return {
+        "attn.q": (f"{block}.attn.qk", RESIDUAL),
+        "attn.k": (f"{block}.attn.qk", RESIDUAL),
+        "attn.v": (f"{block}.attn.v", RESIDUAL),
+        "attn.out": (RESIDUAL, f"{block}.attn.v"),
+        "mlp.up": (f"{block}.mlp", RESIDUAL),
+        "mlp.down": (RESIDUAL, f"{block}.mlp"),
+        "proj": (None, RESIDUAL),
+    }[site.role]
+
+
+def _terms(source: Pretrained, target: Pretrained) -> dict[str, Term]:
+    """All that both models have, by canonical name, as matrices."""
+    ours, theirs = _matrices(source, "the source"), _matrices(target, "the target")
+    groups: dict[str, tuple[str | None, str | None]] = {axis.name: (RESIDUAL, None) for axis in target.layout.residual}
+    for site in target.layout.sites:
+        rows, columns = _groups(site)
+        groups |= {site.name: (rows, columns), f"{site.name}.bias": (rows, None)}
+    return {
+        name: Term(ours[name], theirs[name], *of)
+        for name, of in groups.items()
+        if name in ours and name in theirs and of != (None, None)
+    }
+
+
+def _matrices(model: Pretrained, whose: str) -> dict[str, Tensor]:
+    layout, found = model.layout, {}
+    tensors = {
+        name: model.checkpoint.tensor(name).detach().cpu()
+        for name in sorted(layout.tensors | {axis.tensor for axis in layout.residual})
+    }
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteWeightsError(
+                f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
+            )
+    for site in layout.sites:
+        found[site.name] = site.weight.view(tensors[site.weight.tensor])
+        if site.bias is not None:
+            found[f"{site.name}.bias"] = site.bias.view(tensors[site.bias.tensor])[:, None]
+    for axis in layout.residual:
+        stream = tensors[axis.tensor].movedim(axis.axis, 0)
+        found[axis.name] = stream.reshape(len(stream), -1)
+    return found
+
+
+def _sizes(terms: Iterable[Term]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for term in terms:
+        for group, size in zip((term.rows, term.columns), term.target.shape, strict=True):
+            if group is not None:
+                sizes[group] = size
+    return sizes
+
+
+def _permuted(change: Change, rows: Tensor | None, columns: Tensor | None) -> Change:
+    """Rows and columns in another order; of factors, one of either."""
+    if isinstance(change, Factors):
+        return Factors(_taken(change.left, rows, 0), _taken(change.right, columns, 1))
+    return _taken(_taken(change, rows, 0), columns, 1)
+
+
+def _taken(tensor: Tensor, permutation: Tensor | None, dim: int) -> Tensor:
+    return tensor if permutation is None else tensor.index_select(dim, permutation.to(tensor.device))

@@ -1,0 +1,80 @@
+"""What a method makes of the target: the change of its weights, and what is known about it. Measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hf_bico.bench import Round
+from hf_bico.data.calibration import Samples
+from hf_bico.deltas import Deltas
+from hf_bico.errors import UnsuitableMethodError
+from hf_bico.lessons import lesson_of
+from hf_bico.methods import Carried, Carrier, Method, SiteDelta, Trainer
+from hf_bico.methods.training import Trained
+from hf_bico.readout import Readout
+from hf_bico.report import Report
+from hf_bico.sites import SitePair
+from hf_bico.transport import account, gather
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`changes` of the target's tensors, as its files name them; with a readout, `unread` is what they were before."""
+
+    changes: Deltas
+    report: Report
+    trained: Trained | None = None
+    readout: Readout | None = None
+    unread: Deltas | None = None
+
+
+UNTOUCHED = Outcome(Deltas({}), Report((), ()))
+"""The target as it is."""
+
+
+def outcome_of(method: Method, round: Round, whole_split: Samples | None = None) -> Outcome:
+    """Carry the task vector, or train the target: on `whole_split` if that is what the method does."""
+    bench = round.bench
+    if isinstance(method, Trainer):
+        outcome = _trained(method, round, whole_split)
+    elif isinstance(method, Carrier):
+        carried = round.carry(method)
+        report = account(bench.vector, carried, bench.pairs, bench.planned.left)
+        outcome = Outcome(bench.gathered(carried, round.settings.alpha), report)
+    else:
+        raise TypeError(f"{type(method).__name__} neither carries nor trains")
+    return with_readout(outcome, round) if round.settings.readout else outcome
+
+
+def with_readout(outcome: Outcome, round: Round) -> Outcome:
+    """The outcome with the final projection corrected towards the fine-tuned source's predictions."""
+    target = round.bench.planned.lineage.target
+    site = next((site for site in target.layout.sites if site.role == "proj"), None)
+    if site is None:
+        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+    found = round.readout(outcome.changes.renamed(target.layout.own_names))
+    correction = gather(
+        {site.name: Carried(SiteDelta(found.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
+    )
+    changes = outcome.changes + correction if found.accepted else outcome.changes
+    return replace(outcome, changes=changes, readout=found, unread=outcome.changes)
+
+
+def _trained(method: Trainer, round: Round, whole_split: Samples | None) -> Outcome:
+    bench, target = round.bench, round.bench.planned.lineage.target
+    if round.heads is None:
+        raise UnsuitableMethodError(
+            f"{method.settings.method} trains on the zero-shot objective", "leave the objective out"
+        )
+    samples = whole_split if method.whole_split else round.drawn_samples
+    if not samples:
+        raise UnsuitableMethodError(
+            f"{method.settings.method} trains on the data set's own labels, and they are not there or not to be used",
+            "use data with labels, or --method fewshot",
+        )
+    lesson = lesson_of(bench.target, round.heads.target, samples)
+    with bench.target.quiet(), round.watch("train"):
+        trained = method.train(lesson, round.watch.progress)
+    stored = {own: file for file, own in target.layout.own_names.items()}
+    changes = {stored.get(name, name): change.cpu() for name, change in trained.changes.items()}
+    return Outcome(round.settings.alpha * Deltas(changes), Report((), ()), trained)
