@@ -58,9 +58,10 @@ def ported(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def at(record: dict[str, Any], path: str) -> Any:
+    """None where nothing is recorded."""
     value: Any = record
     for name in path.split("."):
-        value = value[name]
+        value = None if value is None else value.get(name)
     return value
 
 
