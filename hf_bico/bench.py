@@ -31,7 +31,7 @@ from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
 from hf_bico.sites import SitePair
-from hf_bico.statistics import OF_EXPECTED_LOSSES, Kind, Losses, Pass, Side, Statistics, collect
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Losses, Pass, Side, Statistics, collect
 from hf_bico.task_vector import TaskVector
 from hf_bico.transport import gather, joined, require_plausible, site_delta
 
@@ -111,6 +111,12 @@ class Bench:
         return gather(carried, self.pairs, self.planned.lineage.target.checkpoint, alpha)
 
 
+def require_enough_to_mispair(samples: int) -> None:
+    """Four wrong pairings, in which no sample meets itself, need five samples."""
+    if samples < 5:
+        raise UsageError(f"{samples} samples cannot be mispaired in four ways, as --control does", "use at least -n 5")
+
+
 def similar_blocks(bench: Bench, samples: Samples) -> list[int]:
     """The source block of each target block by linear CKA of what the blocks read, averaged over a sample's tokens."""
     source, target = (
@@ -146,8 +152,9 @@ class Round:
     """One draw of calibration samples, with altered copies of each if asked for, as the two models see it; or none.
 
     As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
-    one from those of the other: what any pairing shows, such as the means, goes too, and nothing is left that belongs
-    together. Without heads, the loss is the caller's own.
+    one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
+    from different wrong pairings, or they would still agree with each other. Without heads, the loss is the caller's
+    own.
     """
 
     def __init__(
@@ -266,19 +273,21 @@ class Round:
         bench = self.bench
         source, target = (Side(model, model.layout.tokens) for model in (bench.source, bench.target))
 
-        def collected(turn: int) -> Statistics:
+        def collected(turn: int, some: Collection[Kind]) -> Statistics:
             def run(size: int) -> Statistics:
-                return collect(bench.pairs, source, target, self._passes(size, set(kinds), turn), kinds)
+                return collect(bench.pairs, source, target, self._passes(size, set(some), turn), some)
 
             return halving_batches(self.settings.batch_size, run)
 
         with self.watch("calibrate"):
             if not self.mispaired:
-                return collected(0)
-            count = len(self.drawn_samples)
-            if count < 3:
-                raise UsageError(f"{count} samples cannot be mispaired in two ways", "use at least -n 3")
-            return collected(count // 2).less(collected(count // 2 + 1))
+                return collected(0, kinds)
+            require_enough_to_mispair(len(self.drawn_samples))
+            found = Statistics()
+            for turn, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS)):
+                if some:
+                    found.update(collected(turn, some).less(collected(turn + 1, some)).only(some))
+            return found
 
     def _passes(self, size: int, kinds: set[Kind], turn: int) -> Iterator[tuple[Pass, Pass]]:
         """For each batch, a pass of the source's and of the target's pretrained model.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.bench import Batch, Bench, Round, similar_blocks
+from hf_bico.bench import Batch, Bench, Round, require_enough_to_mispair, similar_blocks
 from hf_bico.data.calibration import EVALUATION_LIMIT, Drawn, Samples, draw, evaluation_samples
 from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
@@ -37,7 +37,7 @@ from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.resolving import Lineage
-from hf_bico.settings import DEFAULT_SAMPLES, Settings
+from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
 from hf_bico.yardstick import Yardstick
 
@@ -83,6 +83,8 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
+        if drawn is not None and settings.control:
+            require_enough_to_mispair(len(drawn.samples))
     with watch("download"):
         planned = planned.fetched(progress)
     bench = Bench.open(planned, settings, device, watch)
@@ -94,9 +96,10 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
 
     held_out = None if drawn is None else _held_out(drawn, method)
     round = Round(bench, drawn, heads, watch, settings)
-    outcome = outcome_of(
-        method, round, None if drawn is None or held_out is None else training_samples(drawn, *held_out)
-    )
+    whole = None
+    if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
+        whole = training_samples(drawn, *held_out)
+    outcome = outcome_of(method, round, whole)
     lineage = bench.planned.lineage
     with watch("transport"):
         ported = _over_target(outcome.changes, lineage)
@@ -145,14 +148,11 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     if not settings.zero_shot and (method.needs_predictions or settings.readout):
         what = "--readout" if settings.readout else settings.method
         raise UnsuitableMethodError(f"{what} needs the zero-shot objective", "leave the objective out, or use bico")
-    if settings.readout and not any(site.role == "proj" for site in lineage.target.layout.sites):
-        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+    require_projection(planned, settings)
     if isinstance(method, Trainer) and method.whole_split and settings.labels == "pseudo":
         raise UnsuitableMethodError(
             f"{settings.method} trains on the data set's own labels", "leave --labels pseudo out, or use fewshot"
         )
-    if settings.control and settings.per_class is None and (settings.n or DEFAULT_SAMPLES) < 3:
-        raise UsageError(f"{settings.n} samples cannot be mispaired in two ways", "use at least -n 3")
     if settings.control and not isinstance(method, Aligner):
         raise UnsuitableMethodError(
             f"--control mispairs the two models' samples, and {settings.method} does not pair any",
@@ -163,6 +163,12 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     if settings.zero_shot and lineage.data is not None:
         for model in (lineage.base, lineage.target):
             model.family.require_zero_shot()
+
+
+def require_projection(planned: Plan, settings: Settings) -> None:
+    """Refuse a readout where there is nothing that it could correct."""
+    if settings.readout and not any(site.role == "proj" for site in planned.lineage.target.layout.sites):
+        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
 
 
 def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
@@ -183,7 +189,7 @@ def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
 def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
     """All labelled samples of the split that was drawn from, but for those that are measured on.
 
-    None where its labels are not there, or are not to be used.
+    There are none where its labels are not there, or are not to be used.
     """
     taken = set(held_out.indices) if split == drawn.split else set()
     order = drawn.data.order(drawn.split, drawn.strategy.seed) if drawn.labels == "dataset" else []

@@ -250,8 +250,7 @@ def control_sentence(record: Record) -> str | None:
     gain, control = (values[name] - values["target"] for name in (ported, "control"))
     without = "" if ported == "ported" else ", both without the readout"
     sentence = (
-        "The control is the same method with the two models' samples mispaired in two ways, one less the other, so "
-        "that there is nothing to line up: "
+        "The control is the same method with the two models' samples mispaired, so that there is nothing to line up: "
         f"over the target, it gains {_points(control)} points, and the port {_points(gain)}{without}"
     )
     if gain <= 0:

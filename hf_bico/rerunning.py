@@ -111,7 +111,6 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         "evaluate": bool(record.evaluation),
         "force": True,  # what was let through then
     }
-    options |= _method_options(record.method, record.data.n if record.data else 0)
     protocols = {entry.protocol for entry in record.evaluation}
     options["evaluation"] = "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both"
     options["control"] = any(entry.model == "control" for entry in record.evaluation)
@@ -120,6 +119,7 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     if record.data is not None:
         options |= _sampling(record.data)
     try:
+        options |= _method_options(record.method, record.data.n if record.data else 0)
         return Settings(**options)
     except UsageError as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error

@@ -39,6 +39,8 @@ class Kind(StrEnum):
     TARGET_GRADIENTS = "target gradients"
 
 
+OF_INPUTS = frozenset({Kind.INPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHTED_INPUTS})
+"""What maps of the input side are found from."""
 OF_TASK_LOSS = frozenset({Kind.GRADIENTS, Kind.INPUT_GRADIENTS, Kind.TARGET_GRADIENTS})
 OF_EXPECTED_LOSSES = frozenset({Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS})
 
@@ -201,6 +203,9 @@ class Statistics:
                 for kind, sums in self.sums.items()
             }
         )
+
+    def only(self, kinds: Collection[Kind]) -> Statistics:
+        return Statistics({kind: sums for kind, sums in self.sums.items() if kind in kinds})
 
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]

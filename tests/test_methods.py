@@ -468,7 +468,7 @@ def test_naive_is_padded_and_cropped(case: Case) -> None:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_control_is_a_port_whose_source_saw_other_samples(plain: Case, method: str) -> None:
-    """In two ways, one less the other."""
+    """In two ways, one less the other, and in two others for the output side."""
     round = plain.round(mispaired=True, method=method, batch_size=7)
     found, order = plain.outcome(round), round.drawn_samples.indices
     maps = []
@@ -478,7 +478,7 @@ def test_control_is_a_port_whose_source_saw_other_samples(plain: Case, method: s
         # what the source sees where the target sees sample i
         shown = dict(zip(order, others, strict=True))
         maps.append(plain.maps(method, order=tuple(shown[sample] for sample in range(SAMPLES))))
-    assert_agree(found, plain.carried(lambda site: less(maps[0](site), maps[1](site))))
+    assert_agree(found, plain.carried(lambda site: less(*(one(site) for one in maps))))
     assert differ(found, plain.carried(plain.maps(method)))
 
 
@@ -494,18 +494,19 @@ def test_control_of_fisher_weights_each_side_by_its_own_prediction(plain: Case) 
 
 
 def wrong_orders(order: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Turned by half, and by one more."""
-    half = len(order) // 2
-    return [order[turn:] + order[:turn] for turn in (half, half + 1)]
+    """From the second, third, fourth and fifth sample on."""
+    return [order[turn:] + order[:turn] for turn in (1, 2, 3, 4)]
 
 
-def less(one: Any, other: Any) -> Any:
-    return tuple(None if a is None else a.less(b) for a, b in zip(one, other, strict=True))
+def less(*maps: Any) -> Any:
+    """The input map of the first two, and the output map of the others."""
+    (first, _), (second, _), (_, third), (_, fourth) = maps
+    return (None if first is None else first.less(second), None if third is None else third.less(fourth))
 
 
-def test_control_needs_three_samples(plain: Case) -> None:
-    with pytest.raises(UsageError, match="2 samples cannot be mispaired in two ways"):
-        plain.outcome(plain.round(mispaired=True, method="bico", n=2))
+def test_control_needs_five_samples(plain: Case) -> None:
+    with pytest.raises(UsageError, match="4 samples cannot be mispaired in four ways"):
+        plain.outcome(plain.round(mispaired=True, method="bico", n=4))
 
 
 def test_control_is_measured_and_refused_where_nothing_is_paired(plain: Case) -> None:

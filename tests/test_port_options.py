@@ -205,7 +205,7 @@ def test_each_of_these_choices_changes_the_weights(tmp_path: Path) -> None:
         (lambda: words("--method", "gradfix"), 1, "gradfix needs two models of one architecture", "--method bico"),
         (lambda: words("--method", "naive", "--control"), 1, "naive does not pair any", "leave --control out"),
         (lambda: words("--method", "fewshot", "--control"), 1, "fewshot does not pair any", "leave --control out"),
-        (lambda: words("--control", "-n", "1"), 2, "1 samples cannot be mispaired", "-n 3"),
+        (lambda: words("--control", "-n", "4"), 2, "4 samples cannot be mispaired", "-n 5"),
         (lambda: words("--method", "naive", "--readout", data=None), 1, "no calibration data was given", "--data"),
         (lambda: words("--method", "finetune", data=None), 1, "no calibration data was given", "--data"),
         (lambda: words("--layers", "0,1,1"), 2, "--layers", "one source block for each target block"),

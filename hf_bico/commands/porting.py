@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +121,9 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             ported.save(folder, overwrite=overwrite, repo=push_to, revision=push.revision)
         at.interrupted = f"the result is in {folder}"
         if own_checkpoint:
-            shutil.rmtree(str(settings.checkpoint), ignore_errors=True)
+            from hf_bico.methods.finetune import remove_checkpoint
+
+            remove_checkpoint(Path(str(settings.checkpoint)))
         record = read_record(folder)
         if not (as_json or quiet):
             print_ported(record, ported.report, folder, pushing=push_to is not None)

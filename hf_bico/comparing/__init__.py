@@ -6,7 +6,6 @@ log as it comes, so that an interrupted comparison goes on where it stopped. Pri
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.bench import Bench
+from hf_bico.bench import Bench, require_enough_to_mispair
 from hf_bico.checkpoints import digest_of, expanded
 from hf_bico.comparing.grid import USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
@@ -31,7 +30,9 @@ from hf_bico.factors import Factors
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS, Trainer
+from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.models import Model, ModelReference
+from hf_bico.pipeline import require_projection
 from hf_bico.planning import Plan, plan
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import open_source
@@ -107,7 +108,7 @@ def compare(
         if folder is not None:
             found.save(place)
             for done in place.glob(f"{TRAINING}*"):  # its numbers are in the log
-                shutil.rmtree(done)
+                remove_checkpoint(done)
     return found
 
 
@@ -118,7 +119,7 @@ def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickl
     tuned = open_source(reference, place, target.family.library, hub, allow_pickle)
     tuned = tuned.fetched()
     vector = TaskVector.over(tuned, target)
-    vector.about["sha256"] = tuned.sha256  # a folder may come to hold another model
+    vector.about["sha256"] = tuned.sha256 or digest_of(_parts(vector))  # a folder may come to hold another model
     return vector
 
 
@@ -138,9 +139,12 @@ class _Work:
         first = plans[0].matched(settings.layers)
         for model in (first.lineage.base, first.lineage.target):
             model.family.require_zero_shot()
+        require_projection(first, settings)
         with watch("sample"):
             data_sets = opened(plans, grid, hub)
             draws = [drawn_from(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
+            if settings.control:
+                require_enough_to_mispair(min(len(drawn.samples) for some in draws for drawn in some.values()))
         with watch("download"):
             first = first.fetched(progress)
         bench = Bench.open(first, settings, choose_device(settings.device), watch)
@@ -156,7 +160,8 @@ class _Work:
                 method.require(planned.lineage.base.layout, planned.lineage.target.layout, planned.pairs)
             except UnsuitableMethodError as error:
                 found.append(Refusal(name, error.cause))
-            if isinstance(method, Trainer) and method.whole_split and self.grid.settings.labels == "pseudo":
+            pseudo = any(drawn.labels != "dataset" for subject in self.subjects for drawn in subject.draws.values())
+            if isinstance(method, Trainer) and method.whole_split and pseudo:
                 found.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
         return tuple(found)
 

@@ -84,8 +84,6 @@ class Grid:
                 raise UsageError(f"{option} leaves nothing to compare", "give at least one")
         for draw in self.draws():
             self.settings_of(draw)  # refuses sizes that are none
-        if self.settings.control and not self.per_class and min(self.sizes) < 3:
-            raise UsageError("--control mispairs samples in two ways", "use at least -n 3")
 
     def draws(self) -> list[Draw]:
         return [Draw(size, seed) for size in self.sizes for seed in self.seeds]

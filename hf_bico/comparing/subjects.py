@@ -46,7 +46,7 @@ class Subject:
     def training_samples(self, seed: int) -> Samples:
         """All of the split that was drawn from, but for what is measured on, in the order that the seed gives."""
         drawn = next(iter(self.draws.values()))
-        drawn = replace(drawn, strategy=replace(drawn.strategy, seed=seed))
+        drawn = replace(drawn, data=self.data, strategy=replace(drawn.strategy, seed=seed))
         return training_samples(drawn, self.split, self.samples)
 
     def about(self) -> dict[str, Any]:
@@ -73,12 +73,13 @@ def opened(plans: Sequence[Plan], grid: Grid, hub: Hub) -> list[DataSet]:
     return found
 
 
-def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub) -> DataSet:
+def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = True) -> DataSet:
     lineage = planned.lineage
     if lineage.data is None:
         raise lineage.no_data or DataUnknownError("no data was given", "name it with --data")
     names = lineage.source.origin.class_names or None
-    return open_data(lineage.data, grid.settings_of(draw), hub, known_names=names)
+    settings = replace(grid.settings_of(draw), evaluate=measured)
+    return open_data(lineage.data, settings, hub, known_names=names)
 
 
 def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, Drawn]:
@@ -86,7 +87,7 @@ def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw,
     split = calibration_split(data, grid.settings.split)
     apart = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
     return {
-        draw: draw_from(_opened(planned, grid, draw, hub) if apart else data, grid.settings_of(draw))
+        draw: draw_from(_opened(planned, grid, draw, hub, measured=False) if apart else data, grid.settings_of(draw))
         for draw in grid.draws()
     }
 

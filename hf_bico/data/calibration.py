@@ -105,7 +105,7 @@ class DataSet:
 
     def samples(self, split: str, indices: Sequence[int], *, labelled: bool = True) -> Samples:
         """These rows of a split, with their labels unless these are not to be known."""
-        labels = self.labels(split) if labelled else dict.fromkeys(indices, UNLABELLED)
+        labels = self.labels(split) if labelled and indices else dict.fromkeys(indices, UNLABELLED)
         chosen = tuple(labels[index] for index in indices)
         rows, decode = self.splits[split], None
         if self.repo is not None:  # a stranger's rows: what they point at is looked at before it is opened
@@ -248,9 +248,7 @@ def _described(
     measure: bool,
     **where: Any,
 ) -> DataSet:
-    found = (_columns(column_kinds(rows), settings, measure) for rows in splits.values())
-    first = next(found)  # where it has no labels, another split may, to measure on
-    columns = first if first.label is not None else next((one for one in found if one.label is not None), first)
+    columns = _columns(column_kinds(next(iter(splits.values()))), settings, measure)
     return DataSet(name, splits, columns, class_names(splits.values(), columns.label, settings, known_names), **where)
 
 

@@ -98,6 +98,15 @@ def rate_of(step: int, settings: Settings) -> float:
     return settings.learning_rate * 0.5 * (1 + cos(pi * (step - warmup) / (steps - warmup)))
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Remove what a training left there to go on from, and the folder if it held nothing else."""
+    file = folder / CHECKPOINT_FILE
+    if file.is_file():
+        file.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 @dataclass(frozen=True)
 class SavedTraining:
     """One training's checkpoint: a single file, so that it is there whole or not at all."""
