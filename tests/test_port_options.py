@@ -294,3 +294,23 @@ def test_an_interrupted_training_goes_on_with_the_same_command(tmp_path: Path, m
     assert taken.count("step") == 5 + 2, "it went on from the fourth step"
     assert record["output"]["files"] == whole["output"]["files"]
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
+
+
+def test_only_the_checkpoint_of_a_training_is_removed(tmp_path: Path) -> None:
+    """A folder of the user's that is named like it stays, with what is in it."""
+    own = tmp_path / "out.training"
+    own.mkdir()
+    (own / "notes.txt").write_text("mine")
+    ported(tmp_path / "out", *words("--method", "finetune", *TRAINING, *STEPS))
+    assert {path.name for path in own.iterdir()} == {"notes.txt"}
+
+
+def test_a_method_of_the_future_is_said(tmp_path: Path) -> None:
+    ported(tmp_path / "out", *words())
+    file = tmp_path / "out" / "bico.json"
+    record = json.loads(file.read_text())
+    record["method"]["name"] = "bico-next"
+    file.write_text(json.dumps(record))
+    result = run("rerun", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "cannot be followed: --method is 'bico-next'" in result.stderr
