@@ -1,47 +1,30 @@
-"""The bench: both pretrained models, loaded once, and rounds of calibration over them.
-
-A round is one draw of samples as the two models see it: its statistics are collected once, whatever the number of
-methods that read them. Computes changes of the target; neither measures nor writes them.
-"""
+"""The bench: both pretrained models, loaded once, with the task vector, and what they say about a draw of samples."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_bico.data.augmenting import Copies
-from hf_bico.data.calibration import Drawn, Samples
+from hf_bico.data.calibration import Drawn
+from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, choose_dtype, halving_batches
-from hf_bico.errors import DataUnknownError, ObjectiveError, UnsuitableMethodError, UsageError
+from hf_bico.errors import UnsuitableMethodError
 from hf_bico.families import LiveModel
 from hf_bico.matching import blocks_by_similarity
 from hf_bico.measuring import features_of, logits_of
-from hf_bico.methods import Carried, Carrier, Pretrained, Seen
-from hf_bico.objectives import LikelyLabels, ZeroShotHead, zero_shot_head, zero_shot_losses
+from hf_bico.methods import Carried, Pretrained
+from hf_bico.objectives import ZeroShotHead, zero_shot_head
 from hf_bico.planning import Plan
-from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
 from hf_bico.sites import SitePair
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Losses, Pass, Side, Statistics, collect
 from hf_bico.task_vector import TaskVector
-from hf_bico.transport import gather, joined, require_plausible, site_delta
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What an objective of the caller's own gets: `pixels`, prepared for the model, and `labels`, on its device."""
-
-    pixels: Tensor
-    labels: Tensor
+from hf_bico.transport import gather, require_plausible, site_delta
 
 
 @dataclass(frozen=True)
@@ -111,12 +94,6 @@ class Bench:
         return gather(carried, self.pairs, self.planned.lineage.target.checkpoint, alpha)
 
 
-def require_enough_to_mispair(samples: int) -> None:
-    """Four wrong pairings, in which no sample meets itself, need five samples."""
-    if samples < 5:
-        raise UsageError(f"{samples} samples cannot be mispaired in four ways, as --control does", "use at least -n 5")
-
-
 def similar_blocks(bench: Bench, samples: Samples) -> list[int]:
     """The source block of each target block by linear CKA of what the blocks read, averaged over a sample's tokens."""
     source, target = (
@@ -146,194 +123,3 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
 
 def _changed_pairs(planned: Plan, vector: TaskVector) -> list[SitePair]:
     return [pair for pair in planned.pairs if not site_delta(vector, pair.source).is_zero]
-
-
-class Round:
-    """One draw of calibration samples, with altered copies of each if asked for, as the two models see it; or none.
-
-    As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
-    one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
-    from different wrong pairings, or they would still agree with each other. Without heads, the loss is the caller's
-    own.
-    """
-
-    def __init__(
-        self,
-        bench: Bench,
-        drawn: Drawn | None,
-        heads: Heads | None,
-        watch: Stopwatch,
-        settings: Settings,
-        *,
-        mispaired: bool = False,
-    ) -> None:
-        self.bench = bench
-        self.heads = heads
-        self.watch = watch
-        self.settings = settings
-        self.copies = 0 if drawn is None else settings.copies(len(drawn.samples))
-        self.mispaired = mispaired
-        self._drawn = drawn
-        self._seen = Statistics()
-
-    @property
-    def drawn_samples(self) -> Samples:
-        """The samples without altered copies."""
-        if self._drawn is None:
-            raise DataUnknownError("no calibration data was given", "name it with --data")
-        return self._drawn.samples
-
-    @cached_property
-    def samples(self) -> Samples | Copies:
-        """What the target sees."""
-        return self._copied(self.drawn_samples)
-
-    def _copied(self, samples: Samples) -> Samples | Copies:
-        return Copies(samples, self.copies, self.settings.seed) if self.copies else samples
-
-    @cached_property
-    def predictions(self) -> Tensor:
-        """The fine-tuned source's logits on the samples."""
-        if self.heads is None:
-            raise UnsuitableMethodError(
-                "the fine-tuned source predicts nothing without the zero-shot objective",
-                "leave the objective out, or use a method that needs no predictions, such as bico",
-            )
-        with self.bench.vector.applied_to(self.bench.source.module):
-            return logits_of(self.bench.source, self.heads.tuned, self.samples, self.settings.batch_size)
-
-    def see(self, kinds: Collection[Kind]) -> Statistics:
-        """The statistics at the two pretrained models; what was not seen yet is collected in one pass."""
-        missing = set(kinds) - self._seen.kinds
-        if missing:
-            self._seen.update(self._collected(missing))
-        return self._seen
-
-    def carry(self, method: Carrier) -> dict[str, Carried]:
-        """The task vector at every pair of sites, in the target's coordinates."""
-        bench, parts = self.bench, list[dict[str, Carried]]()
-        for step in range(method.steps):
-            statistics = self._along(step / method.steps, parts, method.kinds) if step else self.see(method.kinds)
-            with self.watch("align"):
-                method.prepare(bench.pairs, Seen(*bench.pretrained, statistics))
-            with self.watch("transport"):
-                parts.append(
-                    {
-                        pair.target.name: method.carry(
-                            pair, site_delta(bench.vector, pair.source).scaled(1 / method.steps)
-                        )
-                        for pair in bench.pairs
-                    }
-                )
-        return joined(parts)
-
-    def _along(self, share: float, parts: Sequence[dict[str, Carried]], kinds: Collection[Kind]) -> Statistics:
-        """The statistics with a share of the task vector in the source, and what became of it in the target."""
-        bench = self.bench
-        so_far = bench.gathered(joined(parts), alpha=1.0).renamed(bench.planned.lineage.target.layout.own_names)
-        with ExitStack() as stack:
-            stack.enter_context((share * bench.vector).applied_to(bench.source.module))
-            stack.enter_context(so_far.applied_to(bench.target.module))
-            return self._collected(kinds)
-
-    def readout(self, changes: Deltas) -> Readout:
-        """The correction of the final projection of the target with these changes.
-
-        From altered copies too where they were asked for, and not only the method's habit: so it is the same step for
-        every method, and for the target itself.
-        """
-        bench = self.bench
-        samples = self.samples if self.settings.augment else self.drawn_samples
-        if self.heads is None:
-            raise UnsuitableMethodError("--readout needs the zero-shot objective", "leave the objective or it out")
-        with changes.applied_to(bench.target.module), torch.no_grad():
-            hidden = self._hidden(samples)
-            weight = bench.target.weight("proj")
-        copied = isinstance(samples, Copies)
-        origins = samples.origins if isinstance(samples, Copies) else range(len(samples))
-        wanted = self.predictions if copied or not self.copies else self.predictions[:: 1 + self.copies]
-        return solve_readout(hidden, weight, self.heads.target, wanted, origins)
-
-    def _hidden(self, samples: Samples | Copies) -> Tensor:
-        """What the target's final projection reads."""
-        model = self.bench.target
-        projection = model.layout.site("proj")
-
-        def run(size: int) -> Tensor:
-            rows = []
-            for images, _ in samples.batches(size):
-                with model.observed([projection]) as trace:
-                    model.image_features(model.pixels(images))
-                rows.append(trace.inputs[projection.input])
-            return torch.cat(rows)
-
-        return halving_batches(self.settings.batch_size, run)
-
-    def _collected(self, kinds: Collection[Kind]) -> Statistics:
-        bench = self.bench
-        source, target = (Side(model, model.layout.tokens) for model in (bench.source, bench.target))
-
-        def collected(turn: int, some: Collection[Kind]) -> Statistics:
-            def run(size: int) -> Statistics:
-                return collect(bench.pairs, source, target, self._passes(size, set(some), turn), some)
-
-            return halving_batches(self.settings.batch_size, run)
-
-        with self.watch("calibrate"):
-            if not self.mispaired:
-                return collected(0, kinds)
-            require_enough_to_mispair(len(self.drawn_samples))
-            found = Statistics()
-            for turn, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS)):
-                if some:
-                    found.update(collected(turn, some).less(collected(turn + 1, some)).only(some))
-            return found
-
-    def _passes(self, size: int, kinds: set[Kind], turn: int) -> Iterator[tuple[Pass, Pass]]:
-        """For each batch, a pass of the source's and of the target's pretrained model.
-
-        The source sees the samples from number `turn` on.
-        """
-        heads = (None, None) if self.heads is None else (self.heads.source, self.heads.target)
-        sides = list(zip((self.bench.source, self.bench.target), heads, strict=True))
-        turned = self._copied(self.drawn_samples.rotated(turn)) if turn else self.samples
-        sources, targets = turned.batches(size), self.samples.batches(size)
-        likely = [self._likely(kinds, number) for number in (turn, 0)]
-        done = 0
-        for batches in zip(sources, targets, strict=True):
-            self.watch.progress("calibrate", done, len(self.samples))
-            here = slice(done, done + len(batches[0][1]))
-            first, second = (
-                self._pass(side, batch, None if found is None else found[here])
-                for side, batch, found in zip(sides, batches, likely, strict=True)
-            )
-            yield first, second
-            done = here.stop
-
-    def _likely(self, kinds: set[Kind], turn: int) -> LikelyLabels | None:
-        """What the fine-tuned source predicts for the samples from number `turn` on, where that is asked for."""
-        if not OF_EXPECTED_LOSSES & kinds:
-            return None
-        return LikelyLabels.of(self.predictions.roll(-turn * (1 + self.copies), 0))
-
-    def _pass(
-        self,
-        side: tuple[LiveModel, ZeroShotHead | None],
-        samples: tuple[list[Any], list[int]],
-        likely: LikelyLabels | None,
-    ) -> Pass:
-        (model, head), (images, labels) = side, samples
-
-        def run() -> Losses:
-            batch = Batch(model.pixels(images), torch.tensor(labels, device=model.device))
-            if head is not None:
-                return zero_shot_losses(head.logits(model.image_features(batch.pixels)), batch.labels, likely)
-            value = self.settings.objective(model.module, batch)  # type: ignore[operator]
-            if not isinstance(value, Tensor) or value.ndim != 0:
-                raise ObjectiveError(
-                    f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",
-                    "return a tensor of no dimensions: the sum of the samples' losses",
-                )
-            return Losses(value)
-
-        return run

@@ -17,10 +17,9 @@ from hf_bico.comparison.cells import cell_line
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.record import JOINED
-from hf_bico.report import (
-    Report,
+from hf_bico.report import Report, format_table
+from hf_bico.results import (
     control_sentence,
-    format_table,
     headline,
     is_probed,
     is_trained,

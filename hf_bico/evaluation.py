@@ -11,13 +11,8 @@ from typing import Any
 import torch
 
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
-from hf_bico.data.calibration import (
-    DataSet,
-    Samples,
-    calibration_samples,
-    evaluation_split,
-    open_data,
-)
+from hf_bico.data.calibration import calibration_samples, evaluation_split, open_data
+from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.environment import choose_device, choose_dtype, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub

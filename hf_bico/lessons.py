@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import digest_of
-from hf_bico.data.calibration import Samples
+from hf_bico.data.dataset import Samples
 from hf_bico.families import TEXT_TOWER, LiveModel
 from hf_bico.measuring import accuracy, logits_of
 from hf_bico.methods.training import Lesson

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hf_bico.bench import Round
-from hf_bico.data.calibration import Samples
+from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.lessons import lesson_of
@@ -13,6 +12,7 @@ from hf_bico.methods import Carried, Carrier, Method, SiteDelta, Trainer
 from hf_bico.methods.training import Trained
 from hf_bico.readout import Readout
 from hf_bico.report import Report
+from hf_bico.rounds import Round
 from hf_bico.sites import SitePair
 from hf_bico.transport import account, gather
 
@@ -49,9 +49,7 @@ def outcome_of(method: Method, round: Round, whole_split: Samples | None = None)
 def with_readout(outcome: Outcome, round: Round) -> Outcome:
     """The outcome with the final projection corrected towards the fine-tuned source's predictions."""
     target = round.bench.planned.lineage.target
-    site = next((site for site in target.layout.sites if site.role == "proj"), None)
-    if site is None:
-        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+    site = target.layout.site("proj")
     found = round.readout(outcome.changes.renamed(target.layout.own_names))
     correction = gather(
         {site.name: Carried(SiteDelta(found.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
@@ -62,17 +60,13 @@ def with_readout(outcome: Outcome, round: Round) -> Outcome:
 
 def _trained(method: Trainer, round: Round, whole_split: Samples | None) -> Outcome:
     bench, target = round.bench, round.bench.planned.lineage.target
-    if round.heads is None:
-        raise UnsuitableMethodError(
-            f"{method.settings.method} trains on the zero-shot objective", "leave the objective out"
-        )
     samples = whole_split if method.whole_split else round.drawn_samples
     if not samples:
         raise UnsuitableMethodError(
             f"{method.settings.method} trains on the data set's own labels, and they are not there or not to be used",
             "use data with labels, or --method fewshot",
         )
-    lesson = lesson_of(bench.target, round.heads.target, samples)
+    lesson = lesson_of(bench.target, round.zero_shot_heads.target, samples)
     with bench.target.quiet(), round.watch("train"):
         trained = method.train(lesson, round.watch.progress)
     stored = {own: file for file, own in target.layout.own_names.items()}

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from hf_bico.bench import Batch, Bench, Round, require_enough_to_mispair, similar_blocks
-from hf_bico.data.calibration import EVALUATION_LIMIT, Drawn, Samples, draw, evaluation_samples
+from hf_bico.bench import Bench, similar_blocks
+from hf_bico.data.calibration import Drawn, draw, evaluation_samples
+from hf_bico.data.dataset import Samples
 from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
 from hf_bico.environment import (
@@ -37,6 +38,7 @@ from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.resolving import Lineage
+from hf_bico.rounds import Batch, Round, require_enough_to_mispair
 from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
 from hf_bico.yardstick import Yardstick
@@ -122,21 +124,25 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
                 changes = written(_over_target(others, lineage)).changes
                 evaluation += yardstick.measure_target(name, round, changes)
 
-    run = RunRecord(
+    with watch("record"):
+        copies = round.copies if method.looks_at_data and outcome.trained is None else 0
+        found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, outcome.readout)
+        record = make_record(bench.planned, settings, drawn, found, _run(started, watch, bench))
+    return Ported(ported, report, record, lineage.target, form)
+
+
+def _run(started: datetime, watch: Stopwatch, bench: Bench) -> RunRecord:
+    device = bench.source.device
+    return RunRecord(
         started=started.isoformat(timespec="seconds"),
         seconds=watch.seconds,
         peak_memory=peak_memory(device),
         device=device_name(device),
         dtype=str(bench.source.dtype).removeprefix("torch."),
-        batch_size=settings.batch_size,
+        batch_size=bench.settings.batch_size,
         processes=1,
         versions=installed_versions(),
     )
-    with watch("record"):
-        copies = round.copies if method.looks_at_data and outcome.trained is None else 0
-        found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, outcome.readout)
-        record = make_record(bench.planned, settings, drawn, found, run)
-    return Ported(ported, report, record, lineage.target, form)
 
 
 def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
@@ -198,12 +204,10 @@ def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
 
 def _held_out(drawn: Drawn, method: Method) -> tuple[str, Samples]:
     """What is measured on; where that is of the split that a whole split is trained on, a fifth of it at most."""
-    limit = EVALUATION_LIMIT
-    if isinstance(method, Trainer) and method.whole_split:
-        limit = min(limit, max(1, len(drawn.data.splits[drawn.split]) // 5))
-        if evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed)[0] != drawn.split:
-            limit = EVALUATION_LIMIT
-    return evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, limit)
+    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed)
+    if isinstance(method, Trainer) and method.whole_split and split == drawn.split:
+        samples = samples.first(max(1, len(drawn.data.splits[split]) // 5))
+    return split, samples
 
 
 def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> Iterator[tuple[str, Deltas]]:

@@ -30,7 +30,7 @@ from hf_bico.push_checks import (
     restricted_among,
 )
 from hf_bico.record import Made, Record, read_any
-from hf_bico.report import headline, is_worse
+from hf_bico.results import headline, is_worse
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

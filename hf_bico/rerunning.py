@@ -157,7 +157,8 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         "split": data.split,
         **({"n": data.n} if data.per_class is None else {"per_class": data.per_class}),
         "seed": data.seed,
-        "sampling": data.sampling,
+        # of a large data set, earlier versions told what was read here
+        "sampling": "random" if data.sampling == "row groups" else data.sampling,
         "labels": data.labels,
         "max_download": data.max_download or DEFAULT_DOWNLOAD,
         "image_column": data.columns.get("image"),

@@ -204,9 +204,6 @@ class Statistics:
             }
         )
 
-    def only(self, kinds: Collection[Kind]) -> Statistics:
-        return Statistics({kind: sums for kind, sums in self.sums.items() if kind in kinds})
-
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]
 
@@ -241,7 +238,7 @@ def collect(
             if of_source is not None:
                 _add_paired(statistics, pairs, of_source, of_target, kinds)
                 if OF_EXPECTED_LOSSES & paired:
-                    _add_expected(statistics, pairs, of_source, of_target)
+                    _add_expected(statistics, pairs, of_source, of_target, kinds)
             if Kind.TARGET_GRADIENTS in kinds:
                 _add_target(statistics, target_sites, of_target)
     _require_finite(statistics)
@@ -306,7 +303,9 @@ def _add_paired(
                 statistics.add(Kind.INPUT_GRADIENTS, pair, *passed)
 
 
-def _add_expected(statistics: Statistics, pairs: Sequence[SitePair], source: _View, target: _View) -> None:
+def _add_expected(
+    statistics: Statistics, pairs: Sequence[SitePair], source: _View, target: _View, kinds: Collection[Kind]
+) -> None:
     """Gradients with each label in turn, and inputs weighted by the norms of these gradients over all labels."""
     tokens = (source.side.tokens, target.side.tokens)
     energies: dict[str, tuple[Tensor, Tensor]] = {}
@@ -314,13 +313,14 @@ def _add_expected(statistics: Statistics, pairs: Sequence[SitePair], source: _Vi
         found = [_gradients(loss, view.outputs, keep=True) for loss, view in zip(losses, (source, target), strict=True)]
         for pair in pairs:
             rows = pair_rows(found[0][pair.source.name], found[1][pair.target.name], *tokens)
-            statistics.add(Kind.EXPECTED_GRADIENTS, pair, *rows)
+            if Kind.EXPECTED_GRADIENTS in kinds:
+                statistics.add(Kind.EXPECTED_GRADIENTS, pair, *rows)
             more = [one.double().square().sum(-1) for one in rows]
             so_far = energies.get(pair.target.name)
             energies[pair.target.name] = (
                 (more[0], more[1]) if so_far is None else (so_far[0] + more[0], so_far[1] + more[1])
             )
-    for pair in pairs:
+    for pair in pairs if Kind.WEIGHTED_INPUTS in kinds else ():
         rows = pair_rows(source.inputs[pair.source.input], target.inputs[pair.target.input], *tokens)
         weighted = [
             one.double() * energy.sqrt().unsqueeze(-1)

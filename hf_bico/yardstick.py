@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_bico.bench import Round
 from hf_bico.deltas import Deltas
 from hf_bico.families import LiveModel
 from hf_bico.measuring import Batched, probe_accuracy, zero_shot_accuracy
 from hf_bico.objectives import ZeroShotHead
-from hf_bico.record import EvaluationRecord
-
-PROBE = "probe"
+from hf_bico.record import PROBE, EvaluationRecord
+from hf_bico.rounds import Round
 
 
 @dataclass(frozen=True)

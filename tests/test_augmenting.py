@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from hf_bico.data.augmenting import NOISE, SHIFT, Copies, altered
-from hf_bico.data.calibration import Samples, calibration_samples, open_data
+from hf_bico.data.calibration import calibration_samples, open_data
+from hf_bico.data.dataset import Samples
 from hf_bico.settings import Settings
 
 NAMES = ["cat", "dog", "owl"]

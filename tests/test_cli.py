@@ -503,8 +503,8 @@ def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
     """A real SIGINT, at a known moment: when calibration begins."""
     arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
     code = (
-        "import signal, hf_bico.bench, hf_bico.cli\n"
-        "hf_bico.bench.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "import signal, hf_bico.rounds, hf_bico.cli\n"
+        "hf_bico.rounds.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
         f"hf_bico.cli.main({arguments!r})"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -248,24 +248,21 @@ def test_the_live_table_shows_what_is_there_and_no_markup() -> None:
 
 
 def test_a_log_goes_on_where_it_stopped_and_keeps_what_is_not_asked_for(tmp_path: Path) -> None:
-    cells, refusal = measured(), Refusal("transfusion", "the heads differ")
+    cells = measured()
     with CellLog.open(tmp_path / "a" / "b", IDENTITY) as log:
         for cell in cells[:5]:
             log.add(cell)
-        log.refuse(refusal)
-        log.refuse(refusal)
         with pytest.raises(ValueError, match="already"):
             log.add(replace(cells[0], value=0.0))
     with CellLog.open(tmp_path / "a" / "b", dict(reversed(IDENTITY.items()))) as log:
-        assert (log.cells, log.refusals) == (tuple(cells[:5]), (refusal,))
+        assert log.cells == tuple(cells[:5])
         assert log.has(cells[4].key)
         assert not log.has(cells[5].key)
         log.add(cells[5])
-        log.refuse(refusal)
         asked = [cells[5].key, cells[1].key, cells[7].key]
         assert log.chosen(asked) == (cells[5], cells[1])
     lines = (tmp_path / "a" / "b" / LOG_FILE).read_text().splitlines()
-    assert len(lines) == 1 + 6 + 1
+    assert len(lines) == 1 + 6
 
 
 def test_a_key_is_the_cell_without_its_value() -> None:

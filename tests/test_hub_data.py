@@ -26,7 +26,8 @@ from PIL import Image
 import hf_bico.hub.client
 from hf_bico.data import files as data_files
 from hf_bico.data import row_groups
-from hf_bico.data.calibration import DataSet, Drawn, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data.calibration import Drawn, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data.dataset import DataSet
 from hf_bico.errors import (
     BicoError,
     ClassNamesError,

@@ -53,8 +53,8 @@ def finetuned(models: dict[str, Path], data: Any, monkeypatch: pytest.MonkeyPatc
         return call
 
     monkeypatch.setattr(outcomes, "lesson_of", spied(lesson_of, "trained", lambda given, _: set(given[2].indices)))
-    measured = spied(pipeline.evaluation_samples, "measured", lambda _, result: (result[0], set(result[1].indices)))
-    monkeypatch.setattr(pipeline, "evaluation_samples", measured)
+    measured = spied(pipeline._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
+    monkeypatch.setattr(pipeline, "_held_out", measured)
     ported = hf_bico.port(
         models["tuned"], to=models["target"], base=models["base"], data=data, class_names=CLASS_NAMES, **options
     )

@@ -26,7 +26,8 @@ import hf_bico
 from hf_bico.cli import main
 from hf_bico.data import files as data_files
 from hf_bico.data import row_groups
-from hf_bico.data.calibration import DataSet, Samples, open_data
+from hf_bico.data.calibration import open_data
+from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.evaluation import _probe_samples
 from hf_bico.families import LiveModel

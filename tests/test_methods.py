@@ -23,7 +23,7 @@ from torch import Tensor
 from toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state
 
 import hf_bico
-from hf_bico.bench import Bench, Round
+from hf_bico.bench import Bench
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import draw
 from hf_bico.deltas import Deltas
@@ -35,6 +35,7 @@ from hf_bico.models import Model
 from hf_bico.objectives import MOST_LABELS, zero_shot_head
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
+from hf_bico.rounds import Round
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from hf_bico.statistics import Kind, Statistics
 

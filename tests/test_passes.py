@@ -15,12 +15,13 @@ from scenes import SOURCE, TARGET, Scene, make_scene
 from torch import nn
 
 import hf_bico
-from hf_bico.bench import Bench, Round
+from hf_bico.bench import Bench
 from hf_bico.data.calibration import draw
 from hf_bico.environment import Stopwatch
 from hf_bico.methods import METHODS, Carrier
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
+from hf_bico.rounds import Round
 from hf_bico.settings import Settings
 
 ONE_PASS = ("bico", "bico-fisher", "input-only", "output-only", "gradient-only", "theseus")

@@ -314,3 +314,14 @@ def test_a_method_of_the_future_is_said(tmp_path: Path) -> None:
     result = run("rerun", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "cannot be followed: --method is 'bico-next'" in result.stderr
+
+
+def test_records_of_earlier_versions_are_followed(tmp_path: Path) -> None:
+    """They told of a large data set, in the place of the sampling, that row groups of it were read."""
+    ported(tmp_path / "out", *words())
+    file = tmp_path / "out" / "bico.json"
+    record = json.loads(file.read_text())
+    assert record["data"]["sampling"] == "random"
+    record["data"]["sampling"] = "row groups"
+    file.write_text(json.dumps(record))
+    assert run("rerun", str(tmp_path / "out")).stdout.startswith("Same: ")

@@ -10,7 +10,8 @@ from test_card import a_path_record, a_record, a_trained_record, measured
 
 from hf_bico.console import print_ported
 from hf_bico.record import EvaluationRecord, Record
-from hf_bico.report import Report, control_sentence, gap_closed, headline, is_worse, readout_sentence, results
+from hf_bico.report import Report
+from hf_bico.results import control_sentence, gap_closed, headline, is_worse, readout_sentence, results
 
 
 def _of(values: list[EvaluationRecord]) -> Record:

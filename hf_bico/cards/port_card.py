@@ -19,8 +19,8 @@ from hf_bico.cards.plots import PICTURE_FILE, has_alignment, panels
 from hf_bico.cards.rendering import render
 from hf_bico.cards.usage import PROBE_TASK, TASK, Usage, languages
 from hf_bico.record import EvaluationRecord, ModelRecord, Record
-from hf_bico.report import (
-    Report,
+from hf_bico.report import Report
+from hf_bico.results import (
     Result,
     control_sentence,
     gap_closed,

@@ -114,7 +114,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
-        from hf_bico.report import headline, is_worse
+        from hf_bico.results import headline, is_worse
 
         with shown_progress(quiet or as_json) as progress:
             ported = carry_out(planned, settings, hub, progress)

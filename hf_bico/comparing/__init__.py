@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.bench import Bench, require_enough_to_mispair
+from hf_bico.bench import Bench
 from hf_bico.checkpoints import digest_of, expanded
 from hf_bico.comparing.grid import USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
@@ -36,6 +36,7 @@ from hf_bico.pipeline import require_projection
 from hf_bico.planning import Plan, plan
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import open_source
+from hf_bico.rounds import require_enough_to_mispair
 from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
 from hf_bico.version import __version__
@@ -99,7 +100,7 @@ def compare(
         place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
         if fine_tuned is not None:
-            work.tuned = _tuned_target(fine_tuned, work.bench, hub, allow_pickle)
+            work.tuned, work.tuned_is = _tuned_target(fine_tuned, work.bench, hub, allow_pickle)
         log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
         for _ in work.measure(log):
             progress("compare", len(log.chosen(work.asked)), len(work.asked))
@@ -112,15 +113,13 @@ def compare(
     return found
 
 
-def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickle: bool) -> TaskVector:
-    """What fine-tuning changed in the target: by a model or an adapter."""
+def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, Any]:
+    """What fine-tuning changed in the target, by a model or an adapter, and what tells that from others."""
     target = bench.planned.lineage.target
     place = locate(reference, "the fine-tuned target", hub) if isinstance(reference, str | Path) else None
-    tuned = open_source(reference, place, target.family.library, hub, allow_pickle)
-    tuned = tuned.fetched()
+    tuned = open_source(reference, place, target.family.library, hub, allow_pickle).fetched()
     vector = TaskVector.over(tuned, target)
-    vector.about["sha256"] = tuned.sha256 or digest_of(_parts(vector))  # a folder may come to hold another model
-    return vector
+    return vector, {"id": tuned.name, "sha256": tuned.sha256 or digest_of(_parts(vector))}
 
 
 @dataclass
@@ -131,6 +130,7 @@ class _Work:
     grid: Grid
     subjects: list[Subject]
     tuned: TaskVector | None = None
+    tuned_is: Any = None
 
     @classmethod
     def of(cls, plans: Sequence[Plan], grid: Grid, hub: Hub, progress: Progress) -> _Work:
@@ -207,7 +207,7 @@ class _Work:
             "hf_bico": __version__,
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
-            "fine_tuned": None if self.tuned is None else digest(sorted(self.tuned.about.items())),
+            "fine_tuned": self.tuned_is,
             "data": {subject.name: subject.about() for subject in self.subjects},
             "settings": {name: _plain(settings[name]) for name in DECISIVE},
         }

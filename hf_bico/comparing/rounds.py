@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hf_bico.bench import Bench, Round, similar_blocks
+from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
 from hf_bico.comparison import Cell, CellKey
@@ -16,11 +16,12 @@ from hf_bico.methods import METHODS, Carrier, Trainer
 from hf_bico.methods.aligning import Aligner
 from hf_bico.objectives import zero_shot_head
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.record import EvaluationRecord
+from hf_bico.record import PROBE, EvaluationRecord
+from hf_bico.rounds import Round
 from hf_bico.settings import Settings
 from hf_bico.statistics import Kind
 from hf_bico.task_vector import TaskVector
-from hf_bico.yardstick import PROBE, Yardstick
+from hf_bico.yardstick import Yardstick
 
 
 @dataclass

@@ -13,14 +13,13 @@ from hf_bico.checkpoints import digest_of
 from hf_bico.comparing.grid import Draw, Grid
 from hf_bico.data.calibration import (
     EVALUATION_SPLITS,
-    DataSet,
     Drawn,
-    Samples,
     calibration_split,
     draw_from,
     evaluation_samples,
     open_data,
 )
+from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.measuring import Prepared
@@ -99,10 +98,9 @@ def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subj
     first = next(iter(settled.values()))
     used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
     everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
-    half = max(1, len(data.splits[first.split]) // 2)
     split, samples = evaluation_samples(data, everything, first.split, bench.settings.seed)
-    if split == first.split and len(samples) > half:  # the rest is for training
-        samples = data.samples(split, samples.indices[:half])
+    if split == first.split:  # half of it is for training
+        samples = samples.first(max(1, len(data.splits[split]) // 2))
     if not len(samples):
         remedy = "draw fewer, or use data with a test split" if data.labelled else "use data with labels"
         raise SampleCountError(f"'{data.name}' has no labelled sample to measure on", remedy)

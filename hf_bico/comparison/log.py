@@ -1,6 +1,6 @@
 """The numbers of a comparison as they are measured: a file that only grows, so that an interrupted run goes on.
 
-The first line of `cells.jsonl` says what is compared; every further one is a number, or what a method refused.
+The first line of `cells.jsonl` says what is compared; every further one is a number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_bico.comparison.cells import Cell, CellKey, Refusal
+from hf_bico.comparison.cells import Cell, CellKey
 from hf_bico.comparison.results import RESULT_FILES
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from hf_bico.output import require_free
@@ -43,7 +43,6 @@ class CellLog:
         self.folder = folder
         self._lock = lock
         self._cells: dict[CellKey, Cell] = {}
-        self._refusals: dict[Refusal, None] = {}
 
     @classmethod
     def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> CellLog:
@@ -80,10 +79,6 @@ class CellLog:
         """All of them, in the order in which they were measured."""
         return tuple(self._cells.values())
 
-    @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        return tuple(self._refusals)
-
     def has(self, key: CellKey) -> bool:
         return key in self._cells
 
@@ -97,12 +92,6 @@ class CellLog:
             raise ValueError(f"{cell.key} is in the log already")
         self._append({"cell": asdict(cell)})
         self._cells[cell.key] = cell
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Keep what a method could not do; to say it again changes nothing."""
-        if refusal not in self._refusals:
-            self._append({"refusal": refusal.as_dict()})
-            self._refusals[refusal] = None
 
     def close(self) -> None:
         """Let other processes have the folder."""
@@ -145,9 +134,6 @@ class CellLog:
             os.truncate(self.file, len(whole))
 
     def _take(self, entry: dict[str, Any]) -> None:
-        if "refusal" in entry:
-            self._refusals[Refusal(**entry["refusal"])] = None
-            return
         cell = Cell(**entry["cell"])
         if self.has(cell.key):
             raise ValueError("a number stands twice")

@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.calibration import Samples
+from hf_bico.data.dataset import Samples
 
 if TYPE_CHECKING:
     from numpy.random import Generator

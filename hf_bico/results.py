@@ -1,0 +1,209 @@
+"""What was measured of a port, as rows and sentences. Reads records; measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from hf_bico.record import PROBE, EvaluationRecord, Record
+
+VALUE_NAMES = {
+    "target": "target, zero-shot",
+    "target, readout": "target, with the readout alone",
+    "control": "control, samples mispaired",
+    "ported, no readout": "target, ported, without the readout",
+    "ported": "target, ported",
+    "source": "source, fine-tuned",
+}
+"""What each measured model is called, in the order of a table."""
+TRAINERS = ("fewshot", "finetune")
+"""The methods that train the target, for comparison, and carry nothing."""
+VANISHED = 0.1
+"""Below this share of the port's gain, a control's counts as none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the results: a measurement, what was measured, and how."""
+
+    name: str
+    protocol: str
+    entry: EvaluationRecord
+
+
+def is_trained(record: Record) -> bool:
+    """Whether the target was trained, and nothing was carried."""
+    return record.method.training is not None or record.method.name in TRAINERS
+
+
+def results(record: Record) -> list[Result]:
+    """What was measured and is understood, by protocol, zero-shot first, and then from the target to the source."""
+    order = list(VALUE_NAMES)
+    known = [e for e in record.evaluation if e.model in VALUE_NAMES and e.protocol in (None, PROBE)]
+    known.sort(key=lambda entry: (entry.protocol or "", order.index(entry.model)))
+    return [Result(_value_name(record, entry), _protocol_name(entry), entry) for entry in known]
+
+
+def _value_name(record: Record, entry: EvaluationRecord) -> str:
+    name = VALUE_NAMES[entry.model]
+    if entry.model == "target" and entry.protocol is not None:
+        return "target, as it was"
+    return name.replace("ported", "trained") if is_trained(record) else name
+
+
+def _protocol_name(entry: EvaluationRecord) -> str:
+    if entry.protocol is None:
+        return "zero-shot"
+    if entry.trained_on is None:
+        return "linear probe"
+    return f"linear probe, fitted to {_count(entry.trained_on, 'calibration sample')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def metric_name(entry: EvaluationRecord) -> str:
+    """ "accuracy", or "linear-probe accuracy"."""
+    return entry.metric if entry.protocol is None else f"linear-probe {entry.metric}"
+
+
+def is_probed(record: Record) -> bool:
+    return any(entry.protocol == PROBE for entry in record.evaluation)
+
+
+def _values(record: Record) -> dict[str, float]:
+    """The value of each model by the protocol that the headline is of: zero-shot, else the probe."""
+    found = [result.entry for result in results(record)]
+    protocol = None if any(entry.protocol is None for entry in found) else PROBE
+    return {entry.model: entry.value for entry in found if entry.protocol == protocol}
+
+
+def is_worse(record: Record) -> bool:
+    """Whether the port measured worse than the target it started from."""
+    values = _values(record)
+    return "target" in values and "ported" in values and values["ported"] < values["target"]
+
+
+def gap_closed(record: Record) -> float | None:
+    """The share of the way from the target's own accuracy to the fine-tuned source's; None where there is no way."""
+    target, ported, source = (_values(record).get(name) for name in ("target", "ported", "source"))
+    if target is None or ported is None or source is None or source <= target:
+        return None
+    return (ported - target) / (source - target)
+
+
+def sampling_error(record: Record) -> float | None:
+    """Half the width of the 95% interval of the least certain accuracy, by the number of its samples."""
+    counted = [entry for entry in record.evaluation if entry.metric == "accuracy" and entry.n > 0]
+    return max((1.96 * sqrt(max(0.0, e.value * (1 - e.value)) / e.n) for e in counted), default=None)
+
+
+def headline(record: Record) -> str | None:
+    """The result in one sentence: what was done to the target's accuracy; None when nothing was measured."""
+    target, ported, source = (_values(record).get(name) for name in ("target", "ported", "source"))
+    if target is None or ported is None:
+        return None
+    trained = is_trained(record)
+    zero_shot = results(record)[0].entry.protocol is None
+    accuracy = "accuracy" if zero_shot else "linear-probe accuracy"
+    if ported < target:
+        what = "The trained model" if trained else "The port"
+        return f"{what} measured WORSE than the target: {accuracy} {ported:.1%}, down from {target:.1%}."
+    if ported == target:
+        return f"{'Training' if trained else 'The port'} changed nothing in the target's {accuracy} of {target:.1%}."
+    sentence = f"{accuracy.capitalize()} {ported:.1%}, up from the target's {target:.1%}"
+    closed = gap_closed(record)
+    if closed is not None and source is not None:
+        reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
+        sentence += f": {reached} the fine-tuned source's {source:.1%}"
+    sentence += f", after {training_steps(record)}" if trained else ", with no training step"
+    alone = _readout_alone(record)
+    return f"{sentence}." if alone is None else f"{sentence}; the readout alone gives {alone:.1%}."
+
+
+def _readout_alone(record: Record) -> float | None:
+    """What the untouched target reaches with the readout, where that is a part of the result."""
+    readout = record.method.readout
+    return _values(record).get("target, readout") if readout is not None and readout.accepted else None
+
+
+def training_steps(record: Record) -> str:
+    """ "1 training step", "30 training steps", or "training" where nobody knows."""
+    training = record.method.training
+    return "training" if training is None else _count(training.steps, "training step")
+
+
+def control_sentence(record: Record) -> str | None:
+    """What the control is, and what is left of the gain in it; None where there was none."""
+    values = _values(record)
+    ported = "ported, no readout" if "ported, no readout" in values else "ported"
+    if not {"control", ported, "target"} <= values.keys():
+        return None
+    gain, control = (values[name] - values["target"] for name in (ported, "control"))
+    without = "" if ported == "ported" else ", both without the readout"
+    sentence = (
+        "The control is the same method with the two models' samples mispaired, so that there is nothing to line up: "
+        f"over the target, it gains {_points(control)} points, and the port {_points(gain)}{without}"
+    )
+    if gain <= 0:
+        return f"{sentence}. The port has no gain that could vanish."
+    share = control / gain
+    if share < VANISHED:
+        return f"{sentence}. The gain vanishes in it: it comes from samples that belong together."
+    if share < 1:
+        return f"{sentence}. {share:.0%} of the gain is still there: that much does not come from the alignment."
+    return f"{sentence}. The gain does not vanish in it: it does not come from the alignment."
+
+
+def _points(difference: float) -> str:
+    text = f"{100 * difference:+.1f}"
+    return text if float(text) else "0.0"
+
+
+def readout_sentence(record: Record) -> str | None:
+    """What the readout is, whether it was taken, and what it gives on its own; None where there was none."""
+    readout = record.method.readout
+    if readout is None:
+        return None
+    before, after = f"{readout.before:.3g}", f"{readout.left_out:.3g}"
+    parts = [
+        "The readout is a closed-form distillation of the fine-tuned source's predictions into the final projection."
+    ]
+    if readout.accepted:
+        parts.append(
+            "It was accepted: on calibration samples that it was not made from, the mean squared distance to those "
+            f"predictions fell from {before} to {after}."
+        )
+    else:
+        parts.append(
+            "It was not accepted, and changed nothing: on calibration samples that it was not made from, the mean "
+            f"squared distance to those predictions was {before} without it and {after} with it."
+        )
+    values = _values(record)
+    if "target, readout" in values:
+        alone = values["target, readout"]
+        less = readout.accepted and alone >= values.get("ported", alone + 1)
+        adds = f"; {'training' if is_trained(record) else 'the port'} adds nothing to that" if less else ""
+        parts.append(f"The same step on the untouched target gives {alone:.1%}{adds}.")
+    if readout.accepted and "ported, no readout" in values:
+        what = "training" if is_trained(record) else "the port"
+        parts.append(f"Without the readout, {what} gives {values['ported, no readout']:.1%}.")
+    return " ".join(parts)
+
+
+def training_sentence(record: Record) -> str | None:
+    """How the target was trained; None where it was not."""
+    training = record.method.training
+    if training is None:
+        return None
+    text = f"{training_steps(record)} of AdamW on {_count(training.samples, 'sample')}"
+    if training.batch is not None:
+        text += f", {training.batch:,} at a time"
+    text += f", learning rate {training.learning_rate:g}"
+    if training.warmup is not None:
+        text += f" after {training.warmup:,} warm-up steps and with cosine decay"
+    text += f", weight decay {training.weight_decay:g}"
+    if training.validation is not None:
+        text += f"; accuracy {training.validation:.1%} on samples held back for validation"
+    return f"{text}."
