@@ -66,7 +66,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def cells(folder: Path, worlds: int, **options: Any) -> list[Cell]:
     found: list[Cell] = []
     for seed in range(worlds):
-        world = build(folder / "worlds", seed=seed, shapes=(), tasks=())
+        world = build(folder / "worlds" / f"seed-{seed}", seed=seed, shapes=(), tasks=())
         for task in TASKS:
             models = {"to": world.base("wide"), "base": world.base("narrow"), "data": world.data(task)}
             found += compare(world.fine_tuned("narrow", task), **models, seeds=2, device="cpu", **options).cells

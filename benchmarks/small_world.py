@@ -56,7 +56,7 @@ class Job:
         from hf_bico.demo import build
 
         source, target = PAIRS[self.pair]
-        made = build(self.folder / "worlds", seed=self.world, shapes=(), tasks=())
+        made = build(self.folder / "worlds" / f"seed-{self.world}", seed=self.world, shapes=(), tasks=())
         out = self.folder / "compared" / self.part / self.pair.replace(" ", "-") / f"{self.world}-{self.task}"
         return compare(
             made.fine_tuned(source, self.task),
@@ -74,7 +74,7 @@ class Job:
 def train(folder: Path, world: int, shape: str) -> None:
     from hf_bico.demo import build
 
-    build(folder / "worlds", seed=world, shapes=(shape,), tasks=TASKS)
+    build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(shape,), tasks=TASKS)
 
 
 def run(job: Job) -> Comparison:
@@ -101,7 +101,7 @@ def main(folder: Path, worlds: int, draws: int, workers: int, docs: Path | None)
         from hf_bico.demo import build
 
         for world in range(worlds):
-            build(folder / "worlds", seed=world, shapes=(), tasks=TASKS)
+            build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(), tasks=TASKS)
         made = [pool.submit(train, folder, world, shape) for world in range(worlds) for shape in shapes]
         for one in made:
             one.result()

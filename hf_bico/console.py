@@ -139,7 +139,7 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
-    click.echo(f"seconds: {seconds}")
+    click.echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
     click.echo(f"\nWritten to {folder}")
     if not pushing and not is_worse(record):
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")

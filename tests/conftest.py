@@ -46,6 +46,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], World]:
         from hf_bico.demo import build
 
         with FileLock(f"{folder}-{seed}.lock"):
-            return build(folder, seed=seed)
+            return build(folder / f"seed-{seed}", seed=seed)
 
     return make

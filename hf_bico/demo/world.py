@@ -22,6 +22,7 @@ from hf_bico.checkpoints import save_tensors
 from hf_bico.demo import digits, training
 from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
 from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
+from hf_bico.errors import OutputExistsError
 from hf_bico.output import whole_folder
 
 CONFIG_FILE = "open_clip_config.json"
@@ -33,6 +34,7 @@ MLP_RATIO = 2.0
 TEXT_WIDTH = 32
 TEXT_LAYERS = 1
 TOKENIZER_NAME = "small-world"
+SEED_FILE = "small-world.json"
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,12 @@ def build(
     tasks: Sequence[str] = TASK_NAMES,
     report: Callable[[str], None] | None = None,
 ) -> World:
-    """Makes every model and data set asked for, below `folder`; what is there already from this seed is kept.
+    """Makes every model and data set asked for in `folder`, which holds one seed's; what is there already is kept.
 
     `report` is told each piece of work as it begins.
     """
-    world = World(folder / f"seed-{seed}")
+    _claim(folder, seed)
+    world = World(folder)
     tell = report or (lambda message: None)
     for task in tasks:
         if not world.data(task).exists():
@@ -140,6 +143,19 @@ def build(
                 tell(f"fine-tuning {shape} on {task}")
                 fine_tune(world.fine_tuned(shape, task), world.base(shape), task, seed=seed)
     return world
+
+
+def _claim(folder: Path, seed: int) -> None:
+    """Note the seed in a new folder; refuse one that holds another seed's models, or anything else."""
+    note = folder / SEED_FILE
+    if not note.is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise OutputExistsError(f"'{folder}' is not empty, and no small world", "name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+    held = json.loads(note.read_text(encoding="utf-8"))["seed"]
+    if held != seed:
+        raise OutputExistsError(f"'{folder}' holds the small world of seed {held}", "name another folder")
 
 
 def _number(purpose: str, name: str, seed: int) -> int:
