@@ -3,18 +3,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test cards lint format clean
+.PHONY: demo test docs notebooks cards lint format clean
 
 $(READY): pyproject.toml
+	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
 demo: $(READY)  ## the whole job on the embedded small world, offline
-	$(BIN)/python -m hf_bico.demo demo-output
+	$(BIN)/hf-bico demo demo-output
 
 test: lint  ## linters, types, then every test, one thread each so that the workers do not fight over the cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
+	OMP_NUM_THREADS=1 $(BIN)/python tests/pages.py
+	$(BIN)/python docs/pictures/how_it_works.py
+
+notebooks: $(READY)  ## the outputs that the notebooks store, from runs on the small world
+	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py
 
 cards: $(READY)  ## the gallery of model cards, from real ports between repos of a loopback Hub
 	OMP_NUM_THREADS=1 $(BIN)/python tests/gallery.py

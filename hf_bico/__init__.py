@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.extracting import extract as extract
     from hf_bico.pipeline import port as port
-    from hf_bico.planning import Plan as Plan
     from hf_bico.planning import plan as plan
+    from hf_bico.plans import Plan as Plan
     from hf_bico.ported import Ported as Ported
+    from hf_bico.progress import show_progress as show_progress
     from hf_bico.push_checks import PushOptions as PushOptions
     from hf_bico.pushing import Pushed as Pushed
     from hf_bico.rerunning import rerun as rerun
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BicoError": "hf_bico.errors",
     "Comparison": "hf_bico.comparison",
-    "Plan": "hf_bico.planning",
+    "Plan": "hf_bico.plans",
     "Ported": "hf_bico.ported",
     "PushOptions": "hf_bico.push_checks",
     "Pushed": "hf_bico.pushing",
@@ -41,6 +42,7 @@ _HOMES = {
     "plan": "hf_bico.planning",
     "port": "hf_bico.pipeline",
     "rerun": "hf_bico.rerunning",
+    "show_progress": "hf_bico.progress",
 }
 
 __all__ = sorted(_HOMES)

@@ -183,7 +183,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     if DELTA_FILE not in place.sizes:
         raise RepoError(
             f"'{place.name}' is neither an adapter nor a task vector",
-            "take a fine-tuned model's change first: 'hf-bico extract MODEL -o FOLDER'",
+            "take a full model's change first: 'hf-bico extract MODEL --base BASE -o FOLDER'",
         )
     place.fetch([DELTA_FILE])
     record = ModelRecord(place.name, place.commit, sha256_of([place.folder / DELTA_FILE]), kind="delta")

@@ -19,7 +19,8 @@ from hf_bico.matching import blocks_by_similarity
 from hf_bico.measuring import features_of, logits_of
 from hf_bico.methods import Carried, Pretrained
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
-from hf_bico.planning import Plan
+from hf_bico.planning import matched
+from hf_bico.plans import Plan
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
 from hf_bico.sites import SitePair
@@ -64,7 +65,7 @@ class Bench:
 
     def matched(self, blocks: Sequence[int]) -> Bench:
         """The same models with other blocks paired."""
-        planned = self.planned.matched(blocks)
+        planned = matched(self.planned, blocks)
         return replace(self, planned=planned, pairs=_changed_pairs(planned, self.vector))
 
     def heads(self, class_names: Sequence[str]) -> Heads:

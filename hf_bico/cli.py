@@ -2,27 +2,113 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import click
 
 from hf_bico.commands.changing import apply, extract
 from hf_bico.commands.comparing import compare
+from hf_bico.commands.completion import completion
+from hf_bico.commands.demonstrating import demo
 from hf_bico.commands.measuring import evaluate
 from hf_bico.commands.porting import plan, port, rerun
 from hf_bico.commands.publishing import card, push
+from hf_bico.edge.ending import FAILED, STOPPED, WRONG, whole_process
+from hf_bico.edge.screen import is_plain
+from hf_bico.edge.sections import SectionedHelp
+from hf_bico.spelling import near
 from hf_bico.version import __version__
 
+GROUPS: dict[str, Sequence[click.Command]] = {
+    "First steps": (demo, completion),
+    "Carry a task vector": (port, plan, rerun, compare),
+    "Change models": (extract, apply),
+    "Measure": (evaluate,),
+    "Publish": (card, push),
+}
+"""The commands by their use."""
+EXIT_CODES = {
+    0: "success",
+    FAILED: "the job failed: one line of cause and one of remedy, on stderr",
+    WRONG: "a wrong command line",
+    STOPPED: "stopped by Ctrl-C",
+}
+WHERE_NEXT = (
+    ("hf-bico COMMAND --help", "the options of a command, with examples"),
+    ("hf-bico demo", "the whole job on small models, without account or download"),
+)
 
-class _Commands(click.Group):
-    """Commands in the order of use."""
+
+class _Stopped(BaseException):
+    """Ctrl-C inside of a command, which click would answer with a line of its own."""
+
+
+class _Commands(SectionedHelp, click.Group):
+    """Commands in the order of use, under headings; a mistyped one is asked about."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(str(one.name).ljust(10), one.get_short_help_str(width)) for one in commands])
+        super().format_options(ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+        with formatter.section("Where to look next"):
+            formatter.write_dl(WHERE_NEXT)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not (ctx.resilient_parsing or name.startswith("-")):
+            meant = near(name, self.commands)
+            ctx.fail(f"No such command '{name}'." + (f" Did you mean '{meant}'?" if meant else ""))
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        extra.setdefault("color", False if is_plain(sys.stdout) else None)
+        if not standalone_mode:
+            return self._run(words, prog_name, complete_var, **extra)
+        with whole_process(as_json="--json" in words):
+            sys.exit(self._run(words, prog_name, complete_var, **extra))
+
+    def _run(self, words: list[str], prog_name: str | None, complete_var: str | None, **extra: Any) -> Any:
+        try:
+            return super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+        except _Stopped as error:
+            raise KeyboardInterrupt from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hf-bico")
 def main() -> None:
     """Carry what a fine-tuned model learnt to another pretrained model, without training.
+
+    Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders; models also by open_clip's own names
+    (ViT-B-16-plus-240/laion400m_e32).
 
     \b
     Examples:
@@ -33,11 +119,9 @@ def main() -> None:
       hf-bico port user/eurosat-lora --to laion/ViT-B-16-plus
       hf-bico extract user/vit-b16-eurosat --rank 16
       hf-bico apply user/eurosat-lora --alpha 0.5 -o merged
-
-    Models and data sets are Hub ids (OWNER/NAME, OWNER/NAME@REVISION) or folders; models also by open_clip's own names
-    (ViT-B-16-plus-240/laion400m_e32).
     """
 
 
-for _command in (port, plan, compare, evaluate, extract, apply, rerun, card, push):
-    main.add_command(_command)
+for _commands in GROUPS.values():
+    for _command in _commands:
+        main.add_command(_command)

@@ -32,7 +32,8 @@ from hf_bico.methods import METHODS, Method, Trainer
 from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.planning import Plan, plan
+from hf_bico.planning import matched, plan
+from hf_bico.plans import Plan
 from hf_bico.ported import Ported, with_held
 from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
@@ -81,7 +82,7 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(settings.device)
     method = METHODS[settings.method](settings)
-    planned = planned.matched(settings.layers)
+    planned = matched(planned, settings.layers)
     require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)

@@ -16,13 +16,15 @@ from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.errors import UsageError
 from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
+from hf_bico.markdown import plain
 from hf_bico.models import Model
 from hf_bico.output import whole_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import OutputRecord, Record, SiteRecord
 from hf_bico.recording import with_output
-from hf_bico.report import Report
+from hf_bico.report import Report, markdown_table
+from hf_bico.results import control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.settings import FORMATS, require_rank
 from hf_bico.task_vector import TaskVector
 
@@ -40,6 +42,16 @@ class Ported:
 
     def __repr__(self) -> str:
         return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows: the results, or where nothing was measured, what this is."""
+        said = headline(self.record)
+        if said is None:
+            return str(plain(repr(self)))
+        sentences = (control_sentence(self.record), readout_sentence(self.record))
+        told = [plain(sentence, 2000) for sentence in sentences if sentence]
+        table = markdown_table(result_rows(self.record))
+        return "\n\n".join([f"**{plain(said)}**", table, f"({plain(measured_on(self.record))})", *told])
 
     @property
     def rounding_lost(self) -> float | None:

@@ -17,7 +17,7 @@ from hf_bico.methods.finetune import Finetune
 from hf_bico.methods.gradfix import GradFix
 from hf_bico.methods.training import Trained
 from hf_bico.models import Model
-from hf_bico.planning import Plan
+from hf_bico.plans import Plan
 from hf_bico.readout import Readout
 from hf_bico.record import (
     DataRecord,
@@ -33,7 +33,7 @@ from hf_bico.record import (
 )
 from hf_bico.report import Report
 from hf_bico.resolving import Lineage
-from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, Settings
+from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, METHOD_NAMES, OPTION_METHODS, Settings
 from hf_bico.version import __version__
 
 NOTABLE_ROUNDING = 0.05
@@ -264,6 +264,7 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--allow-pickle", "" if any(model.pickled for model in models) else None, None),
         ("--force", "" if settings.force else None, None),
     ):
-        if value is not None and value != default:
+        methods = OPTION_METHODS.get(option[2:].replace("-", "_"), METHOD_NAMES)
+        if value is not None and value != default and settings.method in methods:
             words += [option, str(value)] if value != "" else [option]
     return shlex.join(words)

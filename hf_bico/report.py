@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hf_bico.markdown import plain
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.sites import role_labels
 
@@ -45,8 +46,19 @@ class Report:
         left = ", ".join(f"{reason} {energy:.1%}" for reason, _, energy in self.left_by_reason())
         return f"{text}; left behind: {left}" if left else text
 
+    def __repr__(self) -> str:
+        return f"Report of {len(self.sites)} sites: {self.summary()}"
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return f"{markdown_table(self.rows())}\n\n{plain(self.summary(), 2000)}"
+
     def table(self) -> str:
         """One line a role: how many sites, their energy, scores, ranks and unseen energy, as far as they are known."""
+        return format_table(self.rows())
+
+    def rows(self) -> list[list[str]]:
+        """The table's head, then a row for each role."""
         rows: list[tuple[str, ...]] = [
             ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept")
         ]
@@ -54,7 +66,7 @@ class Report:
         for label in dict.fromkeys(labels.values()):
             rows.append(_role_row(label, [site for site in self.sites if labels[site.role] == label]))
         known = [column for column, _ in enumerate(rows[0]) if any(row[column] != "-" for row in rows[1:])]
-        return format_table([[row[column] for column in known] for row in rows])
+        return [[row[column] for column in known] for row in rows]
 
 
 def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
@@ -108,3 +120,10 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Sequence[str]], align: str = "---:") -> str:
+    """The same in Markdown, whatever is in the cells; the columns after the first are aligned so."""
+    head, *body = [f"| {' | '.join(plain(cell, 1000) for cell in row)} |" for row in rows]
+    rule = f"| {' | '.join(['---', *(align for _ in rows[0][1:])])} |"
+    return "\n".join([head, rule, *body])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,14 +84,21 @@ def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:
-    """What to open: a repo at its commit, or the folder of that name, which must be here."""
+    """What to open: a repo at its commit, or the folder of that name, which must be here or in a folder that is."""
     if entry.commit is not None:
         return f"{entry.id}@{entry.commit}"
-    if not Path(entry.id).exists():
+    below = Path().glob(f"*/{glob.escape(entry.id)}") if Path(entry.id).name == entry.id else ()
+    found = [Path(entry.id)] if Path(entry.id).exists() else sorted(below)
+    if not found:
         raise RecordError(
             f"it was made from the local folder '{entry.id}', which is not here", "run it beside that folder"
         )
-    return Path(entry.id)
+    if len(found) > 1:
+        raise RecordError(
+            f"it was made from the local folder '{entry.id}', and there are '{found[0]}' and '{found[1]}'",
+            "run it beside the right one",
+        )
+    return found[0]
 
 
 def _settings(record: Record, name: str, device: str) -> Settings:

@@ -44,6 +44,20 @@ def results(record: Record) -> list[Result]:
     return [Result(_value_name(record, entry), _protocol_name(entry), entry) for entry in known]
 
 
+def result_rows(record: Record) -> list[tuple[str, ...]]:
+    """The results as a table, its head first; with their protocols where these are not zero-shot throughout."""
+    measured = results(record)
+    rows = [("model", "protocol", measured[0].entry.metric)] if measured else []
+    rows += [(row.name, row.protocol, f"{row.entry.value:.1%}") for row in measured]
+    return [row if is_probed(record) else (row[0], row[2]) for row in rows]
+
+
+def measured_on(record: Record) -> str:
+    """ "597 samples of split test of inverted"; only where anything was measured."""
+    first = results(record)[0].entry
+    return f"{first.n} samples of split {first.split} of {first.data}"
+
+
 def _value_name(record: Record, entry: EvaluationRecord) -> str:
     name = VALUE_NAMES[entry.model]
     if entry.model == "target" and entry.protocol is not None:

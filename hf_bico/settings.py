@@ -15,6 +15,16 @@ METHOD_NAMES = (
     *("bico", "bico-fisher", "bico-path", "input-only", "output-only", "gradient-only", "theseus"),
     *("naive", "transfusion", "gradfix", "fewshot", "finetune"),
 )
+_ALIGNING = METHOD_NAMES[: METHOD_NAMES.index("naive")]
+OPTION_METHODS: dict[str, tuple[str, ...]] = {
+    "completion": _ALIGNING,
+    "path_steps": ("bico-path",),
+    "signs": ("gradfix",),
+    "learning_rate": ("fewshot", "finetune"),
+    "weight_decay": ("fewshot", "finetune"),
+    **dict.fromkeys(("train_steps", "train_batch", "warmup", "checkpoint"), ("finetune",)),
+}
+"""The options that only some methods look at."""
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 LABELS = ("auto", "dataset", "pseudo")
 LAYERS = ("index", "similarity")

@@ -163,7 +163,7 @@ def main() -> None:
     HUB.add_user(OWNER, TOKEN)
     os.environ["HF_TOKEN"] = TOKEN
     with tempfile.TemporaryDirectory() as scratch:
-        world = build(Path(scratch) / "world", tasks=[TASK], report=print)
+        world = build(Path(scratch) / "world", tasks=[TASK])
         publish(HUB, world, Path(scratch) / "transformers")
         for entry in ENTRIES:
             written = make(entry, world, Path(scratch) / entry.name)

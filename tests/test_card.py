@@ -25,9 +25,9 @@ from markdown_it.token import Token
 from toys import WRITERS, Toy, random_state
 
 from hf_bico.cards.card import render_card, write_card
-from hf_bico.cards.markdown import clean, code, fenced, literal, plain
 from hf_bico.cards.methods import METHODS
 from hf_bico.cards.plots import alignment_picture
+from hf_bico.markdown import clean, code, fenced, literal, plain
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from scenes import Scene, make_scene
 
@@ -224,6 +225,15 @@ def broken_image(scene: Scene, folder: Path) -> list[str]:
     return replaced(scene.arguments, "--data", str(folder / "broken"))
 
 
+def huge_image(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(scene.data, folder / "bombs")
+    huge = Image.new("1", (20000, 20000))
+    huge.save(folder / "huge.png")
+    for image in (folder / "bombs" / "train" / "one").iterdir():
+        image.write_bytes((folder / "huge.png").read_bytes())
+    return replaced(scene.arguments, "--data", str(folder / "bombs"))
+
+
 def no_tokenizer(scene: Scene, folder: Path) -> list[str]:
     shutil.copytree(scene.target, folder / "mute")
     for file in (folder / "mute").glob("*token*"):
@@ -403,6 +413,7 @@ MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (pickled, 1, "'pickled' holds only pickled weights (pytorch_model.bin)", "safetensors"),
     (truncated, 1, "cannot be read as safetensors", "copy or download the file again"),
     (broken_image, 1, "cannot be decoded", "remove or replace the broken image"),
+    (huge_image, 1, "could be decompression bomb", "remove or replace the broken image"),
     (no_tokenizer, 1, "'mute' has no tokenizer", "copy it"),
     (labels_as_images, 1, "the column 'label' holds class, not images", "--image-column"),
     (weights_file, 1, "is a file", "name its folder"),

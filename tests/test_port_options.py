@@ -184,7 +184,12 @@ def test_each_of_these_choices_changes_the_weights(tmp_path: Path) -> None:
     digests: dict[tuple[str, ...], list[str]] = {}
     for index, options in enumerate(
         [
-            *(["--method", name, *TRAINING, *STEPS] for name in METHOD_NAMES if name not in ("transfusion", "gradfix")),
+            *(
+                ["--method", name]
+                for name in METHOD_NAMES
+                if name not in ("transfusion", "gradfix", "fewshot", "finetune")
+            ),
+            *(["--method", "fewshot", *TRAINING], ["--method", "finetune", *TRAINING, *STEPS]),
             *(["--sampling", name] for name in ("class-balanced", "centroid-near", "centroid-far", "one-class")),
             *(["--labels", "pseudo"], ["--augment", "2"], ["--layers", "1,0"], ["--readout"]),
             *(["--method", "bico-path", "--path-steps", "3"], ["--method", "fewshot", "--learning-rate", "0.1"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_card import a_path_record, a_record, a_trained_record, measured
 
-from hf_bico.console import print_ported
+from hf_bico.edge.console import print_ported
 from hf_bico.record import EvaluationRecord, Record
 from hf_bico.report import Report
 from hf_bico.results import control_sentence, gap_closed, headline, is_worse, readout_sentence, results

@@ -128,8 +128,21 @@ def test_folders_are_looked_for_here_and_held_against_the_record(
     (scene.tuned / weights).write_bytes((scene.tuned / weights).read_bytes()[:-4] + b"\0\0\0\0")
     changed = hf_bico.rerun("out", device="cpu")
     assert "the fine-tuned model's weights are others" in changed.differences
-    monkeypatch.chdir(tmp_path.parent)
-    with pytest.raises(RecordError, match="the local folder '.*', which is not here"):
+
+
+def test_folders_may_lie_one_folder_down(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    publish(hub, tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    models = {"to": "models/target", "base": "models/base", "data": "models/pictures"}
+    out = hf_bico.port("models/tuned", **models, n=9, device="cpu").save("out")
+    assert hf_bico.rerun(out, device="cpu").same
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / "tuned").symlink_to(tmp_path / "models" / "tuned")
+    with pytest.raises(RecordError, match="there are 'copies/tuned' and 'models/tuned'"):
+        hf_bico.rerun(out, device="cpu")
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(RecordError, match="the local folder 'tuned', which is not here"):
         hf_bico.rerun(tmp_path / "out", device="cpu")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -81,19 +78,6 @@ def test_worse_port_says_so_first_and_even_when_quiet(worlds: Callable[[int], Wo
     quiet = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "quiet"), "-q"])
     assert quiet.stdout == ""
     assert quiet.stderr.startswith("Warning: The port measured WORSE than the target")
-
-
-def test_demo_runs_every_command(worlds: Callable[[int], World], tmp_path: Path) -> None:
-    """Over a world that is there already, as a second `make demo` finds it."""
-    shutil.copytree(worlds(0).folder, tmp_path / "demo" / "world" / "seed-0")
-    command = [sys.executable, "-m", "hf_bico.demo", str(tmp_path / "demo")]
-    for _ in range(2):
-        printed = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert printed.stderr == ""
-        assert [line.split()[2] for line in printed.stdout.splitlines() if line.startswith("$ ")] == [
-            *("plan", "port", "eval", "eval")
-        ]
-    assert (tmp_path / "demo" / f"narrow-{TASK_NAMES[0]}-on-wide" / "README.md").is_file()
 
 
 def test_fine_tuning_changes_the_visual_tower_only(worlds: Callable[[int], World]) -> None:

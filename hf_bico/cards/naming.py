@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from hf_bico.cards.markdown import Markdown, clean, code, plain
 from hf_bico.hub.references import is_repo_id
+from hf_bico.markdown import Markdown, clean, code, plain
 from hf_bico.record import DataRecord, ModelRecord, OutputRecord
 
 HUB = "https://huggingface.co/"

@@ -12,12 +12,12 @@ from typing import Any
 
 from hf_bico.cards.held import Held, held_sites
 from hf_bico.cards.licences import Licences
-from hf_bico.cards.markdown import clean
 from hf_bico.cards.methods import MATCHINGS, METHODS, SAMPLINGS, SIGNS, UNKNOWN, About
 from hf_bico.cards.naming import WORD, Place, kind_of, public_command, shown, shown_output, shown_source, without_names
 from hf_bico.cards.plots import PICTURE_FILE, has_alignment, panels
 from hf_bico.cards.rendering import render
 from hf_bico.cards.usage import PROBE_TASK, TASK, Usage, languages
+from hf_bico.markdown import clean
 from hf_bico.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.report import Report
 from hf_bico.results import (

@@ -10,21 +10,31 @@ from typing import Any
 import click
 
 from hf_bico.commands.porting import last_name
-from hf_bico.edge import edge
+from hf_bico.edge.completing import complete_model
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import (
+    Choice,
+    base_option,
+    device_option,
+    folder_option,
+    hub_options,
+    output_options,
+    rank_option,
+)
+from hf_bico.edge.sections import METHOD, MODELS, OUTPUT, SectionedHelp
 from hf_bico.errors import UsageError
-from hf_bico.options import base_option, device_option, hub_options, output_options, rank_option
 from hf_bico.settings import FORMATS, read_rank, require_rank
 
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
+overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 
 
-@click.command()
-@click.argument("finetuned")
+@click.command(cls=SectionedHelp, short_help="Take a fine-tune's change as a PEFT adapter.")
+@click.argument("finetuned", shell_complete=complete_model)
 @base_option
 @rank_option
-@click.option("--everything", is_flag=True, help="Hold norms, embeddings and the like too, as they will be.")
+@OUTPUT.option("--everything", is_flag=True, help="Hold norms, embeddings and the like too, as they will be.")
 @device_option
-@click.option("-o", "output", help="Output folder; ./FINETUNED-adapter by default.")
+@folder_option("Output folder; ./FINETUNED-adapter by default.")
 @overwrite_option
 @hub_options
 @output_options
@@ -40,7 +50,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
     with edge():
         wanted = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
-        from hf_bico.console import shown_progress
+        from hf_bico.edge.console import shown_progress
         from hf_bico.output import require_free
 
         require_free(folder, overwrite)
@@ -51,21 +61,25 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
         _show(folder, as_json, quiet)
 
 
-@click.command()
-@click.argument("vectors", nargs=-1, required=True)
-@click.option("--to", help="The model to change; by default the one that the first VECTOR was made for.")
-@click.option("--alpha", default=1.0, show_default=True, help="How much of the sum to add.")
-@click.option("--weights", help="One number for each VECTOR, with commas: 0.7,0.3; 1 each by default.")
-@click.option(
+@click.command(cls=SectionedHelp, short_help="Add adapters or task vectors to a model.")
+@click.argument("vectors", nargs=-1, required=True, shell_complete=complete_model)
+@MODELS.option(
+    "--to",
+    shell_complete=complete_model,
+    help="The model to change; by default the one that the first VECTOR was made for.",
+)
+@METHOD.option("--alpha", default=1.0, show_default=True, help="How much of the sum to add.")
+@METHOD.option("--weights", help="One number for each VECTOR, with commas: 0.7,0.3; 1 each by default.")
+@OUTPUT.option(
     "--format",
     default="full",
     show_default=True,
-    type=click.Choice(FORMATS),
+    type=Choice(FORMATS),
     help="A model, a PEFT adapter, or only the change.",
 )
 @rank_option
 @device_option
-@click.option("-o", "output", help="Output folder; ./VECTOR-applied by default.")
+@folder_option("Output folder; ./VECTOR-applied by default.")
 @overwrite_option
 @hub_options
 @output_options
@@ -74,11 +88,14 @@ def apply(
 ) -> None:
     """Add adapters or task vectors to a model, which is a way to rescale a port without calibrating again.
 
+    VECTORS are adapters, and what 'port' writes with --format adapter or --format delta; a full model's change is taken
+    by 'extract' first.
+
     \b
     Examples:
       hf-bico apply my-lora -o merged
       hf-bico apply user/lora-a user/lora-b --weights 0.7,0.3 --alpha 0.8 -o merged
-      hf-bico apply my-port --alpha 0.5 --format adapter -o my-port-halved
+      hf-bico apply my-ported-lora --alpha 0.5 --format adapter -o halved
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with edge():
@@ -87,7 +104,7 @@ def apply(
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
         shares = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
-        from hf_bico.console import shown_progress
+        from hf_bico.edge.console import shown_progress
         from hf_bico.output import require_free
 
         require_free(folder, overwrite)
@@ -109,7 +126,7 @@ def _numbers(text: str, count: int) -> list[float]:
 
 
 def _show(folder: Path, as_json: bool, quiet: bool) -> None:
-    from hf_bico.console import print_made
+    from hf_bico.edge.console import print_made
     from hf_bico.record import read_made
 
     record = read_made(folder)

@@ -9,37 +9,55 @@ from typing import Any
 import click
 
 from hf_bico.commands.porting import last_name
-from hf_bico.edge import edge
-from hf_bico.errors import UsageError
-from hf_bico.options import (
+from hf_bico.edge.completing import complete_data, complete_methods, complete_model
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import (
     base_option,
     data_options,
+    folder_option,
     hub_options,
     method_options,
     output_options,
+    read_methods,
     read_settings,
     target_option,
 )
+from hf_bico.edge.sections import MEASURING, METHOD, MODELS, OUTPUT, RUNNING, SAMPLES, SectionedHelp
+from hf_bico.errors import UsageError
 
 
-@click.command()
-@click.argument("source")
+@click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
+@click.argument("source", shell_complete=complete_model)
 @target_option
 @base_option
-@click.option("--data", multiple=True, help="Data set to calibrate and measure on; repeat it for several.")
-@click.option("--split", help="Split to calibrate on; train by default.")
-@click.option("--methods", help="Such as naive,theseus,bico; or all. By default those of the paper, and our own.")
-@click.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
-@click.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
-@click.option("--seeds", default=3, show_default=True, help="Draws of the samples, for means and deviations.")
-@click.option("--fine-tuned", metavar="MODEL", help="The target fine-tuned directly, as a reference.")
+@SAMPLES.option(
+    "--data",
+    multiple=True,
+    shell_complete=complete_data,
+    help="Data set to calibrate and measure on; repeat it for several.",
+)
+@SAMPLES.option("--split", help="Split to calibrate on; train by default.")
+@METHOD.option(
+    "--methods",
+    shell_complete=complete_methods,
+    help="Such as naive,theseus,bico; or all. By default those of the paper, and our own.",
+)
+@SAMPLES.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
+@SAMPLES.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
+@SAMPLES.option("--seeds", default=3, show_default=True, help="Draws of the samples, for means and deviations.")
+@MODELS.option(
+    "--fine-tuned",
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="The target fine-tuned directly, as a reference.",
+)
 @data_options
 @method_options
-@click.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
-@click.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
-@click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET-compared by default.")
-@click.option("--overwrite", is_flag=True, help="Start anew in the folder of another comparison.")
-@click.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
+@MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
+@folder_option("Output folder; ./SOURCE-to-TARGET-compared by default.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Start anew in the folder of another comparison.")
+@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
 @hub_options
 @output_options
 def compare(source: str, target: str, base: str | None, data: tuple[str, ...], **options: Any) -> None:
@@ -60,13 +78,13 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
     methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
     with edge() as at:
         settings = read_settings(options)
-        chosen = {} if methods is None else {"methods": [name.strip() for name in methods.split(",") if name.strip()]}
+        chosen = {} if methods is None else {"methods": read_methods(methods)}
         sizes = {
             name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
         }
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
         from hf_bico.comparing import compare as run
-        from hf_bico.console import shown_comparison
+        from hf_bico.edge.console import print_compared, shown_comparison
 
         at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
         silent = quiet or as_json
@@ -77,7 +95,7 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
         if as_json:
             click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(found.to_json())}))
         elif not quiet:
-            click.echo(f"{found.title}\n\n{found.table()}\n\nWritten to {folder}")
+            print_compared(found, folder)
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:

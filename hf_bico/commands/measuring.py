@@ -7,17 +7,29 @@ from typing import Any
 
 import click
 
-from hf_bico.edge import edge
-from hf_bico.options import data_options, hub_options, output_options, read_settings
+from hf_bico.edge.completing import complete_data, complete_model
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import data_options, hub_options, output_options, read_settings
+from hf_bico.edge.sections import MEASURING, MODELS, SAMPLES, SectionedHelp
 
 
-@click.command("eval")
-@click.argument("model")
-@click.option("--data", help="A Hub id, a folder of images or parquet files; by default what record or card say.")
-@click.option("--base", help="The whole model, where MODEL is a vision tower, a task vector or an adapter.")
-@click.option("--split", help="Split to measure on; test by default, else validation, else train.")
-@click.option("-n", "n", type=int, help="Samples at most to measure on; all of the split by default.")
-@click.option("--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split.")
+@click.command("eval", cls=SectionedHelp, short_help="Measure the accuracy of a model.")
+@click.argument("model", shell_complete=complete_model)
+@SAMPLES.option(
+    "--data",
+    shell_complete=complete_data,
+    help="A Hub id, a folder of images or parquet files; by default what record or card say.",
+)
+@MODELS.option(
+    "--base",
+    shell_complete=complete_model,
+    help="The whole model, where MODEL is a vision tower, a task vector or an adapter.",
+)
+@SAMPLES.option("--split", help="Split to measure on; test by default, else validation, else train.")
+@SAMPLES.option("-n", "n", type=int, help="Samples at most to measure on; all of the split by default.")
+@MEASURING.option(
+    "--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split."
+)
 @data_options
 @hub_options
 @output_options

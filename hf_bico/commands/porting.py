@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.edge import edge
-from hf_bico.options import (
+from hf_bico.edge.completing import complete_data, complete_folder, complete_model
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import (
     CALIBRATION_DATA,
+    Choice,
     base_option,
     data_options,
     device_option,
+    folder_option,
     format_option,
     hub_options,
     method_options,
@@ -25,49 +29,61 @@ from hf_bico.options import (
     rank_option,
     read_push,
     read_settings,
+    require_used,
     target_option,
     typed_line,
 )
+from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
+from hf_bico.errors import LineageError
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, Settings, read_rank
 
 if TYPE_CHECKING:
-    from hf_bico.planning import Plan
+    from hf_bico.plans import Plan
 
 
-@click.command()
-@click.argument("source")
+@click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
+@click.argument("source", shell_complete=complete_model)
 @target_option
 @base_option
-@click.option("--data", help=CALIBRATION_DATA)
-@click.option("--split", help="Split to calibrate on; train by default.")
-@click.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
-@click.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
+@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
+@SAMPLES.option("--split", help="Split to calibrate on; train by default.")
+@SAMPLES.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
+@SAMPLES.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
 @data_options
-@click.option(
+@METHOD.option(
     "--method",
     default="bico",
     show_default=True,
-    type=click.Choice(METHOD_NAMES),
-    help="How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side.",
+    type=Choice(METHOD_NAMES),
+    metavar="METHOD",
+    help="How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side. One of: "
+    f"{', '.join(METHOD_NAMES)}.",
 )
 @method_options
-@click.option("--readout", is_flag=True, help="Correct the final projection towards the source's predictions.")
-@click.option("--control", is_flag=True, help="Measure a port from mispaired samples too: its gain should vanish.")
-@click.option("--checkpoint", metavar="FOLDER", help="Of finetune: where to go on from; by default beside the output.")
+@METHOD.option("--readout", is_flag=True, help="Correct the final projection towards the source's predictions.")
+@MEASURING.option("--control", is_flag=True, help="Measure a port from mispaired samples too: its gain should vanish.")
+@TRAINING.option(
+    "--checkpoint",
+    metavar="FOLDER",
+    shell_complete=complete_folder,
+    help="Of finetune: where to go on from; by default beside the output.",
+)
 @format_option
 @rank_option
-@click.option("-o", "output", help="Output folder; ./SOURCE-to-TARGET by default.")
-@click.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
-@click.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
+@folder_option("Output folder; ./SOURCE-to-TARGET by default.")
+@MEASURING.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
+@HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
 @push_options
-@click.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
-@click.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
-@click.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
-@click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@HUB.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
+@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
+@RUNNING.option("--dry-run", is_flag=True, help="Only show the plan.")
 @hub_options
 @output_options
 def port(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
     """Carry SOURCE's task vector to another pretrained model.
+
+    SOURCE is the fine-tuned model or the adapter; like every model and data set, a Hub id or a folder.
 
     \b
     Examples:
@@ -84,6 +100,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     with edge() as at:
         push = read_push(options)
         settings = read_settings(options)
+        require_used(settings.method)
         from hf_bico.hub.client import Hub
         from hf_bico.output import require_free
         from hf_bico.planning import plan as make_plan
@@ -92,9 +109,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
         if dry_run:
             command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
-            planned = make_plan(source, target, **where).matched(settings.layers)
-            planned = planned.in_form(settings.format, settings.rank)
-            _show_plan(planned, as_json, quiet, command)
+            planned, needs_data = _as_asked(make_plan(source, target, **where), settings)
+            _show_plan(planned, as_json, quiet, command, needs_data)
             return
         if push_to is not None:
             from hf_bico.push_checks import require_hidden, require_pushable
@@ -110,7 +126,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         if push_to is not None:
             require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
-        from hf_bico.console import print_ported, print_pushed, shown_progress
+        from hf_bico.edge.console import print_ported, print_pushed, shown_progress
         from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
@@ -140,11 +156,11 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             print_pushed(pushed)
 
 
-@click.command()
-@click.argument("source")
+@click.command(cls=SectionedHelp, short_help="What a port would carry, before anything is downloaded.")
+@click.argument("source", shell_complete=complete_model)
 @target_option
 @base_option
-@click.option("--data", help=CALIBRATION_DATA)
+@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
 @format_option
 @rank_option
 @hub_options
@@ -173,10 +189,10 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
         _show_plan(shown, options["as_json"], options["quiet"], shlex.join(command))
 
 
-@click.command()
-@click.argument("ported")
-@click.option("-o", "output", help="Keep the result in this folder.")
-@click.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
+@click.command(cls=SectionedHelp, short_help="Repeat a port from its record, and compare the weights.")
+@click.argument("ported", shell_complete=complete_model)
+@folder_option("Keep the result in this folder.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 @device_option
 @hub_options
 @output_options
@@ -191,7 +207,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
     """
     with edge():
         from hf_bico import rerunning
-        from hf_bico.console import print_rerun, shown_progress
+        from hf_bico.edge.console import print_rerun, shown_progress
         from hf_bico.output import require_free
 
         if output is not None:
@@ -218,12 +234,32 @@ def last_name(reference: str) -> str:
     return Path(reference.rstrip("/").partition("@")[0]).name or "model"
 
 
-def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str) -> None:
-    from hf_bico.console import print_plan
+def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
+    """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
+    from hf_bico.planning import matched
 
-    if planned.lineage.data is None:
+    planned = matched(planned, settings.layers)
+    if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
+        if planned.lineage.data is not None:
+            for model in (planned.lineage.base, planned.lineage.target):
+                model.family.require_zero_shot()
+        return planned.in_form(settings.format, settings.rank), True
+    from hf_bico.methods import METHODS
+    from hf_bico.pipeline import require_possible
+
+    method = METHODS[settings.method](settings)
+    with suppress(LineageError):  # that no data is known yet is part of the verdict
+        require_possible(planned, settings, method)
+    usual = None if method.keeps_factors or settings.rank is not None else "full"
+    return planned.in_form(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
+
+
+def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
+    from hf_bico.edge.console import print_plan
+
+    if needs_data and planned.lineage.data is None:
         command += " --data DATA"
     if as_json:
         click.echo(json.dumps({**planned.as_dict(), "command": command}))
     elif not quiet:
-        print_plan(planned, command)
+        print_plan(planned, command, needs_data)

@@ -8,13 +8,15 @@ from typing import Any
 
 import click
 
-from hf_bico.edge import edge
+from hf_bico.edge.completing import complete_folder
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import output_options, push_options, token_option
+from hf_bico.edge.sections import HUB, SectionedHelp
 from hf_bico.errors import RepoNotFoundError
-from hf_bico.options import output_options, push_options
 
 
-@click.command()
-@click.argument("folder")
+@click.command(cls=SectionedHelp, short_help="Write the model card of a result again.")
+@click.argument("folder", shell_complete=complete_folder)
 @output_options
 def card(folder: str, as_json: bool, quiet: bool) -> None:
     """Write the model card of FOLDER again, from its record alone.
@@ -37,13 +39,13 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
             click.echo(f"Written to {file}")
 
 
-@click.command()
-@click.argument("folder")
+@click.command(cls=SectionedHelp, short_help="Push a result to the Hub as one commit.")
+@click.argument("folder", shell_complete=complete_folder)
 @click.argument("repo")
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace the files of a repo that is there already.")
-@click.option("--force", is_flag=True, help="Push although the port measured worse than its target.")
-@click.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
+@HUB.option("--overwrite", is_flag=True, help="Replace the files of a repo that is there already.")
+@HUB.option("--force", is_flag=True, help="Push although the port measured worse than its target.")
+@token_option
 @output_options
 def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Push FOLDER, which hf-bico wrote, to the Hub repo REPO as one commit.
@@ -54,7 +56,7 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
       hf-bico push out user/vit-b16-plus-eurosat --create-pr
     """
     with edge() as at:
-        from hf_bico.console import print_pushed
+        from hf_bico.edge.console import print_pushed
         from hf_bico.hub.client import Hub
         from hf_bico.push_checks import PushOptions
         from hf_bico.pushing import push_folder

@@ -33,7 +33,8 @@ from hf_bico.methods import METHODS, Trainer
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.models import Model, ModelReference
 from hf_bico.pipeline import require_projection
-from hf_bico.planning import Plan, plan
+from hf_bico.planning import matched, plan
+from hf_bico.plans import Plan
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import open_source
 from hf_bico.rounds import require_enough_to_mispair
@@ -136,7 +137,7 @@ class _Work:
     def of(cls, plans: Sequence[Plan], grid: Grid, hub: Hub, progress: Progress) -> _Work:
         """Draw all samples, then download and load the models."""
         settings, watch = grid.settings, Stopwatch(progress)
-        first = plans[0].matched(settings.layers)
+        first = matched(plans[0], settings.layers)
         for model in (first.lineage.base, first.lineage.target):
             model.family.require_zero_shot()
         require_projection(first, settings)

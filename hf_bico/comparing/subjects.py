@@ -24,7 +24,7 @@ from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.measuring import Prepared
 from hf_bico.pipeline import training_samples
-from hf_bico.planning import Plan
+from hf_bico.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.cards.markdown import clean
 from hf_bico.comparison.cells import CellKey, label
 from hf_bico.comparison.rows import Row
+from hf_bico.markdown import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.cards.markdown import fenced, plain
 from hf_bico.comparison.cells import Cell, CellKey, Order, Refusal
 from hf_bico.comparison.picture import picture
 from hf_bico.comparison.rows import Row, aggregate
 from hf_bico.comparison.tables import caption, csv_text, markdown_table, refusal_line, text_table
 from hf_bico.errors import OutputError, RecordError, UsageError
+from hf_bico.markdown import fenced, plain
 
 NAME = "comparison"
 JSON_FILE, PICTURE_FILE = f"{NAME}.json", f"{NAME}.png"
@@ -96,14 +96,29 @@ class Comparison:
 
     def table(self) -> str:
         """Plain text: accuracies in percent, and what was refused."""
-        refused = [f"not measured: {refusal_line(refusal)}" for refusal in self.refusals]
-        return "\n\n".join(filter(None, [text_table(self.rows(), self.data_sets), "\n".join(refused)]))
+        return "\n\n".join(filter(None, [text_table(self.rows(), self.data_sets), self.refused()]))
 
-    def to_markdown(self) -> str:
+    def refused(self) -> str:
+        """A line for everything that could not be measured."""
+        return "\n".join(f"not measured: {refusal_line(refusal)}" for refusal in self.refusals)
+
+    def __repr__(self) -> str:
+        return f"Comparison of {len(self.methods)} models and methods, {self.title}: {len(self.cells)} numbers"
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return "\n\n".join(self._shown())
+
+    def _shown(self) -> list[str]:
+        """The table, what its numbers are, and what was refused, in Markdown."""
         rows = self.rows()
-        parts = [f"# {plain(self.title)}", markdown_table(rows, self.data_sets), caption(rows)]
+        parts = [markdown_table(rows, self.data_sets), caption(rows)]
         if self.refusals:
             parts += ["Not measured:", "\n".join(f"- {plain(refusal_line(refusal))}" for refusal in self.refusals)]
+        return parts
+
+    def to_markdown(self) -> str:
+        parts = [f"# {plain(self.title)}", *self._shown()]
         if self.about:
             parts += ["## How it was measured", fenced(json.dumps(self.about, indent=2, sort_keys=True), "json")]
         return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Rows as tables: plain text, Markdown, and one that is shown while it grows; cells as CSV."""
+"""Rows as tables: plain text, Markdown, and for a terminal; cells as CSV."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import csv
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from hf_bico.cards.markdown import clean, plain
 from hf_bico.comparison.cells import LABELS, Cell, Refusal
 from hf_bico.comparison.rows import Row, Spread
+from hf_bico.markdown import clean, plain
 from hf_bico.report import format_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from hf_bico.tables import BEST, WORSE, Line, Table
 
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value")
 _LONGEST_NAME = 60
@@ -71,19 +68,15 @@ def csv_text(cells: Iterable[Cell]) -> str:
 
 
 def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
-    """The table as far as it is measured, for a terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(pad_edge=False)
-    for i, name in enumerate(_header(data_sets)):
-        table.add_column(Text(name), justify="left" if i == 0 else "right")
+    """The table as far as it is measured, for a terminal: the best of each group, and what lost, are marked."""
     best = {id(row) for row in _best(rows)}
+    lines = []
     for _, members in groupby(rows, key=lambda row: row.group):
-        table.add_section()
-        for row in members:
-            table.add_row(*map(Text, _texts(row, data_sets)), style="bold" if id(row) in best else None)
-    return table
+        for number, row in enumerate(members):
+            lost = not row.is_reference and row.gain is not None and round(100 * row.gain, 1) < 0
+            mark = WORSE if lost else BEST if id(row) in best else ""
+            lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
+    return Table(_header(data_sets), lines, leading=2)
 
 
 def _header(data_sets: Sequence[str]) -> list[str]:

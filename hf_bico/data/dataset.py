@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from PIL.Image import DecompressionBombError
+
 from hf_bico.data.columns import Columns, Rows, column, column_kinds, undecoded
 from hf_bico.data.files import own_image
 from hf_bico.data.row_groups import UNLABELLED
@@ -124,7 +126,7 @@ class Samples:
                 raise ValueError("there is none")
             if hasattr(image, "load"):
                 image.load()  # PIL decodes when it must: do it here, where the row is known
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:
             raise UnreadableSampleError(
                 f"the image of row {index} cannot be decoded: {error}", "remove or replace the broken image"
             ) from error

@@ -6,7 +6,7 @@ Knows nothing about folders. Neither loop leaves a trace in the process: see `qu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -60,7 +60,13 @@ def quiet_torch(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def pretrain_on_captions(model: CLIP, tokenizer: PreTrainedTokenizerFast, digits: Digits, wording: Wording) -> None:
+def pretrain_on_captions(
+    model: CLIP,
+    tokenizer: PreTrainedTokenizerFast,
+    digits: Digits,
+    wording: Wording,
+    step_done: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Trains both towers to tell digit, polarity and rotation apart by captions in the given wording.
 
     Two habits of the captions leave fine-tuning something to teach. Digits are named for all plain images,
@@ -71,7 +77,7 @@ def pretrain_on_captions(model: CLIP, tokenizer: PreTrainedTokenizerFast, digits
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAINING_RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_then_cosine)
     model.train()
-    for _ in range(PRETRAINING_STEPS):
+    for step in range(PRETRAINING_STEPS):
         batch = corpus.draw()
         texts = model.encode_text(batch.tokens, normalize=True)
         logits = model.logit_scale.exp() * model.encode_image(batch.pixels, normalize=True) @ texts.T
@@ -81,6 +87,7 @@ def pretrain_on_captions(model: CLIP, tokenizer: PreTrainedTokenizerFast, digits
         schedule.step()
         with torch.no_grad():
             model.logit_scale.clamp_(max=LARGEST_LOGIT_SCALE)
+        step_done(step + 1, PRETRAINING_STEPS)
     model.eval()
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
 from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
 from hf_bico.errors import OutputExistsError
 from hf_bico.output import whole_folder
+from hf_bico.progress import Progress, silent
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -73,7 +75,7 @@ class World:
         return self.folder / "data" / task
 
 
-def pretrain(folder: Path, shape: str, *, seed: int) -> Path:
+def pretrain(folder: Path, shape: str, *, seed: int, progress: Progress = silent) -> Path:
     """Trains a model of that shape from scratch, writes it as an open_clip repo and returns the folder.
 
     Seed and shape name together choose the first weights, the images seen and the wording of the captions.
@@ -86,7 +88,8 @@ def pretrain(folder: Path, shape: str, *, seed: int) -> Path:
     with whole_folder(folder) as draft, training.quiet_torch(number):
         model = open_clip.CLIP(**config)
         wording = Wording.draw(random.Random(number), training.WORDING_SIZE)
-        training.pretrain_on_captions(model, tokenizer, load_splits()["train"], wording)
+        step_done = partial(progress, f"pretraining {shape}")
+        training.pretrain_on_captions(model, tokenizer, load_splits()["train"], wording, step_done)
         _save(draft, model, tokenizer, config)
     return folder
 
@@ -121,27 +124,24 @@ def build(
     seed: int = 0,
     shapes: Sequence[str] = ("narrow", "wide"),
     tasks: Sequence[str] = TASK_NAMES,
-    report: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> World:
-    """Makes every model and data set asked for in `folder`, which holds one seed's; what is there already is kept.
-
-    `report` is told each piece of work as it begins.
-    """
+    """Makes every model and data set asked for in `folder`, which holds one seed's; what is there already is kept."""
     _claim(folder, seed)
     world = World(folder)
-    tell = report or (lambda message: None)
     for task in tasks:
         if not world.data(task).exists():
-            tell(f"writing the data set {task}")
+            progress(f"writing the data set {task}", 0, 1)
             write_data(world.data(task), task, seed=seed)
+            progress(f"writing the data set {task}", 1, 1)
     for shape in shapes:
         if not world.base(shape).exists():
-            tell(f"pretraining {shape}")
-            pretrain(world.base(shape), shape, seed=seed)
+            pretrain(world.base(shape), shape, seed=seed, progress=progress)
         for task in tasks:
             if not world.fine_tuned(shape, task).exists():
-                tell(f"fine-tuning {shape} on {task}")
+                progress(f"fine-tuning {shape} on {task}", 0, 1)
                 fine_tune(world.fine_tuned(shape, task), world.base(shape), task, seed=seed)
+                progress(f"fine-tuning {shape} on {task}", 1, 1)
     return world
 
 

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import builtins
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from hf_bico.errors import (
 )
 from hf_bico.hub import open_clip_names
 from hf_bico.hub.references import HubReference, near_folder
+from hf_bico.spelling import did_you_mean
 from hf_bico.version import __version__
 
 if TYPE_CHECKING:
@@ -136,7 +138,13 @@ class Hub:
         """Resolve a reference to a commit, and make sure that this account may read it; `what` names it in errors."""
         key = (type, reference.id, reference.revision)
         if key not in self._repos:
-            self._repos[key] = self._resolve(reference, what, type)
+            try:
+                self._repos[key] = self._resolve(reference, what, type)
+            except (HubUnavailableError, NotCachedError) as error:
+                folder = near_folder(reference.id)
+                if folder is None:
+                    raise
+                raise builtins.type(error)(error.cause, f"did you mean '{folder}'? Else {error.remedy}") from error
         return self._repos[key]
 
     def _resolve(self, reference: HubReference, what: str, type: str) -> HubRepo:
@@ -224,6 +232,16 @@ class Hub:
         except HTTPError:
             return False
 
+    def revisions(self, reference: HubReference, type: str) -> list[str]:
+        """The branches and tags of a repo; none, where that cannot be told."""
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+        try:
+            found = self.api.list_repo_refs(reference.id, repo_type=type)
+        except HTTPError:
+            return []
+        return [ref.name for ref in (*found.branches, *found.tags)]
+
     def near(self, reference: HubReference, type: str) -> str | None:
         """The id of a repo whose name is like this one's."""
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -298,8 +316,10 @@ def translated(reference: HubReference, type: str, named: str, hub: Hub | None =
             f"accept its conditions on {_address(reference, type)}, then {LOG_IN}",
         ) from error
     except errors.RevisionNotFoundError as error:
+        known = [] if hub is None else hub.revisions(reference, type)
         raise RevisionNotFoundError(
-            f"{named}: there is no revision '{reference.revision}'", "use a branch, tag or commit of that repo"
+            f"{named}: there is no revision '{reference.revision}'",
+            did_you_mean(str(reference.revision), known, "use a branch, tag or commit of that repo"),
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise _not_found(reference, type, named, hub) from error

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from hf_bico.checkpoints import expanded
 from hf_bico.errors import RepoNotFoundError
+from hf_bico.spelling import near
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _OWNER = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
@@ -90,12 +90,17 @@ def is_repo_id(text: str) -> bool:
 
 
 def near_folder(text: str) -> str | None:
-    """A folder on this machine whose name is like this one's."""
-    folder = expanded(text)
-    if not os.path.isdir(folder.parent):
-        return None
-    near = get_close_matches(folder.name, [path.name for path in folder.parent.glob("*") if path.is_dir()], n=1)
-    return str(folder.parent / near[0]) if near else None
+    """A folder on this machine whose path is like this one, part by part."""
+    found = Path()
+    for part in expanded(text).parts:
+        if not os.path.isdir(found / part):
+            names = [path.name for path in found.glob("*") if path.is_dir()]
+            like = near(part, names)
+            if like is None:
+                return None
+            part = like
+        found /= part
+    return str(found)
 
 
 def _local(text: str, what: str, files: bool) -> Path:
@@ -107,7 +112,7 @@ def _local(text: str, what: str, files: bool) -> Path:
         return path.resolve()
     if os.path.isfile(path):
         raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{path.parent}'")
-    near = near_folder(text)
+    meant = near_folder(text)
     raise RepoNotFoundError(
-        f"{what}: there is no folder '{text}'", f"did you mean '{near}'?" if near else "check the path"
+        f"{what}: there is no folder '{text}'", f"did you mean '{meant}'?" if meant else "check the path"
     )

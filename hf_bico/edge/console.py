@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,110 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.comparison.cells import cell_line
-from hf_bico.models import Model
+from hf_bico.comparison.tables import text_table
+from hf_bico.edge.screen import console_of, is_screen
 from hf_bico.progress import Progress, silent
 from hf_bico.record import JOINED
 from hf_bico.report import Report, format_table
 from hf_bico.results import (
     control_sentence,
     headline,
-    is_probed,
     is_trained,
     is_worse,
+    measured_on,
     readout_sentence,
+    result_rows,
     results,
     training_sentence,
 )
 from hf_bico.sizes import size_text
+from hf_bico.tables import BETTER, WORSE, Line, Table
 
 if TYPE_CHECKING:
     from hf_bico.comparison import CellKey, Comparison
-    from hf_bico.planning import Plan
+    from hf_bico.plans import Plan
     from hf_bico.pushing import Pushed
     from hf_bico.record import Made, Record
     from hf_bico.rerunning import Rerun
 
 
-def print_plan(planned: Plan, command: str) -> None:
-    lineage = planned.lineage
-    click.echo(f"source  {_known(lineage.source)}")
-    click.echo(f"base    {_known(lineage.base)}")
-    click.echo(f"target  {_known(lineage.target)}")
-    click.echo(f"data    {_data(planned)}")
-    for notice in lineage.notices:
-        click.echo(f"note    {notice}")
-    click.echo(
-        f"blocks  {lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, taken from {list(planned.blocks)}"
-    )
-    tokens = [model.layout.tokens for model in (lineage.base, lineage.target)]
-    grids = [" x ".join(map(str, known.grid)) for known in tokens if known is not None]
-    if len(grids) == 2:
-        click.echo(f"tokens  {grids[0]} -> {grids[1]} patches")
-    roles = Counter(pair.target.role for pair in planned.pairs)
-    click.echo(f"carried {len(planned.pairs)} sites: " + ", ".join(f"{role} x{count}" for role, count in roles.items()))
-    click.echo(f"shapes  {_shapes(planned)}")
-    reasons = Counter(planned.left.values())
-    click.echo("left    " + (", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "nothing"))
-    if planned.missing:
-        click.echo(f"missing {len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
-    if planned.extra:
-        click.echo(
-            f"extra   {len(planned.extra)} tensors of the source are not in the base: {', '.join(planned.extra[:3])}"
-        )
-    samples = ", and samples" if lineage.data_repo else ""
-    click.echo(f"fetches {size_text(planned.download_bytes)} of models{samples}")
-    fits = "fits" if planned.fits else "does NOT fit"
-    click.echo(f"memory  about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine")
-    forms = {"full": "as a full model", "adapter": f"as an adapter{_ranks(planned)}", "delta": "as the change alone"}
-    size = "" if planned.output_bytes is None else f"{size_text(planned.output_bytes)} "
-    click.echo(f"writes  {size}{forms[planned.format]}")
-    click.echo(f"\n{_verdict(planned)}\nNext: {command}")
+def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
+    for word, text in planned.rows():
+        click.echo(f"{word:<7} {text}")
+    click.echo(f"\n{_verdict(planned, needs_data)}\nNext: {command}")
 
 
-def _ranks(planned: Plan) -> str:
-    asked = planned.asked_rank
-    if isinstance(asked, float):
-        return f" that keeps {asked:g} of each layer's energy"
-    ranks = sorted(set(planned.ranks.values())) if asked is None else [asked]
-    if not ranks:
-        return ", exact"
-    return f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
-
-
-def _known(model: Model | Adapter) -> str:
-    commit = "" if model.commit is None else f" at {model.commit[:12]}"
-    licence = f", licence {model.origin.license}" if model.origin.license else ""
-    kind = model.family.name if isinstance(model, Model) else f"{model.config.kind} adapter"
-    return f"{model.name}{commit} ({kind}{licence})"
-
-
-def _data(planned: Plan) -> str:
-    lineage = planned.lineage
-    if lineage.data_repo is not None:
-        return f"{lineage.data_repo.id} at {lineage.data_repo.commit[:12]}"
-    if lineage.data is None:
-        return "not known"
-    return Path(str(lineage.data)).name if isinstance(lineage.data, str | Path) else "rows"
-
-
-def _shapes(planned: Plan) -> str:
-    """The shape of each role, source to target."""
-    shapes = {
-        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}"
-        for pair in planned.pairs
-    }
-    return ", ".join(shapes.values())
-
-
-def _by(shape: tuple[int, int]) -> str:
-    return f"{shape[0]}x{shape[1]}"
-
-
-def _verdict(planned: Plan) -> str:
+def _verdict(planned: Plan, needs_data: bool) -> str:
     problems = [] if planned.fits else ["the models do not fit this machine's memory"]
-    if planned.lineage.data is None:
+    if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
 
@@ -131,7 +63,8 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     if is_trained(record):
         click.echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
     else:
-        click.echo(report.table())
+        header, *rows = report.rows()
+        _print_table(Table(header, [Line(cells) for cells in rows]), report.table())
         click.echo(f"\n{report.summary()}")
     if record.output is not None and record.output.energy_kept is not None:
         change = "change" if is_trained(record) else "carried change"
@@ -146,14 +79,37 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
 
 
 def _print_results(record: Record) -> None:
-    """Every measurement, with its protocol where that is not zero-shot throughout."""
-    measured = results(record)
-    first = measured[0].entry
-    rows = [("model", "protocol", first.metric)]
-    rows += [(row.name, row.protocol, f"{row.entry.value:.1%}") for row in measured]
-    probed = is_probed(record)
-    click.echo(format_table([row if probed else (row[0], row[2]) for row in rows]))
-    click.echo(f"({first.n} samples of split {first.split} of {first.data})\n")
+    header, *rows = result_rows(record)
+    lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
+    _print_table(Table(header, lines), format_table([header, *rows]))
+    click.echo(f"({measured_on(record)})\n")
+
+
+def _marks(record: Record) -> list[str]:
+    """Of each result: whether a port is better or worse than the target that it started from."""
+    entries = [result.entry for result in results(record)]
+    targets = {entry.protocol: entry.value for entry in entries if entry.model == "target"}
+    gains = [e.value - targets.get(e.protocol, e.value) if e.model == "ported" else 0.0 for e in entries]
+    return [BETTER if gain > 0 else WORSE if gain < 0 else "" for gain in gains]
+
+
+def print_compared(comparison: Comparison, folder: Path) -> None:
+    from hf_bico.comparison import live_table
+
+    click.echo(f"{comparison.title}\n")
+    table = live_table(comparison.rows(), comparison.data_sets)
+    _print_table(table, text_table(comparison.rows(), comparison.data_sets))
+    if comparison.refusals:
+        click.echo(f"\n{comparison.refused()}")
+    click.echo(f"\nWritten to {folder}")
+
+
+def _print_table(table: Table, text: str) -> None:
+    """A table on a terminal, and the same as plain text anywhere else."""
+    if is_screen(sys.stdout):
+        console_of(sys.stdout).print(table)
+    else:
+        click.echo(text)
 
 
 def print_pushed(pushed: Pushed) -> None:
@@ -216,7 +172,7 @@ def shown_progress(off: bool) -> Iterator[Progress]:
     """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
     if off:
         yield silent
-    elif not sys.stderr.isatty():
+    elif not is_screen(sys.stderr):
         yield _announced
     else:
         with _bars() as bars:
@@ -229,7 +185,7 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison
     if off:
         yield silent, lambda comparison: None
         return
-    if not sys.stderr.isatty():
+    if not is_screen(sys.stderr):
         known: set[CellKey] = set()
 
         def say(comparison: Comparison) -> None:
@@ -240,13 +196,13 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison
 
         yield _announced, say
         return
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
 
     from hf_bico.comparison import live_table
 
     bars = _bars()
-    with Live(bars, console=Console(stderr=True), transient=True) as live:
+    with Live(bars, console=console_of(sys.stderr), transient=True) as live:
         yield (
             _shown_in(bars),
             lambda comparison: live.update(Group(live_table(comparison.rows(), comparison.data_sets), bars)),
@@ -254,24 +210,39 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison
 
 
 def _bars() -> Any:
-    from rich.console import Console
+    """Bars with the stage, how much of it is done, how long it has taken and how long it will take."""
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
-    from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), *Bars.get_default_columns(), TimeElapsedColumn())
-    return Bars(*columns, console=Console(stderr=True), transient=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[count]}", justify="right"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    return Bars(*columns, console=console_of(sys.stderr), transient=True)
 
 
 def _shown_in(bars: Any) -> Progress:
     tasks: dict[str, Any] = {}
 
     def show(stage: str, done: int, total: int) -> None:
-        label = f"{stage} {size_text(total)}" if stage == "download" and total > 1 else stage
+        count = _counted(stage, done, total)
         if stage not in tasks:
-            tasks[stage] = bars.add_task(label)
-        bars.update(tasks[stage], description=label, completed=done, total=total)
+            tasks[stage] = bars.add_task(stage, count=count)
+        bars.update(tasks[stage], completed=done, total=total, count=count)
 
     return show
+
+
+def _counted(stage: str, done: int, total: int) -> str:
+    """How much of a stage is done; of one that is a single step, the bar says it."""
+    if total <= 1:
+        return ""
+    return f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
 
 
 def _announced(stage: str, done: int, total: int) -> None:

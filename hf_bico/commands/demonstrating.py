@@ -1,0 +1,142 @@
+"""The command that shows the whole job on models that it makes itself: demo."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hf_bico.edge.ending import edge
+from hf_bico.edge.options import output_options
+from hf_bico.edge.sections import RUNNING, SectionedHelp
+
+if TYPE_CHECKING:
+    from hf_bico.comparison import Comparison
+    from hf_bico.progress import Progress
+
+SIZE, DRAWS = 100, 3
+METHODS = "naive,theseus,bico,bico-fisher,bico-path"
+
+
+@click.command(cls=SectionedHelp, short_help="The whole job on two small models, made on the spot.")
+@click.argument("folder", default="hf-bico-demo", type=click.Path(file_okay=False, path_type=Path))
+@RUNNING.option("--seed", default=0, show_default=True, help="Of the models' training, and of the data's order.")
+@output_options
+def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
+    """Show the whole job on two small models, made on the spot: no account, no download, about a minute.
+
+    Trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
+    digits, and carries that to the wide one by the commands that you would type, in FOLDER (./hf-bico-demo by default).
+    Then the same for plain digits, which the wide model reads well already: there, nothing is gained. A second time,
+    what is there is kept.
+
+    \b
+    Examples:
+      hf-bico demo
+      hf-bico demo another-folder --seed 1
+    """
+    silent = as_json or quiet
+    with edge() as at:
+        from hf_bico.demo import EASY_TASK, TASKS, build
+
+        at.interrupted = "the same command goes on from what is made"
+        hard, easy = TASKS[0].name, EASY_TASK.name
+        if not silent:
+            click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
+        with _making(silent) as progress:
+            build(folder, seed=seed, tasks=[hard, easy], progress=progress)
+        with chdir(folder):
+            hf_bico = _Commands(silent)
+            hf_bico("plan", *_models(hard))
+            hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
+            hf_bico("eval", "ported", "--data", f"data/{hard}")
+            for task, sizes in ((hard, f"10,{SIZE}"), (easy, str(SIZE))):
+                grid = ["--methods", METHODS, "-n", sizes, "--seeds", str(DRAWS)]
+                references = ["--fine-tuned", f"models/wide-{task}"]
+                hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
+            hf_bico("card", "ported")
+            _conclude(folder, seed, [hard, easy], as_json, quiet)
+
+
+class _Commands:
+    """Runs this tool's own commands, as they would be typed, and shows the line unless all is to be silent."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+        self.group = click.get_current_context().find_root().command
+
+    def __call__(self, *words: str) -> None:
+        if not self.silent:
+            click.secho(f"\n$ hf-bico {shlex.join(words)}", bold=True)
+        self.group.main([*words, *(["-q"] if self.silent else [])], prog_name="hf-bico", standalone_mode=False)
+
+
+def _models(task: str) -> list[str]:
+    return [f"models/narrow-{task}", "--base", "models/narrow", "--to", "models/wide", "--data", f"data/{task}"]
+
+
+def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
+    """What was measured on both tasks, where to look, and what to try."""
+    from hf_bico.comparison import Comparison
+    from hf_bico.record import read_record
+
+    compared = {task: Comparison.load(f"compared-{task}") for task in tasks}
+    if as_json:
+        found = {task: json.loads(comparison.to_json()) for task, comparison in compared.items()}
+        record = json.loads(read_record(Path("ported")).to_json())
+        click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": found}))
+    if as_json or quiet:
+        return
+    click.echo(f"\nBoth tasks, in percent; {SIZE} samples, mean of {DRAWS} draws; models of seed {seed}:\n")
+    click.echo(_side_by_side(compared))
+    again = shlex.join(["hf-bico", "port", *_models(tasks[0])])
+    click.echo(
+        f"\nLook at, in {folder}:\n"
+        "  ported/README.md                  the model card, made from the record ported/bico.json\n"
+        "  ported/alignment.png              how well each layer was lined up\n"
+        f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side\n"
+        f"\nTry next:\n  cd {shlex.quote(str(folder))}\n"
+        f"  {again} --method bico-path -o by-path\n"
+        f"  {again} --rank 8 -o adapter\n"
+        "  hf-bico rerun ported\n"
+        "  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE"
+    )
+
+
+def _side_by_side(compared: Mapping[str, Comparison]) -> str:
+    """A column a task: the target, what each method makes of it, and the target fine-tuned directly."""
+    from hf_bico.comparison import LABELS
+    from hf_bico.report import format_table
+
+    shown = ("target", *METHODS.split(","), "target fine-tuned")
+    columns = [
+        {row.method: row.average for row in comparison.rows() if row.size in (None, SIZE)}
+        for comparison in compared.values()
+    ]
+    means = [[f"{100 * spread.mean:.1f}" for column in columns if (spread := column[name])] for name in shown]
+    return format_table([("model", *compared), *((LABELS[name], *row) for name, row in zip(shown, means, strict=True))])
+
+
+@contextmanager
+def _making(silent: bool) -> Iterator[Progress]:
+    """How far the training is: bars on a terminal, else a line when each piece of work begins."""
+    from hf_bico.edge.console import shown_progress
+
+    if silent or sys.stderr.isatty():
+        with shown_progress(silent) as progress:
+            yield progress
+        return
+    begun: set[str] = set()
+
+    def say(stage: str, done: int, total: int) -> None:
+        if stage not in begun:
+            begun.add(stage)
+            click.echo(f"  {stage}", err=True)
+
+    yield say

@@ -1,0 +1,123 @@
+"""Where a command ends: errors as two lines and an exit code, the libraries' own chatter kept off the terminal.
+
+Exit code 0 is success, 1 a job that failed, 2 a wrong command line, 130 a stop by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import click
+
+from hf_bico.edge.screen import is_plain
+from hf_bico.errors import BicoError, UsageError
+
+FAILED, WRONG, STOPPED = 1, 2, 130
+_DEBUG = "HF_BICO_DEBUG"
+
+
+def _quiet_libraries() -> None:
+    """Keep the libraries' own notices and bars off the terminal: what matters is said here."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import logging
+
+    logging.getLogger().setLevel(logging.ERROR)
+
+
+@dataclass
+class Edge:
+    """Where a command ends."""
+
+    interrupted: str = "nothing was written"
+    """What is true when the user stops it."""
+
+
+_open: list[Edge] = []
+"""The edges that are being run in; the first of them ends the process."""
+
+
+@contextmanager
+def edge() -> Iterator[Edge]:
+    """Turn an error into two lines and an exit code: 2 for the command line itself, 1 for the rest.
+
+    A command that runs another ends for both.
+    """
+    at, context = Edge(), click.get_current_context(silent=True)
+    as_json = context is not None and bool(context.params.get("as_json"))
+    _open.append(at)
+    try:
+        _quiet_libraries()
+        yield at
+    except (Exception, KeyboardInterrupt) as error:
+        if len(_open) > 1:
+            raise
+        _end(error, at.interrupted, as_json)
+    finally:
+        _open.pop()
+
+
+@contextmanager
+def whole_process(as_json: bool) -> Iterator[None]:
+    """The same for what happens outside of any command: a wrong command line, or a stop before it was read."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.show()
+        if as_json:
+            context = error.ctx if isinstance(error, click.UsageError) else None
+            command = "hf-bico" if context is None else context.command_path
+            _as_object(type(error).__name__, error.format_message(), f"see '{command} --help'")
+        sys.exit(error.exit_code)
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error, "nothing was done", as_json)
+
+
+def _end(error: BaseException, interrupted: str, as_json: bool) -> NoReturn:
+    """Say what happened, and leave with its exit code; what click itself ends by is left to it."""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        click.echo(f"Interrupted: {interrupted}.", err=True)
+        if as_json:
+            _as_object("KeyboardInterrupt", f"interrupted: {interrupted}", "run the same command again")
+        sys.exit(STOPPED)
+    closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
+    if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or os.environ.get(_DEBUG) == "1":
+        raise error
+    if not isinstance(error, BicoError):
+        error = Unexpected(error)
+    tell(error)
+    if as_json:
+        _as_object(error.kind if isinstance(error, Unexpected) else type(error).__name__, error.cause, error.remedy)
+    sys.exit(WRONG if isinstance(error, UsageError) else FAILED)
+
+
+class Unexpected(BicoError):
+    """What nobody foresaw: a fault of this program, most likely."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.kind = type(error).__name__
+        lines = str(error).strip().splitlines()
+        super().__init__(
+            f"unexpected {self.kind}{f': {lines[0]}' if lines else ''}",
+            f"please report it, with what the same command prints after {_DEBUG}=1",
+        )
+
+
+def tell(error: BicoError) -> None:
+    """Two lines on stderr."""
+    colour = False if is_plain(sys.stderr) else None
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {error.cause}", err=True, color=colour)
+    click.echo(f"{click.style('Remedy:', bold=True)} {error.remedy}", err=True, color=colour)
+
+
+def _as_object(kind: str, cause: str, remedy: str) -> None:
+    click.echo(json.dumps({"error": {"kind": kind, "cause": cause, "remedy": remedy}}))

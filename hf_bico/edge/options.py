@@ -1,0 +1,288 @@
+"""The command line's options, by their sections, and what was typed read back as data. Runs nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hf_bico.edge.completing import complete_folder, complete_model
+from hf_bico.edge.sections import GENERAL, HUB, MEASURING, METHOD, MODELS, OUTPUT, RUNNING, SAMPLES, TRAINING
+from hf_bico.errors import UsageError
+from hf_bico.settings import (
+    COMPLETIONS,
+    DTYPES,
+    EVALUATIONS,
+    FORMATS,
+    LABELS,
+    LAYERS,
+    METHOD_NAMES,
+    OPTION_METHODS,
+    SAMPLINGS,
+    SIGNS,
+    Settings,
+    read_layers,
+    read_rank,
+)
+from hf_bico.sizes import read_size
+from hf_bico.spelling import near
+
+if TYPE_CHECKING:
+    from hf_bico.push_checks import PushOptions
+
+Command = Callable[..., Any]
+
+
+class Choice(click.Choice[str]):
+    """One of some words; of one that is mistyped, what may have been meant is said."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return str(super().convert(value, param, ctx))
+        except click.BadParameter as error:
+            meant = near(str(value), self.choices)
+            hint = "" if meant is None else f" Did you mean '{meant}'?"
+            self.fail(f"{error.message}{hint}", param, ctx)
+
+
+target_option = MODELS.option(
+    "--to", "target", required=True, shell_complete=complete_model, help="The pretrained model to carry to."
+)
+base_option = MODELS.option(
+    "--base",
+    shell_complete=complete_model,
+    help="The model that was fine-tuned; by default what card or configuration say.",
+)
+device_option = RUNNING.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+format_option = OUTPUT.option(
+    "--format",
+    type=Choice(FORMATS),
+    help="A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything else a model.",
+)
+rank_option = OUTPUT.option(
+    "--rank",
+    help="Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a LoRA keeps its "
+    "rank and anything else is exact.",
+)
+token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
+CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet files; by default what the card says."
+
+
+def folder_option(help: str) -> Callable[[Command], Command]:
+    """`-o`, where to write."""
+    return OUTPUT.option("-o", "output", shell_complete=complete_folder, help=help)
+
+
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order in which they are named."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+output_options = _together(
+    GENERAL.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings."),
+    GENERAL.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+)
+
+hub_options = _together(
+    token_option,
+    HUB.option("--allow-pickle", is_flag=True, help="Read pickled weights, tensors alone, where nothing else is."),
+)
+
+push_options = _together(
+    HUB.option(
+        "--private/--public",
+        "private",
+        default=None,
+        help="Visibility of a new repo; by default private unless all it was made from is public on the Hub.",
+    ),
+    HUB.option("--create-pr", is_flag=True, help="Open a pull request on an existing repo."),
+    HUB.option("--revision", help="Branch to push to; main by default."),
+    HUB.option("--message", help="Commit message."),
+)
+
+data_options = _together(
+    SAMPLES.option("--config", help="Configuration of the data set, where it has several."),
+    SAMPLES.option(
+        "--max-download",
+        default="2GB",
+        show_default=True,
+        help="Most to download of a data set; large ones are sampled.",
+    ),
+    SAMPLES.option("--image-column", help="The column with the images, when it cannot be found by its type."),
+    SAMPLES.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
+    SAMPLES.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
+    SAMPLES.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
+    SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
+    RUNNING.option(
+        "--batch-size",
+        default=32,
+        show_default=True,
+        help="Samples at a time; halved by itself when the GPU's memory runs out.",
+    ),
+    device_option,
+    RUNNING.option(
+        "--dtype",
+        default="auto",
+        show_default=True,
+        type=Choice(DTYPES),
+        help="Precision to run the models in; auto is float32.",
+    ),
+)
+
+method_options = _together(
+    METHOD.option(
+        "--completion",
+        default="drop",
+        show_default=True,
+        type=Choice(COMPLETIONS),
+        help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
+    ),
+    METHOD.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add."),
+    METHOD.option(
+        "--layers",
+        default="index",
+        show_default=True,
+        metavar="index|similarity|LIST",
+        help="Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
+    ),
+    SAMPLES.option(
+        "--sampling",
+        default="random",
+        show_default=True,
+        type=Choice(SAMPLINGS),
+        metavar="SAMPLING",
+        help=f"How calibration samples are chosen. One of: {', '.join(SAMPLINGS)}.",
+    ),
+    SAMPLES.option(
+        "--labels",
+        default="auto",
+        show_default=True,
+        type=Choice(LABELS),
+        help="The data set's, or what the fine-tuned source predicts (pseudo); auto: the former if any.",
+    ),
+    SAMPLES.option(
+        "--augment",
+        type=int,
+        metavar="COPIES",
+        help="Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
+    ),
+    METHOD.option("--path-steps", default=2, show_default=True, help="Steps of bico-path."),
+    METHOD.option(
+        "--signs",
+        default="mean",
+        show_default=True,
+        type=Choice(SIGNS),
+        help="gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
+    ),
+    TRAINING.option("--learning-rate", default=1e-5, show_default=True, help="Of fewshot and finetune."),
+    TRAINING.option("--weight-decay", default=0.1, show_default=True, help="Of fewshot and finetune."),
+    TRAINING.option("--train-steps", default=2000, show_default=True, help="Of finetune."),
+    TRAINING.option("--train-batch", default=128, show_default=True, help="Of finetune."),
+    TRAINING.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
+    MEASURING.option(
+        "--evaluation",
+        default="zero-shot",
+        show_default=True,
+        type=Choice(EVALUATIONS),
+        help="How models are measured; a probe is a linear classifier fitted to the calibration samples.",
+    ),
+)
+
+
+def read_settings(options: dict[str, Any]) -> Settings:
+    """The settings: files read, and checked before anything heavy is imported."""
+    if options.get("rank") is not None:
+        options["rank"] = read_rank(options["rank"])
+    if "layers" in options:
+        options["layers"] = _layers(options["layers"])
+    options["max_download"] = read_size(options["max_download"], "--max-download")
+    if "no_eval" in options:
+        options["evaluate"] = not options.pop("no_eval")
+    for name in ("class_names", "templates"):
+        file = options.pop(name)
+        if file is not None:
+            options[name] = _lines(file, name.replace("_", "-"))
+    return Settings(**options)
+
+
+def read_methods(text: str) -> list[str]:
+    """Methods as they are typed: naive,theseus,bico; or all."""
+    names, known = [name.strip() for name in text.split(",") if name.strip()], ("all", *METHOD_NAMES)
+    for name in names:
+        if name not in known:
+            meant = near(name, known)
+            question = "" if meant is None else f"did you mean '{meant}'? Else "
+            raise UsageError(f"there is no method '{name}'", f"{question}use some of: {', '.join(known)}")
+    return names
+
+
+def require_used(method: str) -> None:
+    """Refuse what was typed and the method does not look at: it would change nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        methods = OPTION_METHODS.get(name, ())
+        if methods and method not in methods and _is_typed(context, name):
+            option = parameter.opts[0]
+            raise UsageError(
+                f"{option} is of {_either(methods, 'and')}, and the method is {method}",
+                f"leave {option} out, or use --method {_either(methods, 'or')}",
+            )
+
+
+def _either(names: Sequence[str], word: str) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
+
+
+def _is_typed(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _layers(text: str) -> str | tuple[int, ...]:
+    meant = near(text, LAYERS)
+    if text not in LAYERS and meant is not None:
+        raise UsageError(f"--layers is '{text}'", f"did you mean '{meant}'?")
+    return read_layers(text)
+
+
+def _lines(file: str, option: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
+    kept = [line for line in lines if line]
+    if not kept:
+        raise UsageError(f"--{option}: '{file}' is empty", "give a text file with one entry a line")
+    return kept
+
+
+def read_push(options: dict[str, Any]) -> PushOptions:
+    """The options of a push, taken out of a port's."""
+    from hf_bico.push_checks import PushOptions
+
+    own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
+    return PushOptions(**own, force=options["force"])
+
+
+def typed_line(command: str, leave_out: Sequence[str]) -> str:
+    """The command line as it was typed, without some of its options."""
+    context = click.get_current_context()
+    words = ["hf-bico", command]
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params[str(parameter.name)]
+        if not _is_typed(context, name) or name in leave_out:
+            continue
+        if isinstance(value, bool):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            words += [str(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
+    return shlex.join(words)

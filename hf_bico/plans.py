@@ -1,0 +1,314 @@
+"""A plan as data, in words and as JSON: what a port would carry and leave behind, and what it needs.
+
+Knows what was matched; not how. No weights, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hf_bico.adapters.adapter import Adapter
+from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
+from hf_bico.errors import BaseMismatchError, NotCachedError, UsageError
+from hf_bico.hub.client import Hub, is_offline
+from hf_bico.hub.references import hub_reference, is_hub_id
+from hf_bico.models import Model
+from hf_bico.progress import Progress, silent
+from hf_bico.report import markdown_table
+from hf_bico.resolving import Lineage
+from hf_bico.sites import SitePair
+from hf_bico.sizes import size_text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done."""
+
+    lineage: Lineage
+    blocks: tuple[int, ...]
+    """The source block of each target block."""
+    pairs: tuple[SitePair, ...]
+    left: dict[str, str]
+    """Source tensors that stay behind, by name, with the reason."""
+    missing: tuple[str, ...]
+    """Tensors of the base that the fine-tuned model lacks."""
+    extra: tuple[str, ...]
+    """Tensors of the fine-tuned model that the base lacks."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of a LoRA's layers, by the base's tensors."""
+    asked_format: str | None = None
+    asked_rank: int | float | None = None
+
+    def __repr__(self) -> str:
+        source, base, target = self.lineage.models
+        blocks = f"{base.layout.blocks} -> {target.layout.blocks} blocks"
+        return f"Plan of {source.name} to {target.name}: {len(self.pairs)} sites of {blocks}, {_written_form(self)}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan in words: (word, what there is to say about it)."""
+        return _rows(self)
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return markdown_table([("", "what would be done"), *self.rows()], align="---")
+
+    @property
+    def format(self) -> str:
+        """In which form the result is written: the one that is asked for, else the source's own."""
+        source = self.lineage.source
+        usual = "adapter" if isinstance(source, Adapter) and source.low_rank else "full"
+        return self.asked_format or ("adapter" if self.asked_rank is not None else usual)
+
+    def in_form(self, format: str | None, rank: int | float | None) -> Plan:
+        """The same plan for a result of another form."""
+        return replace(self, asked_format=format, asked_rank=rank)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Both models in float32, the float64 covariances and maps, and the ported vector: an estimate.
+
+        Activations of a batch come on top; they depend on the batch size.
+        """
+        models = 4 * (_elements(self.lineage.base) + _elements(self.lineage.target))
+        inputs = {(p.source.input, p.target.input): (p.source.shape[1], p.target.shape[1]) for p in self.pairs}
+        outputs = [(pair.source.shape[0], pair.target.shape[0]) for pair in self.pairs]
+        covariances = sum(a * b for a, b in [*inputs.values(), *outputs])
+        carried = 4 * sum(pair.target.shape[0] * pair.target.shape[1] for pair in self.pairs)
+        # each covariance stands beside the map made from it
+        return models + 2 * 8 * covariances + carried
+
+    @property
+    def download_bytes(self) -> int:
+        """What is not on this machine yet of the three models; the data set's samples come on top."""
+        source, base, target = self.lineage.models
+        places = {(model.name, model.commit): (model.place, model.needed()) for model in (base, target)}
+        places.setdefault((source.name, source.commit), (source.place, source.needed(beside=False)))
+        return sum(place.to_download(names) for place, names in places.values() if place is not None)
+
+    def fetched(self, progress: Progress = silent) -> Plan:
+        """The same plan with the models' files on this machine."""
+        total, done = self.download_bytes, 0
+
+        def downloaded(count: int) -> None:
+            nonlocal done
+            done += count
+            progress("download", done, total)
+
+        if total:
+            progress("download", 0, total)
+        source, base, target = self.lineage.models
+        local = replace(
+            self.lineage,
+            source=source.fetched(downloaded, beside=False),
+            base=base.fetched(downloaded),
+            target=target.fetched(downloaded),
+        )
+        return replace(self, lineage=local)
+
+    def with_target_id(self, repo_id: str, hub: Hub) -> Plan:
+        """The plan with a local target known by its Hub id, which must hold the same weights."""
+        target, found = self.lineage.target, hub_reference(repo_id)
+        if target.place is None or target.place.repo is not None or found is None or not is_hub_id(found.id):
+            raise UsageError(f"--target-id is '{repo_id}'", "give the OWNER/NAME of a target that is a folder")
+        if is_offline():
+            raise NotCachedError(f"whether the target is '{repo_id}' cannot be checked offline", "unset HF_HUB_OFFLINE")
+        repo = hub.repo(found, "the target's id")
+        if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
+            raise BaseMismatchError(
+                f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
+                "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
+            )
+        named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))
+        return replace(self, lineage=replace(self.lineage, target=named))
+
+    @property
+    def output_bytes(self) -> int | None:
+        """About the size of the result; None for an adapter whose ranks are those that keep a share of the energy."""
+        if self.format == "adapter":
+            return None if isinstance(self.asked_rank, float) else self._adapter_bytes(self.asked_rank)
+        checkpoint = self.lineage.target.checkpoint
+        if self.format == "delta":
+            return 4 * sum(pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in self.pairs)
+        if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):
+            return checkpoint.size
+        return 4 * _elements(self.lineage.target)
+
+    def _adapter_bytes(self, asked: int | None) -> int:
+        """Factors and biases; a packed attention whose output changes is saved whole."""
+        packed = {pair.target.block for pair in self.pairs if pair.target.weight.rows is not None}
+        outputs = {pair.target.block for pair in self.pairs if pair.target.role == "attn.out"}
+        whole = {
+            site.name: site.shape[0] * (site.shape[1] + 1)
+            for site in self.lineage.target.layout.sites
+            if site.block in packed & outputs and site.role.startswith("attn.")
+        }
+        rest = [pair for pair in self.pairs if pair.target.name not in whole]
+        factors = 0
+        for pair in rest:
+            rows, columns = pair.target.shape
+            if pair.target.weight.rows is not None:  # q, k and v share a tensor, and the ranks of three LoRAs add up
+                joins = asked is None and pair.source.weight.rows is None
+                rows, columns = (3 * rows, columns) if joins else (rows, columns // 3)
+            factors += self._rank(pair, asked) * (rows + columns)
+        return 4 * (factors + sum(whole.values()))
+
+    def _rank(self, pair: SitePair, asked: int | None) -> int:
+        """Of a site in an adapter: what is asked for, the LoRA's own, or all that the matrix can have."""
+        own = self.ranks.get(pair.source.weight.tensor, min(pair.target.shape))
+        return min(own if asked is None else asked, min(pair.target.shape))
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes < machine_memory()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        lineage = self.lineage
+        return {
+            "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
+            "base": _about(lineage.base),
+            "target": _about(lineage.target),
+            "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
+            "notices": list(lineage.notices),
+            "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
+            "layers": list(self.blocks),
+            "sites": [
+                {
+                    "name": pair.target.name,
+                    "role": pair.target.role,
+                    "source": pair.source.name,
+                    "shape_source": list(pair.source.shape),
+                    "shape_target": list(pair.target.shape),
+                }
+                for pair in self.pairs
+            ],
+            "left": [{"name": name, "reason": reason} for name, reason in self.left.items()],
+            "missing": list(self.missing),
+            "extra": list(self.extra),
+            "tokens": {
+                part: None if model.layout.tokens is None else asdict(model.layout.tokens)
+                for part, model in (("source", lineage.base), ("target", lineage.target))
+            },
+            "download_bytes": self.download_bytes,
+            "memory_bytes": self.memory_bytes,
+            "machine_bytes": machine_memory(),
+            "format": self.format,
+            "ranks": sorted(set(self.ranks.values())),
+            "output_bytes": self.output_bytes,
+            "fits": self.fits,
+        }
+
+
+def _rows(planned: Plan) -> list[tuple[str, str]]:
+    lineage, taken = planned.lineage, f"taken from {list(planned.blocks)}"
+    rows = [
+        ("source", _known(lineage.source)),
+        ("base", _known(lineage.base)),
+        ("target", _known(lineage.target)),
+        ("data", _data(planned)),
+        *(("note", notice) for notice in lineage.notices),
+        ("blocks", f"{lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, {taken}"),
+    ]
+    tokens = [model.layout.tokens for model in (lineage.base, lineage.target)]
+    grids = [" x ".join(map(str, known.grid)) for known in tokens if known is not None]
+    if len(grids) == 2:
+        rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
+    roles = Counter(pair.target.role for pair in planned.pairs)
+    carried = ", ".join(f"{role} x{count}" for role, count in roles.items())
+    reasons = Counter(planned.left.values())
+    left = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+    rows += [
+        ("carried", f"{len(planned.pairs)} sites: {carried}"),
+        ("shapes", _shapes(planned)),
+        ("left", left or "nothing"),
+    ]
+    if planned.missing:
+        rows.append(
+            ("missing", f"{len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
+        )
+    if planned.extra:
+        named = ", ".join(planned.extra[:3])
+        rows.append(("extra", f"{len(planned.extra)} tensors of the source are not in the base: {named}"))
+    fits = "fits" if planned.fits else "does NOT fit"
+    return [
+        *rows,
+        ("fetches", f"{size_text(planned.download_bytes)} of models{', and samples' if lineage.data_repo else ''}"),
+        ("memory", f"about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine"),
+        ("writes", _written_form(planned)),
+    ]
+
+
+def _written_form(planned: Plan) -> str:
+    """How large the result is, and as what it is written."""
+    forms = {"full": "as a full model", "adapter": f"as an adapter{_ranks(planned)}", "delta": "as the change alone"}
+    size = "" if planned.output_bytes is None else f"{size_text(planned.output_bytes)} "
+    return f"{size}{forms[planned.format]}"
+
+
+def _ranks(planned: Plan) -> str:
+    asked = planned.asked_rank
+    if isinstance(asked, float):
+        return f" that keeps {asked:g} of each layer's energy"
+    ranks = sorted(set(planned.ranks.values())) if asked is None else [asked]
+    if not ranks:
+        return ", exact"
+    return f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _known(model: Model | Adapter) -> str:
+    commit = "" if model.commit is None else f" at {model.commit[:12]}"
+    licence = f", licence {model.origin.license}" if model.origin.license else ""
+    kind = model.family.name if isinstance(model, Model) else f"{model.config.kind} adapter"
+    return f"{model.name}{commit} ({kind}{licence})"
+
+
+def _data(planned: Plan) -> str:
+    lineage = planned.lineage
+    if lineage.data_repo is not None:
+        return f"{lineage.data_repo.id} at {lineage.data_repo.commit[:12]}"
+    if lineage.data is None:
+        return "not known"
+    return Path(str(lineage.data)).name if isinstance(lineage.data, str | Path) else "rows"
+
+
+def _shapes(planned: Plan) -> str:
+    """The shape of each role, source to target."""
+    shapes = {
+        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}"
+        for pair in planned.pairs
+    }
+    return ", ".join(shapes.values())
+
+
+def _by(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _about(model: Model | Adapter) -> dict[str, str]:
+    known = {"license": model.origin.license, "pipeline": model.origin.pipeline}
+    return {**_named(model.name, model.commit), **{key: value for key, value in known.items() if value}}
+
+
+def _named(name: str, commit: str | None) -> dict[str, str]:
+    return {"id": name} if commit is None else {"id": name, "commit": commit}
+
+
+def machine_memory() -> int:
+    """Bytes of main memory."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _elements(model: Model) -> int:
+    total = 0
+    for shape in model.checkpoint.shapes.values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    return total

@@ -1,0 +1,172 @@
+"""The notebooks, run headless on the small world of a loopback Hub; as a script, it stores their outputs again.
+
+`python tests/notebooks.py` leaves every cell's source as it is: the parameters of the small world are put in for the
+run alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import nbformat
+from hub import Hub
+from loopback import HUB, TOKEN
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from hf_bico.demo import World
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+OWNER, TASK = "small-world", "inverted"
+SOURCE, BASE, TARGET, DATA = f"{OWNER}/narrow-{TASK}", f"{OWNER}/narrow", f"{OWNER}/wide", f"{OWNER}/{TASK}"
+LORA, LORA_BASE = f"{OWNER}/narrow-{TASK}-lora", f"{OWNER}/narrow-hf"
+PUSHED, PUSHED_LORA, PUSHED_BEST = (f"{OWNER}/wide-{TASK}-{how}" for how in ("ported", "lora", "best"))
+_FULL = {"SOURCE": SOURCE, "BASE": BASE, "TARGET": TARGET, "DATA": DATA}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "01_port_a_clip_finetune": {**_FULL, "PUSH_TO": PUSHED},
+    "02_port_a_lora": {"LORA": LORA, "BASE": LORA_BASE, "TARGET": TARGET, "DATA": DATA, "PUSH_TO": PUSHED_LORA},
+    "03_compare_and_diagnose": {**_FULL, "PUSH_TO": PUSHED_BEST},
+}
+"""What is put into the parameters cell of each notebook; what is not named stays as it stands."""
+LANGUAGE = {"name": "python"}
+
+
+def stored(name: str) -> NotebookNode:
+    """A notebook as it is in the repository."""
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def parameters_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+
+
+def with_parameters(notebook: NotebookNode, values: dict[str, Any]) -> NotebookNode:
+    """The notebook with other values in its parameters cell; one that is not there is an error."""
+    (cell,) = parameters_cells(notebook)
+    for name, value in values.items():
+        line = re.compile(rf"^{name} = .+?(?=  #|$)", re.MULTILINE)
+        cell.source, found = line.subn(lambda _, said=f"{name} = {value!r}": said, cell.source)
+        if found != 1:
+            raise ValueError(f"the parameters cell sets {name} {found} times")
+    return notebook
+
+
+def execute(name: str, folder: Path) -> NotebookNode:
+    """Run a notebook of the repository on the small world, in a new kernel that works in `folder`; a cell that fails
+    raises."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}  # bars are no result
+    environment = {**os.environ, **quiet, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf-home")}
+    client = NotebookClient(
+        with_parameters(stored(name), PARAMETERS[name]),
+        timeout=300,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    return settled(client.execute(env=environment))
+
+
+def settled(notebook: NotebookNode) -> NotebookNode:
+    """The notebook without what differs from run to run: counts of executions, the kernel's version."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = None
+    notebook.metadata.language_info = LANGUAGE
+    return notebook
+
+
+def publish(hub: Hub, world: World, folder: Path) -> None:
+    """The small world as repos that say what they are: models in open_clip's layout, the narrow one also in
+    transformers', a LoRA of that one's vision tower, and the data set."""
+    from gallery import as_transformers
+    from hub_scenes import upload
+
+    hub.add_user(OWNER, TOKEN)
+    bare = "---\nlicense: mit\n---\n"
+    learnt = f"---\nlicense: mit\nbase_model: {{}}\ndatasets: [{DATA}]\n---\n"
+    upload(hub, BASE, world.base("narrow"), bare)
+    upload(hub, TARGET, world.base("wide"), bare)
+    upload(hub, SOURCE, world.fine_tuned("narrow", TASK), learnt.format(BASE))
+    upload(hub, DATA, world.data(TASK), "---\nlicense: cc0-1.0\n---\n", type="dataset")
+    base = as_transformers(world.base("narrow"), folder / "narrow-hf")
+    upload(hub, LORA_BASE, base, bare)
+    upload(hub, LORA, train_lora(base, folder / "lora"), learnt.format(LORA_BASE))
+
+
+def train_lora(base: Path, out: Path) -> Path:
+    """A LoRA that peft trains on the vision tower of a transformers CLIP, as long and as fast as the small world's
+    own fine-tuning."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.nn import functional
+    from transformers import AutoTokenizer, CLIPModel
+
+    from hf_bico.demo.captions import PROMPT
+    from hf_bico.demo.digits import CLASS_NAMES, find_task, load_splits, normalise
+    from hf_bico.demo.training import FINE_TUNING_BATCH, FINE_TUNING_RATE, FINE_TUNING_STEPS, quiet_torch
+
+    digits = load_splits()["train"]
+    pixels = normalise(find_task(TASK).domain.transform(digits.images))
+    with quiet_torch(0):
+        clip, tokenizer = CLIPModel.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+        length = clip.config.text_config.max_position_embeddings
+        prompts = tokenizer([PROMPT.format(name) for name in CLASS_NAMES], padding="max_length", max_length=length)
+        with torch.no_grad():
+            texts = clip.get_text_features(torch.tensor(prompts.input_ids)).pooler_output
+            classes, scale = functional.normalize(texts, dim=-1), clip.logit_scale.exp()
+        modules = ["q_proj", "v_proj", "fc1", "fc2"]
+        tower = get_peft_model(clip.vision_model, LoraConfig(r=8, lora_alpha=16, target_modules=modules))
+        trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=FINE_TUNING_RATE)
+        for _ in range(FINE_TUNING_STEPS):
+            batch = torch.randint(len(digits.labels), (FINE_TUNING_BATCH,))
+            features = clip.visual_projection(tower(pixel_values=pixels[batch]).pooler_output)
+            logits = scale * functional.normalize(features, dim=-1) @ classes.T
+            optimizer.zero_grad()
+            functional.cross_entropy(logits, digits.labels[batch]).backward()
+            optimizer.step()
+    tower.peft_config["default"].base_model_name_or_path = LORA_BASE
+    tower.save_pretrained(out)
+    (out / "README.md").unlink()  # peft's template; the repo gets a card of its own
+    config = json.loads((out / "adapter_config.json").read_text())
+    config["target_modules"].sort()  # peft holds a set, and writes it in another order every time
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    return out
+
+
+def store(name: str, ran: NotebookNode) -> None:
+    """Keep the outputs of a run; the sources stay."""
+    notebook = settled(stored(name))
+    for cell, done in zip(notebook.cells, ran.cells, strict=True):
+        if cell.cell_type == "code":
+            cell.outputs = done.outputs
+    nbformat.write(notebook, FOLDER / f"{name}.ipynb")
+
+
+def main() -> None:
+    from hf_bico.demo import build
+
+    with tempfile.TemporaryDirectory() as scratch:
+        world = build(Path(scratch) / "world", tasks=[TASK])
+        publish(HUB, world, Path(scratch))
+        for name in PARAMETERS:
+            store(name, execute(name, Path(scratch) / name))
+            print(f"{name}: {(FOLDER / f'{name}.ipynb').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
