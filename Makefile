@@ -15,7 +15,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 	$(BIN)/hf-bico demo demo-output
 
 test: lint  ## linters, types, then every test, one thread each so that the workers do not fight over the cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
 	OMP_NUM_THREADS=1 $(BIN)/python tests/pages.py

@@ -16,7 +16,7 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.environment import choose_device, choose_dtype, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
-from hf_bico.hub.references import HubReference, hub_reference
+from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
 from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
 from hf_bico.measuring import probe_accuracy, zero_shot_accuracy
@@ -42,7 +42,8 @@ def evaluate_model(
 ) -> EvaluationRecord:
     """The accuracy of a model on a split of a data set; `base` completes a task vector or a part of a model.
 
-    A port, or a model whose card names its data set, is measured on that unless `data` is given.
+    A port, or a model whose card names its data set, is measured on that unless `data` is given; never on the samples
+    that it was calibrated on.
 
     The split is the one asked for, else test, else validation, else train; all of it unless `n` is given. The model is
     measured zero-shot, or by a linear probe that is fitted to `probe` samples of the training split (100 where
@@ -51,14 +52,17 @@ def evaluate_model(
     settings = Settings.of({"n": n, **options})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
-    data = _known_data(model, hub) if data is None else data
+    record = _port_record(model, hub)
+    data = _known_data(model, record, hub) if data is None else data
     whole, vector, name = _open(model, base, hub, allow_pickle)
     known_names = whole.origin.class_names or None
     training: Samples | None = None
     if probe is None:
         measured = open_data(data, settings, hub, known_names=known_names, measure=True)
         split = evaluation_split(measured, settings.split)
-        samples = measured.samples(split, _order(measured, split, settings)[: settings.n])
+        used = _calibrated_on(record, measured, split)
+        unused = [index for index in _order(measured, split, settings) if index not in used]
+        samples = measured.samples(split, unused[: settings.n])
     else:
         measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names)
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
@@ -133,22 +137,39 @@ def _training_samples(data: Any, settings: Settings, hub: Hub, known_names: Sequ
         raise SampleCountError(error.cause, error.remedy.replace("-n", "--probe")) from error
 
 
-def _known_data(model: ModelReference, hub: Hub) -> Any:
+def _port_record(model: ModelReference, hub: Hub) -> Record | None:
+    """The record of the port that a model is."""
+    if not isinstance(model, str | Path):
+        return None
+    place = locate(model, "the model", hub)
+    if RECORD_FILE not in place.sizes:
+        return None
+    place.fetch([RECORD_FILE])
+    record = read_any(place.folder)
+    return record if isinstance(record, Record) else None
+
+
+def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
     """The data set that a port was calibrated for, or that a model's card names."""
     if not isinstance(model, str | Path):
         raise DataUnknownError("no data was given", "name a data set")
+    if record is not None and record.data is not None:
+        known = record.data
+        return recorded_folder(known.id) if known.commit is None else HubReference(known.id, known.commit)
     place = locate(model, "the model", hub)
-    if RECORD_FILE in place.sizes:
-        place.fetch([RECORD_FILE])
-        record = read_any(place.folder)
-        data = record.data if isinstance(record, Record) else None
-        if data is not None and data.commit is not None:
-            return HubReference(data.id, data.commit)
     named = data_of(read_origin(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
         cause = named.cause.replace("no calibration data was given", "no data to measure on was given")
         raise type(named)(cause, named.remedy)
     return hub_reference(named)
+
+
+def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]:
+    """The rows of a split that a port has seen; those of parts of a large data set are not known by their numbers."""
+    if record is None or record.data is None or record.data.parts or split in data.parts:
+        return set()
+    same = (record.data.id, record.data.split) == (data.name, split)
+    return set(record.data.indices) if same else set()
 
 
 def _open(

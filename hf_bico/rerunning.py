@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from hf_bico.checkpoints import sha256_of
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import recorded_folder
 from hf_bico.hub.repos import Place, locate
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
@@ -84,21 +84,8 @@ def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:
-    """What to open: a repo at its commit, or the folder of that name, which must be here or in a folder that is."""
-    if entry.commit is not None:
-        return f"{entry.id}@{entry.commit}"
-    below = Path().glob(f"*/{glob.escape(entry.id)}") if Path(entry.id).name == entry.id else ()
-    found = [Path(entry.id)] if Path(entry.id).exists() else sorted(below)
-    if not found:
-        raise RecordError(
-            f"it was made from the local folder '{entry.id}', which is not here", "run it beside that folder"
-        )
-    if len(found) > 1:
-        raise RecordError(
-            f"it was made from the local folder '{entry.id}', and there are '{found[0]}' and '{found[1]}'",
-            "run it beside the right one",
-        )
-    return found[0]
+    """What to open: a repo at its commit, or a folder."""
+    return recorded_folder(entry.id) if entry.commit is None else f"{entry.id}@{entry.commit}"
 
 
 def _settings(record: Record, name: str, device: str) -> Settings:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 from hf_bico.errors import RankError, UsageError
 from hf_bico.sizes import read_size
+from hf_bico.spelling import did_you_mean
 
 METHOD_NAMES = (
     *("bico", "bico-fisher", "bico-path", "input-only", "output-only", "gradient-only", "theseus"),
@@ -110,11 +110,9 @@ class Settings:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, n=1) or (["per_class"] if name == "k" else [])
-                raise UsageError(
-                    f"there is no option '{name}'",
-                    f"did you mean '{near[0]}'?" if near else f"the options are: {', '.join(known)}",
-                )
+                meant = "per_class" if name == "k" else name
+                remedy = did_you_mean(meant, known, f"the options are: {', '.join(known)}")
+                raise UsageError(f"there is no option '{name}'", remedy)
         limit = options.get("max_download")
         size = {"max_download": read_size(limit, "max_download")} if isinstance(limit, str) else {}
         return cls(**{**options, **size})
@@ -231,4 +229,5 @@ def read_layers(text: str) -> str | tuple[int, ...]:
 
 def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UsageError(f"--{option} is '{value}'", f"use one of: {', '.join(choices)}")
+        remedy = did_you_mean(str(value), choices, f"use one of: {', '.join(choices)}")
+        raise UsageError(f"--{option} is '{value}'", remedy)

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
     from hf_bico.demo import World
 
+LONGEST = (
+    *("test_small_world", "test_pages", "test_compare", "test_demo", "test_notebooks", "test_hub_command"),
+    *("test_endings", "test_terminal", "test_port_options"),
+)
+"""The files that take minutes; begun first, so that no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopback import HUB, TOKEN
+from transformers_world import as_transformers
 
 if TYPE_CHECKING:
     from hub import Hub
@@ -107,54 +108,6 @@ def _extract(entry: Entry) -> Making:
     from hf_bico.extracting import extract
 
     return extract(entry.source, device="cpu", **entry.options)
-
-
-def as_transformers(folder: Path, out: Path) -> Path:
-    """A model of the small world in transformers' layout."""
-    import json
-
-    from safetensors.torch import load_file
-    from toys import to_transformers
-    from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
-
-    config = json.loads((folder / "open_clip_config.json").read_text())
-    model, vision, text = (config["model_cfg"], config["model_cfg"]["vision_cfg"], config["model_cfg"]["text_cfg"])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shared = {"hidden_act": "gelu", "projection_dim": model["embed_dim"]}
-    vision_config = {
-        "hidden_size": vision["width"],
-        "intermediate_size": int(vision["width"] * vision["mlp_ratio"]),
-        "num_hidden_layers": vision["layers"],
-        "num_attention_heads": vision["width"] // vision["head_width"],
-        "image_size": vision["image_size"],
-        "patch_size": vision["patch_size"],
-    }
-    text_config = {
-        "hidden_size": text["width"],
-        "intermediate_size": int(text["width"] * text["mlp_ratio"]),
-        "num_hidden_layers": text["layers"],
-        "num_attention_heads": text["heads"],
-        "max_position_embeddings": text["context_length"],
-        "vocab_size": text["vocab_size"],
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    clip = CLIPModel(
-        CLIPConfig(text_config={**text_config, **shared}, vision_config={**vision_config, **shared}, **shared)
-    )
-    state = load_file(folder / "open_clip_model.safetensors")
-    clip.load_state_dict(to_transformers({name: tensor for name, tensor in state.items() if name != "attn_mask"}))
-    clip.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    size = vision["image_size"]
-    CLIPImageProcessor(
-        size={"shortest_edge": size},
-        crop_size={"height": size, "width": size},
-        image_mean=config["preprocess_cfg"]["mean"],
-        image_std=config["preprocess_cfg"]["std"],
-    ).save_pretrained(out)
-    return out
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ run alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -22,6 +21,7 @@ from hub import Hub
 from loopback import HUB, TOKEN
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from transformers_world import LoraRecipe, as_transformers, train_lora
 
 from hf_bico.demo import World
 
@@ -60,14 +60,14 @@ def with_parameters(notebook: NotebookNode, values: dict[str, Any]) -> NotebookN
     return notebook
 
 
-def execute(name: str, folder: Path) -> NotebookNode:
+def execute(name: str, folder: Path, **parameters: Any) -> NotebookNode:
     """Run a notebook of the repository on the small world, in a new kernel that works in `folder`; a cell that fails
-    raises."""
+    raises. `parameters` go before those of PARAMETERS."""
     folder.mkdir(parents=True, exist_ok=True)
     quiet = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}  # bars are no result
     environment = {**os.environ, **quiet, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf-home")}
     client = NotebookClient(
-        with_parameters(stored(name), PARAMETERS[name]),
+        with_parameters(stored(name), {**PARAMETERS[name], **parameters}),
         timeout=300,
         kernel_name="python3",
         record_timing=False,
@@ -92,7 +92,6 @@ def settled(notebook: NotebookNode) -> NotebookNode:
 def publish(hub: Hub, world: World, folder: Path) -> None:
     """The small world as repos that say what they are: models in open_clip's layout, the narrow one also in
     transformers', a LoRA of that one's vision tower, and the data set."""
-    from gallery import as_transformers
     from hub_scenes import upload
 
     hub.add_user(OWNER, TOKEN)
@@ -104,48 +103,8 @@ def publish(hub: Hub, world: World, folder: Path) -> None:
     upload(hub, DATA, world.data(TASK), "---\nlicense: cc0-1.0\n---\n", type="dataset")
     base = as_transformers(world.base("narrow"), folder / "narrow-hf")
     upload(hub, LORA_BASE, base, bare)
-    upload(hub, LORA, train_lora(base, folder / "lora"), learnt.format(LORA_BASE))
-
-
-def train_lora(base: Path, out: Path) -> Path:
-    """A LoRA that peft trains on the vision tower of a transformers CLIP, as long and as fast as the small world's
-    own fine-tuning."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from torch.nn import functional
-    from transformers import AutoTokenizer, CLIPModel
-
-    from hf_bico.demo.captions import PROMPT
-    from hf_bico.demo.digits import CLASS_NAMES, find_task, load_splits, normalise
-    from hf_bico.demo.training import FINE_TUNING_BATCH, FINE_TUNING_RATE, FINE_TUNING_STEPS, quiet_torch
-
-    digits = load_splits()["train"]
-    pixels = normalise(find_task(TASK).domain.transform(digits.images))
-    with quiet_torch(0):
-        clip, tokenizer = CLIPModel.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-        length = clip.config.text_config.max_position_embeddings
-        prompts = tokenizer([PROMPT.format(name) for name in CLASS_NAMES], padding="max_length", max_length=length)
-        with torch.no_grad():
-            texts = clip.get_text_features(torch.tensor(prompts.input_ids)).pooler_output
-            classes, scale = functional.normalize(texts, dim=-1), clip.logit_scale.exp()
-        modules = ["q_proj", "v_proj", "fc1", "fc2"]
-        tower = get_peft_model(clip.vision_model, LoraConfig(r=8, lora_alpha=16, target_modules=modules))
-        trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=FINE_TUNING_RATE)
-        for _ in range(FINE_TUNING_STEPS):
-            batch = torch.randint(len(digits.labels), (FINE_TUNING_BATCH,))
-            features = clip.visual_projection(tower(pixel_values=pixels[batch]).pooler_output)
-            logits = scale * functional.normalize(features, dim=-1) @ classes.T
-            optimizer.zero_grad()
-            functional.cross_entropy(logits, digits.labels[batch]).backward()
-            optimizer.step()
-    tower.peft_config["default"].base_model_name_or_path = LORA_BASE
-    tower.save_pretrained(out)
-    (out / "README.md").unlink()  # peft's template; the repo gets a card of its own
-    config = json.loads((out / "adapter_config.json").read_text())
-    config["target_modules"].sort()  # peft holds a set, and writes it in another order every time
-    (out / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    return out
+    lora = train_lora(base, folder / "lora", TASK, LoraRecipe(), base_id=LORA_BASE)
+    upload(hub, LORA, lora, learnt.format(LORA_BASE))
 
 
 def store(name: str, ran: NotebookNode) -> None:

@@ -26,7 +26,10 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = ("console", "sh", "python", "output", "json", "yaml", "text")
-NOT_RUN = ("#", "pip install ", "make ", "hf auth login", "hf extensions install ", "export ", "cd ", "git clone ")
+NOT_RUN = (
+    *("#", "pip install ", "make ", "hf auth login", "hf extensions install ", "export ", "cd ", "git clone "),
+    ". .venv/bin/activate",
+)
 """How a line of ```sh may begin, beside `hf-bico` and `python FILE`."""
 
 

@@ -87,10 +87,6 @@ def run_page(page: Path, world: World, folder: Path) -> PageRun:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     moved, said = 0, ""
     with _scene(world, folder, loras="-lora" in text):
-        if page.name == "python.md":
-            import open_clip
-
-            namespace["another_copy_of_its_base"] = open_clip.create_model("hf-hub:laion/vit-b16")
         for block in read_blocks(text):
             place = f"{shown_path(page)}:{block.fence_line}"
             os.chdir(folder)  # whatever ran before

@@ -329,3 +329,19 @@ def test_too_few_samples_for_the_probe(arguments: list[str], cause: str, remedy:
 def test_too_few_samples_in_python(scene: Scene) -> None:
     with pytest.raises(SampleCountError, match="use a data set with more samples"):
         hf_bico.evaluate_model(scene.target, random_rows(1, 20), probe=1)
+
+
+def test_a_port_is_measured_on_the_data_of_its_record_and_on_none_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no test split, and the data is a folder: just what the port itself measured."""
+    scene = make_scene(tmp_path)
+    shutil.rmtree(scene.data / "test")
+    monkeypatch.chdir(tmp_path)
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=9, device="cpu")
+    ported.save("out")
+    then = next(entry for entry in ported.record.evaluation if entry.model == "ported")
+    assert then.split == "train"
+    now = hf_bico.evaluate_model("out", device="cpu")
+    assert (now.n, now.value) == (then.n, then.value)
+    assert now.n == hf_bico.evaluate_model(scene.target, scene.data, device="cpu").n - 9

@@ -18,16 +18,34 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+import torch
 from hub import Hub
+from hub_scenes import upload
 from markdown_it import MarkdownIt
 from nbformat import NotebookNode
 from PIL import Image
 from scenes import Scene, make_scene
+from transformers import CLIPModel, CLIPVisionModel
+from transformers_world import as_transformers
 
 import hf_bico
 import notebooks
 from hf_bico.demo import World
-from notebooks import FOLDER, PARAMETERS, PUSHED, PUSHED_BEST, PUSHED_LORA, TARGET, execute, publish, stored
+from hf_bico.errors import PickledWeightsError
+from notebooks import (
+    FOLDER,
+    LORA_BASE,
+    OWNER,
+    PARAMETERS,
+    PUSHED,
+    PUSHED_BEST,
+    PUSHED_LORA,
+    TARGET,
+    TASK,
+    execute,
+    publish,
+    stored,
+)
 
 NAMES = sorted(PARAMETERS)
 SENTENCE = (
@@ -87,6 +105,28 @@ def test_a_notebook_gives_what_is_stored_and_pushes_what_loads(
         open_clip.create_model(f"hf-hub:{repo}")
     (ported,) = [one for one in json.loads(hub.repo(repo).read("bico.json"))["evaluation"] if one["model"] == "ported"]
     assert hf_bico.evaluate_model(repo).value == ported["value"]
+
+
+def test_a_notebook_passes_where_the_base_has_only_a_pickle(
+    hub: Hub, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    """As older repos of CLIP have it, with a vision tower alone as the fine-tune: what the parameters name as they
+    stand."""
+    world, source = worlds(0), f"{OWNER}/narrow-{TASK}-tower"
+    publish(hub, world, tmp_path / "world")
+    tuned = as_transformers(world.fine_tuned("narrow", TASK), tmp_path / "tuned")
+    CLIPVisionModel.from_pretrained(tuned).save_pretrained(tmp_path / "tower")
+    upload(hub, source, tmp_path / "tower", "---\nlicense: mit\n---\n")
+    base = CLIPModel.from_pretrained(tmp_path / "world" / "narrow-hf")
+    torch.save({**base.state_dict(), **dict(base.named_buffers())}, tmp_path / "pickle")  # older ones keep buffers too
+    hub.repo(LORA_BASE).commit({"pytorch_model.bin": tmp_path / "pickle"}, delete=["model.safetensors"])
+    with pytest.raises(PickledWeightsError):
+        hf_bico.plan(source, to=TARGET, base=LORA_BASE)
+    execute(NAMES[0], tmp_path / "run", SOURCE=source, BASE=LORA_BASE)
+    record = json.loads(hub.repo(PUSHED).read("bico.json"))
+    assert any("pickled" in notice for notice in record["notices"])
+    measured = {one["model"]: one["value"] for one in record["evaluation"]}
+    assert measured["ported"] > measured["target"]
 
 
 @pytest.mark.parametrize("name", NAMES)

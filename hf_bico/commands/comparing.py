@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from hf_bico.edge.options import (
 )
 from hf_bico.edge.sections import MEASURING, METHOD, MODELS, OUTPUT, RUNNING, SAMPLES, SectionedHelp
 from hf_bico.errors import UsageError
+
+if TYPE_CHECKING:
+    from hf_bico.comparison import Comparison
 
 
 @click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
@@ -86,12 +89,17 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
         from hf_bico.comparing import compare as run
         from hf_bico.edge.console import print_compared, shown_comparison
 
-        at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+        at.interrupted = "nothing was measured yet"
         silent = quiet or as_json
         asked: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
         asked |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
-        with shown_comparison(silent) as (progress, shown):
-            found = run(source, target, data=list(data) or None, progress=progress, shown=shown, **asked)
+        with shown_comparison(silent) as (progress, show):
+
+            def measured(so_far: Comparison) -> None:
+                at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+                show(so_far)
+
+            found = run(source, target, data=list(data) or None, progress=progress, shown=measured, **asked)
         if as_json:
             click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(found.to_json())}))
         elif not quiet:

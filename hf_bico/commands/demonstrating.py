@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
@@ -61,7 +63,7 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
                 references = ["--fine-tuned", f"models/wide-{task}"]
                 hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
             hf_bico("card", "ported")
-            _conclude(folder, seed, [hard, easy], as_json, quiet)
+        _conclude(folder, seed, [hard, easy], as_json, quiet)
 
 
 class _Commands:
@@ -86,10 +88,10 @@ def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: b
     from hf_bico.comparison import Comparison
     from hf_bico.record import read_record
 
-    compared = {task: Comparison.load(f"compared-{task}") for task in tasks}
+    compared = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
     if as_json:
         found = {task: json.loads(comparison.to_json()) for task, comparison in compared.items()}
-        record = json.loads(read_record(Path("ported")).to_json())
+        record = json.loads(read_record(folder / "ported").to_json())
         click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": found}))
     if as_json or quiet:
         return
@@ -101,12 +103,20 @@ def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: b
         "  ported/README.md                  the model card, made from the record ported/bico.json\n"
         "  ported/alignment.png              how well each layer was lined up\n"
         f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side\n"
-        f"\nTry next:\n  cd {shlex.quote(str(folder))}\n"
+        f"\nTry next:\n{_activation()}  cd {shlex.quote(str(folder))}\n"
         f"  {again} --method bico-path -o by-path\n"
         f"  {again} --rank 8 -o adapter\n"
         "  hf-bico rerun ported\n"
         "  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE"
     )
+
+
+def _activation() -> str:
+    """The line that puts this command on the path, where it is not."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("hf-bico") or not script.is_file():
+        return ""
+    return f"  . {shlex.quote(os.path.relpath(script))}\n"
 
 
 def _side_by_side(compared: Mapping[str, Comparison]) -> str:

@@ -26,6 +26,8 @@ from hf_bico.measuring import Prepared
 from hf_bico.pipeline import training_samples
 from hf_bico.plans import Plan
 
+LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -49,13 +51,13 @@ class Subject:
         return training_samples(drawn, self.split, self.samples)
 
     def about(self) -> dict[str, Any]:
-        """What the numbers depend on, as plain data; without a test split, other draws leave other rows to measure."""
+        """What the numbers depend on, as plain data."""
         return {
             "commit": None if self.data.repo is None else self.data.repo.commit,
             "config": self.data.config,
             "class names": digest(self.data.class_names),
             "split": self.split,
-            "rows that no draw took": digest([self.samples.indices, self.samples.labels]),
+            LEFT_ROWS: digest([self.samples.indices, self.samples.labels]),
             "images": digest_of([self.prepared.images]),
         }
 

@@ -178,14 +178,14 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
     """Accuracy against the number of samples; the legend names the lines from top to bottom."""
     sizes = panel.sizes
     curves = [line for line in panel.lines if not line.flat]
-    # the lines stand a little beside each other, so that error bars can be told apart
-    width = 0.16 * min(log(after / before) for before, after in pairwise(sizes))
+    # the lines stand a little beside each other, so that error bars can be told apart, and not as if at other numbers
+    width = min(0.12, 0.16 * min(log(after / before) for before, after in pairwise(sizes)))
     handles: list[tuple[_Line, Any]] = []
     for place, line in enumerate(curves):
         shift = exp(width * ((place + 0.5) / len(curves) - 0.5))
         places = [row.size * shift for row in line.rows if row.size is not None]
-        bars: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
-        handles.append((line, axes.errorbar(places, line.means, **bars, **line.style)))
+        shown: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
+        handles.append((line, axes.errorbar(places, line.means, **shown, **line.style)))
     for line in panel.lines:
         if line.flat:
             handles.append((line, axes.axhline(line.means[0], **{**line.style, "marker": ""})))
@@ -194,7 +194,8 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
     axes.margins(y=0.06)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}", fontsize=9, **_FONT)
+    bars = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
+    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{bars}", fontsize=9, **_FONT)
     axes.set_ylabel(what, fontsize=9, **_FONT)
     axes.legend(
         [handle for _, handle in handles],

@@ -71,6 +71,10 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
             f"'{name}' was written by save_to_disk, which may name files elsewhere",
             "use one in parquet",
         )
+    if path.is_file() and path.suffix != ".parquet":
+        raise DataNotFoundError(
+            f"'{name}' is a file, and not a parquet file", "name a folder of images, or parquet files"
+        )
     with readable(name):
         if path.is_file():
             loaded, used = datasets.load_dataset("parquet", data_files=str(path)), None

@@ -5,13 +5,14 @@ Knows names only: looks for folders on this machine, and asks nobody.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_bico.checkpoints import expanded
-from hf_bico.errors import RepoNotFoundError
+from hf_bico.errors import RecordError, RepoNotFoundError
 from hf_bico.spelling import near
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -87,6 +88,20 @@ def is_repo_id(text: str) -> bool:
     if named is None or named["revision"] is not None or len(text) > _LONGEST:
         return False
     return "--" not in text and ".." not in text and not text.endswith(".git")
+
+
+def recorded_folder(name: str) -> Path:
+    """The folder that a record names, which must be here, or in a folder that is."""
+    below = Path().glob(f"*/{glob.escape(name)}") if Path(name).name == name else ()
+    found = [Path(name)] if os.path.exists(name) else sorted(below)
+    if not found:
+        raise RecordError(f"it was made from the local folder '{name}', which is not here", "run it beside that folder")
+    if len(found) > 1:
+        raise RecordError(
+            f"it was made from the local folder '{name}', and there are '{found[0]}' and '{found[1]}'",
+            "run it beside the right one",
+        )
+    return found[0]
 
 
 def near_folder(text: str) -> str | None:
