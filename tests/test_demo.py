@@ -77,6 +77,9 @@ def test_what_to_look_at_is_there_and_what_to_try_works(
     assert len(files) == 3
     assert all((folder / file).stat().st_size > 1000 for file in files)
     lines = [shlex.split(line) for line in following.splitlines() if line.strip()]
+    if not shutil.which("hf-bico"):
+        dot, script = lines.pop(0)
+        assert (dot, (folder.parent / script).samefile(Path(sys.prefix) / "bin" / "activate")) == (".", True)
     assert lines[0] == ["cd", folder.name]
     monkeypatch.chdir(folder)
     ran = []
