@@ -247,6 +247,13 @@ def test_the_live_table_shows_what_is_there_and_no_markup() -> None:
     assert "70.0" in shown
 
 
+def test_the_live_table_marks_the_best_and_what_lost_in_words() -> None:
+    cells = [Cell("x", "target", 0.5), Cell("x", "theseus", 0.4, n=10, seed=0), Cell("x", "bico", 0.7, n=10, seed=0)]
+    found = compared([*cells, Cell("x", "bico-path", 0.6, n=10, seed=0)])
+    marks = {line.cells[0]: line.mark for line in live_table(found.rows(), found.data_sets).lines}
+    assert marks == {"target, zero-shot": "", "THESEUS": "worse", "BiCo": "best", "BiCo-path": ""}
+
+
 def test_a_log_goes_on_where_it_stopped_and_keeps_what_is_not_asked_for(tmp_path: Path) -> None:
     cells = measured()
     with CellLog.open(tmp_path / "a" / "b", IDENTITY) as log:

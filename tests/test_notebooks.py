@@ -191,13 +191,14 @@ def test_a_plan_is_a_line_in_text_and_a_table_in_a_notebook(scene: Scene, tmp_pa
     assert "<td>13 sites: attn.q x2," in page
 
 
-def test_a_port_shows_its_results_and_its_report_a_row_for_each_role(scene: Scene) -> None:
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, control=True)
+def test_a_port_shows_its_results_and_its_report_a_row_for_each_role(scene: Scene, tmp_path: Path) -> None:
+    pictures = shutil.copytree(scene.data, tmp_path / "a *b* <i>c")
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=pictures, n=24, control=True)
     page = rendered(ported._repr_markdown_())
     assert re.findall(r"<tr>\n<td>(.+?)</td>", page) == [
         *("target, zero-shot", "control, samples mispaired", "target, ported", "source, fine-tuned")
     ]
-    assert "(20 samples of split test of pictures)" in page
+    assert "(20 samples of split test of a *b* &lt;i&gt;c)" in page
     assert "The control is the same method" in page
     report = rendered(ported.report._repr_markdown_())
     roles = [line.split()[0] for line in ported.report.table().splitlines()[1:]]

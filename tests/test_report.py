@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_card import a_path_record, a_record, a_trained_record, measured
 
-from hf_bico.edge.console import print_ported
+from hf_bico.edge.console import _marks, print_ported
 from hf_bico.record import EvaluationRecord, Record
 from hf_bico.report import Report
 from hf_bico.results import control_sentence, gap_closed, headline, is_worse, readout_sentence, results
@@ -100,6 +100,12 @@ def test_console_prints_every_row_with_its_protocol(capsys: pytest.CaptureFixtur
     ]
     assert "linear probe, fitted to 100 calibration samples     80.0%" in lines[6]
     assert any(line.startswith("The control is the same method") for line in lines)
+
+
+def test_a_terminal_is_told_in_a_word_whether_the_port_is_better() -> None:
+    assert _marks(_of(measured(target=0.5, ported=0.6, source=0.9))) == ["", "better", ""]
+    assert _marks(_of(measured(target=0.5, ported=0.4))) == ["", "worse"]
+    assert _marks(_of(measured(target=0.5, ported=0.5))) == ["", ""]
 
 
 def test_console_says_that_a_trained_model_was_trained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from hub_scenes import BASE, DATA, SOURCE, TARGET, publish
 
 import hf_bico
 from hf_bico.errors import RecordError, RepoNotFoundError
+from hf_bico.hub.references import recorded_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import push_folder
 
@@ -128,6 +129,16 @@ def test_folders_are_looked_for_here_and_held_against_the_record(
     (scene.tuned / weights).write_bytes((scene.tuned / weights).read_bytes()[:-4] + b"\0\0\0\0")
     changed = hf_bico.rerun("out", device="cpu")
     assert "the fine-tuned model's weights are others" in changed.differences
+
+
+def test_a_recorded_name_is_no_pattern_and_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "models" / "tuned").mkdir(parents=True)
+    (tmp_path / "beside" / "tuned").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert recorded_folder("tuned") == Path("models/tuned")
+    for hostile in ("t*", "**", "*/tuned", "[t]uned", "../beside/*", "../beside/tuned", "models/tuned", ".."):
+        with pytest.raises(RecordError, match="which is not here"):
+            recorded_folder(hostile)
 
 
 def test_folders_may_lie_one_folder_down(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

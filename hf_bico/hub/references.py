@@ -92,8 +92,9 @@ def is_repo_id(text: str) -> bool:
 
 def recorded_folder(name: str) -> Path:
     """The folder that a record names, which must be here, or in a folder that is."""
-    below = Path().glob(f"*/{glob.escape(name)}") if Path(name).name == name else ()
-    found = [Path(name)] if os.path.exists(name) else sorted(below)
+    found = []
+    if Path(name).name == name:  # a record holds names: a path in one leads nowhere
+        found = [Path(name)] if os.path.exists(name) else sorted(Path().glob(f"*/{glob.escape(name)}"))
     if not found:
         raise RecordError(f"it was made from the local folder '{name}', which is not here", "run it beside that folder")
     if len(found) > 1:
