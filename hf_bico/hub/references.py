@@ -93,7 +93,7 @@ def is_repo_id(text: str) -> bool:
 def recorded_folder(name: str) -> Path:
     """The folder that a record names, which must be here, or in a folder that is."""
     found = []
-    if Path(name).name == name:  # a record holds names: a path in one leads nowhere
+    if Path(name).name == name != "..":  # a record holds names: a path in one leads nowhere
         found = [Path(name)] if os.path.exists(name) else sorted(Path().glob(f"*/{glob.escape(name)}"))
     if not found:
         raise RecordError(f"it was made from the local folder '{name}', which is not here", "run it beside that folder")
