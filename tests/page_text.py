@@ -115,13 +115,19 @@ def read_sh(text: str) -> list[str]:
 
 def contract_problems(text: str) -> list[str]:
     """What of the code does not stand as code stands in our pages."""
-    problems = []
+    problems = [
+        f"line {token.map[0] + 1}: HTML, in which code would not be seen"
+        for token in _tokens(text)
+        if token.type == "html_block" and token.map is not None
+    ]
     for block in read_blocks(text):
         if block.language is None:
             problems.append(f"line {block.first_line + 1}: indented code; use a fence")
         elif block.language not in LANGUAGES:
             known = ", ".join(LANGUAGES)
             problems.append(f"line {block.fence_line}: a fence of '{block.language}'; there are {known}")
+        elif block.language == "text" and re.search(r"^\$ hf-bico ", block.text, re.MULTILINE):
+            problems.append(f"line {block.fence_line}: a transcript that nobody runs; use ```console")
         elif block.language == "sh":
             problems += [
                 f"line {block.fence_line}: {problem}" for line in read_sh(block.text) if (problem := _sh(line))
@@ -137,6 +143,8 @@ def _sh(line: str) -> str | None:
     if line.startswith("python "):
         file = line.split()[1]
         return None if (ROOT / file).is_file() else f"there is no {file}"
+    if not line.startswith("hf-bico ") and re.search(r"(&&|;|\|)\s*hf-bico ", line):
+        return f"'{line}' runs hf-bico where it is not seen"
     return None if line.startswith(("hf-bico ", *NOT_RUN)) else f"'{line}' begins with none of {', '.join(NOT_RUN)}"
 
 

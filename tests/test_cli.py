@@ -83,6 +83,13 @@ def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
     assert dry.splitlines()[:-1] == text.splitlines()[:-1]
 
 
+def test_a_plan_that_does_not_fit_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_bico.plans.machine_memory", lambda: 1000)
+    text = run("plan", *scene.arguments[:-2]).stdout
+    assert "does NOT fit this machine" in text
+    assert "Not yet: the models do not fit this machine's memory." in text
+
+
 def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
     result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output

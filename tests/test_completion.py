@@ -58,6 +58,18 @@ def test_bash_completes(here: Path) -> None:
     assert bash("hf-bico port x --data org", here) == ["org/photos"]
 
 
+@needs_bash
+def test_a_name_that_a_shell_would_act_on_is_not_offered(here: Path) -> None:
+    for name in ("models$(touch pwned)", "models`id`", "models and more", "models;ls", "-models"):
+        (here / name).mkdir()
+    os.mkdir(os.fsencode(here) + b"/models\xff")
+    (here / "home" / "hub" / "models--org--$(touch pwned)").mkdir()
+    assert bash("hf-bico card mod", here) == ["models/", "models/narrow/", "models/wide/"]
+    assert bash("hf-bico plan org", here) == ["org/other", "org/vit"]
+    assert bash("hf-bico card ~nobody-of-that-name/", here) == []
+    assert not (here / "pwned").exists()
+
+
 def offered(words: str, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str = "bash") -> list[str]:
     """The answer of this process, as the shell's script asks for it."""
     monkeypatch.chdir(here)

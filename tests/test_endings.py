@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from toys import WRITERS, random_state
 import hf_bico
 from hf_bico import errors
 from hf_bico.cli import main
+from hf_bico.edge.ending import tell
 
 BIN = Path(sys.executable).parent
 
@@ -233,6 +235,20 @@ def test_a_closed_pipe_ends_without_a_word(tmp_path: Path) -> None:
 
 def broken(*arguments: Any, **options: Any) -> None:
     raise RuntimeError("a bug\nin two lines")
+
+
+def test_what_a_record_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(errors.RecordError("made from '\x1b]0;title\x07\x1b[2Jx\u202e'", "look\nfor it"))
+    assert capsys.readouterr().err == "Error: made from '?]0;title??[2Jx?'\nRemedy: look?for it\n"
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">/dev/full"])
+def test_where_nothing_can_be_written_there_is_no_traceback(redirected: str, tmp_path: Path) -> None:
+    line = f"{shlex.quote(sys.executable)} -m hf_bico card nowhere --json {redirected}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "Error: there is no folder 'nowhere'"
+    assert "Traceback" not in done.stderr
 
 
 def test_a_bug_is_two_lines_and_its_traceback_is_there_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:

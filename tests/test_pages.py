@@ -6,14 +6,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from command_reference import PAGE as REFERENCE
 from command_reference import command_reference
 from filelock import FileLock
-from page_text import ROOT, contract_problems, dead_links, inline_code, links, make_targets, unknown_options
+from page_text import (
+    ROOT,
+    contract_problems,
+    dead_links,
+    inline_code,
+    links,
+    make_targets,
+    read_blocks,
+    unknown_options,
+)
 from pages import PageRun, all_pages, drawn_here, is_as_shown, renewed, run_page, shown_path, world_of_pages
 
+import hf_bico
 from hf_bico.demo import World
 
 PAGES = pytest.mark.parametrize("page", all_pages(), ids=shown_path)
@@ -48,6 +59,34 @@ def test_code_runs_and_transcripts_are_what_is_printed(page: Path, world: World,
     if drawn_here():
         for kept, picture in found.pictures.items():
             assert kept.read_bytes() == picture, f"make docs draws {kept.name} again"
+
+
+def test_the_numbers_of_the_readme_were_measured(world: World) -> None:
+    """Percentages in its prose are those of the measured tables, of its own transcripts, or measured here."""
+    text = (ROOT / "README.md").read_text()
+    shown = "".join(block.text for block in read_blocks(text) if block.language == "console")
+    tables = "".join(file.read_text() for file in sorted((ROOT / "docs" / "small-world").glob("*.md")))
+    known = set(re.findall(r"\d+\.\d", shown + tables))
+    ten, plain = (
+        hf_bico.compare(
+            world.fine_tuned("narrow", task),
+            to=world.base("wide"),
+            base=world.base("narrow"),
+            data=world.data(task),
+            methods=["bico"],
+            n=100,
+            seeds=seeds,
+        )
+        for task, seeds in (("inverted", 10), ("plain", 3))
+    )
+    draws = [100 * cell.value for cell in ten.cells if cell.method == "bico"]
+    assert f"{min(draws):.1f}% to {max(draws):.1f}%" in text
+    known |= {f"{value:.1f}" for value in (min(draws), max(draws), fmean(draws))}
+    known |= {f"{100 * row.average.mean:.1f}" for row in plain.rows() if row.average is not None}
+    prose = text
+    for block in read_blocks(text):
+        prose = prose.replace(block.text, "")
+    assert set(re.findall(r"\d+\.\d(?=%)", prose)) <= known
 
 
 @PAGES

@@ -134,9 +134,24 @@ def test_folders_are_looked_for_here_and_held_against_the_record(
 def test_a_recorded_name_is_no_pattern_and_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here" / "models" / "tuned").mkdir(parents=True)
     (tmp_path / "beside" / "tuned").mkdir(parents=True)
+    (tmp_path / "here" / ".backup" / "tuned").mkdir(parents=True)
+    (tmp_path / "here" / "notes").mkdir()
+    (tmp_path / "here" / "notes" / "tuned").write_text("no folder")
     monkeypatch.chdir(tmp_path / "here")
     assert recorded_folder("tuned") == Path("models/tuned")
-    for hostile in ("t*", "**", "*/tuned", "[t]uned", "../beside/*", "../beside/tuned", "models/tuned", ".."):
+    for hostile in (
+        "t*",
+        "**",
+        "*/tuned",
+        "[t]uned",
+        "../beside/*",
+        "../beside/tuned",
+        "models/tuned",
+        "..",
+        ".",
+        "",
+        "x" * 300,
+    ):
         with pytest.raises(RecordError, match="which is not here"):
             recorded_folder(hostile)
 

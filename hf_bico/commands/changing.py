@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from hf_bico.commands.porting import last_name
 from hf_bico.edge.completing import complete_model
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import (
@@ -18,6 +17,7 @@ from hf_bico.edge.options import (
     device_option,
     folder_option,
     hub_options,
+    last_name,
     output_options,
     rank_option,
 )

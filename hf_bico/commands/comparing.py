@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.commands.porting import last_name
 from hf_bico.edge.completing import complete_data, complete_methods, complete_model
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import (
@@ -16,6 +15,7 @@ from hf_bico.edge.options import (
     data_options,
     folder_option,
     hub_options,
+    last_name,
     method_options,
     output_options,
     read_methods,

@@ -16,6 +16,7 @@ import click
 
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import output_options
+from hf_bico.edge.screen import is_screen
 from hf_bico.edge.sections import RUNNING, SectionedHelp
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ METHODS = "naive,theseus,bico,bico-fisher,bico-path"
 @RUNNING.option("--seed", default=0, show_default=True, help="Of the models' training, and of the data's order.")
 @output_options
 def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
-    """Show the whole job on two small models, made on the spot: no account, no download, about a minute.
+    """Show the whole job on two small models, made on the spot: no account, no download, one or two minutes.
 
     Trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
     digits, and carries that to the wide one by the commands that you would type, in FOLDER (./hf-bico-demo by default).
     Then the same for plain digits, which the wide model reads well already: there, nothing is gained. A second time,
-    what is there is kept.
+    models and numbers that are there are kept, and the folder ported is written anew.
 
     \b
     Examples:
@@ -138,7 +139,7 @@ def _making(silent: bool) -> Iterator[Progress]:
     """How far the training is: bars on a terminal, else a line when each piece of work begins."""
     from hf_bico.edge.console import shown_progress
 
-    if silent or sys.stderr.isatty():
+    if silent or is_screen(sys.stderr):
         with shown_progress(silent) as progress:
             yield progress
         return

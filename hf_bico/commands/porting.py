@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from hf_bico.edge.options import (
     folder_option,
     format_option,
     hub_options,
+    last_name,
     method_options,
     output_options,
     push_options,
@@ -142,7 +143,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             remove_checkpoint(Path(str(settings.checkpoint)))
         record = read_record(folder)
         if not (as_json or quiet):
-            print_ported(record, ported.report, folder, pushing=push_to is not None)
+            with suppress(BrokenPipeError) if push_to is not None else nullcontext():  # it is pushed all the same
+                print_ported(record, ported.report, folder, pushing=push_to is not None)
         else:
             warnings = [f"Warning: {headline(record)}"] if is_worse(record) else []
             warnings += [f"Notice: {notice}" for notice in record.notices if not as_json]
@@ -227,11 +229,6 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
         elif not options["quiet"] or not again.same:
             print_rerun(again)
         sys.exit(0 if again.same else 1)
-
-
-def last_name(reference: str) -> str:
-    """The last part of a reference, without its revision: what to call an output folder after."""
-    return Path(reference.rstrip("/").partition("@")[0]).name or "model"
 
 
 def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:

@@ -23,7 +23,7 @@ from hf_bico.checkpoints import save_tensors
 from hf_bico.demo import digits, training
 from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
 from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
-from hf_bico.errors import OutputExistsError
+from hf_bico.errors import OutputError, OutputExistsError
 from hf_bico.output import whole_folder
 from hf_bico.progress import Progress, silent
 
@@ -148,12 +148,19 @@ def build(
 def _claim(folder: Path, seed: int) -> None:
     """Note the seed in a new folder; refuse one that holds another seed's models, or anything else."""
     note = folder / SEED_FILE
-    if not note.is_file():
-        if folder.exists() and any(folder.iterdir()):
-            raise OutputExistsError(f"'{folder}' is not empty, and no small world", "name another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
-    held = json.loads(note.read_text(encoding="utf-8"))["seed"]
+    try:
+        if not note.is_file():
+            if folder.exists() and any(folder.iterdir()):
+                raise OutputExistsError(f"'{folder}' is not empty, and no small world", "name another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+        held = json.loads(note.read_text(encoding="utf-8"))["seed"]
+    except OSError as error:
+        raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "name another folder") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputExistsError(
+            f"'{note}' is not what this tool writes", "remove it, or name another folder"
+        ) from error
     if held != seed:
         raise OutputExistsError(f"'{folder}' holds the small world of seed {held}", "name another folder")
 

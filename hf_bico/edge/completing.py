@@ -6,6 +6,7 @@ Reads names of folders alone, asks nobody, and imports nothing heavy: an answer 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import click
 from hf_bico.settings import METHOD_NAMES
 
 _CACHED = {"model": "models--", "dataset": "datasets--"}
+_HARMLESS = re.compile(r"(?!-)[\w.+@%,-]+")
+"""A name that every shell takes as it stands; others are not offered, since a shell would act on what is in them."""
 
 
 def complete_model(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -45,7 +48,7 @@ def cached_ids(type: str) -> list[str]:
         names = sorted(entry.name for entry in os.scandir(_hub_cache()) if entry.name.startswith(prefix))
     except OSError:
         return []
-    return [name.removeprefix(prefix).replace("--", "/") for name in names]
+    return [name.removeprefix(prefix).replace("--", "/") for name in names if _HARMLESS.fullmatch(name)]
 
 
 def _hub_cache() -> Path:
@@ -69,10 +72,10 @@ def _folders_here(incomplete: str) -> list[str]:
     typed = f"{start}{slash}"
     try:
         entries = sorted(entry.name for entry in os.scandir(Path(typed or ".").expanduser()) if entry.is_dir())
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a home folder of nobody
         return []
-    hidden = name.startswith(".")
-    return [f"{typed}{entry}/" for entry in entries if entry.startswith(name) and (hidden or entry[0] != ".")]
+    shown = [entry for entry in entries if _HARMLESS.fullmatch(entry) and (name.startswith(".") or entry[0] != ".")]
+    return [f"{typed}{entry}/" for entry in shown if entry.startswith(name)]
 
 
 def _starting(incomplete: str, names: Iterable[str]) -> list[str]:

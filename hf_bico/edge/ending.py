@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -115,9 +115,16 @@ class Unexpected(BicoError):
 def tell(error: BicoError) -> None:
     """Two lines on stderr."""
     colour = False if is_plain(sys.stderr) else None
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {error.cause}", err=True, color=colour)
-    click.echo(f"{click.style('Remedy:', bold=True)} {error.remedy}", err=True, color=colour)
+    # what a stranger's file says is in it too: no control characters reach the terminal
+    cause, remedy = _printable(error.cause), _printable(error.remedy)
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {cause}", err=True, color=colour)
+    click.echo(f"{click.style('Remedy:', bold=True)} {remedy}", err=True, color=colour)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _as_object(kind: str, cause: str, remedy: str) -> None:
-    click.echo(json.dumps({"error": {"kind": kind, "cause": cause, "remedy": remedy}}))
+    with suppress(OSError):  # where nothing can be written, the exit code says it
+        click.echo(json.dumps({"error": {"kind": kind, "cause": cause, "remedy": remedy}}))

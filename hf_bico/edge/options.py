@@ -286,3 +286,8 @@ def typed_line(command: str, leave_out: Sequence[str]) -> str:
         else:
             words += [str(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
     return shlex.join(words)
+
+
+def last_name(reference: str) -> str:
+    """The last part of a reference, without its revision: what to call an output folder after."""
+    return Path(reference.rstrip("/").partition("@")[0]).name or "model"

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def is_screen(stream: TextIO) -> bool:
-    """Whether it is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+def is_screen(stream: TextIO | None) -> bool:
+    """Whether it is a terminal that can move its cursor; a stream that was closed is none."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def is_plain(stream: TextIO) -> bool:
+def is_plain(stream: TextIO | None) -> bool:
     """Whether nothing may be coloured there; by NO_COLOR users ask for it everywhere."""
     return bool(os.environ.get("NO_COLOR")) or not is_screen(stream)
 

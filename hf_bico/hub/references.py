@@ -5,7 +5,6 @@ Knows names only: looks for folders on this machine, and asks nobody.
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from dataclasses import dataclass
@@ -92,9 +91,11 @@ def is_repo_id(text: str) -> bool:
 
 def recorded_folder(name: str) -> Path:
     """The folder that a record names, which must be here, or in a folder that is."""
-    found = []
-    if Path(name).name == name != "..":  # a record holds names: a path in one leads nowhere
-        found = [Path(name)] if os.path.exists(name) else sorted(Path().glob(f"*/{glob.escape(name)}"))
+    found: list[Path] = []
+    if Path(name).name == name and name not in ("", ".."):  # a record holds names: a path in one leads nowhere
+        beside = sorted(entry.name for entry in os.scandir() if entry.is_dir() and not entry.name.startswith("."))
+        here = [Path(name)] if os.path.exists(name) else []
+        found = here or [Path(folder, name) for folder in beside if os.path.isdir(os.path.join(folder, name))]
     if not found:
         raise RecordError(f"it was made from the local folder '{name}', which is not here", "run it beside that folder")
     if len(found) > 1:
