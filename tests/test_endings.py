@@ -237,6 +237,15 @@ def broken(*arguments: Any, **options: Any) -> None:
     raise RuntimeError("a bug\nin two lines")
 
 
+def test_a_reader_that_went_away_stops_no_push(hub: Hub, scene: Scene, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hf_bico", "port", *scene.arguments, "-o", "out", "--push-to", "user/new"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert {"README.md", "bico.json", "open_clip_model.safetensors"} <= set(hub.repo("user/new").files())
+
+
 def test_what_a_record_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     tell(errors.RecordError("made from '\x1b]0;title\x07\x1b[2Jx\u202e'", "look\nfor it"))
     assert capsys.readouterr().err == "Error: made from '?]0;title??[2Jx?'\nRemedy: look?for it\n"
