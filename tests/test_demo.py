@@ -118,7 +118,7 @@ def test_another_seed_or_a_folder_of_ones_own_is_left_alone(shown: tuple[Path, s
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "small-world.json").write_text("[]")
     broken = CliRunner().invoke(main, ["demo", str(tmp_path / "broken")])
-    assert (broken.exit_code, "cannot be read" in broken.stderr) == (1, True)
+    assert (broken.exit_code, "is not what this tool writes" in broken.stderr) == (1, True)
 
 
 def test_ctrl_c_while_a_model_is_trained_leaves_no_half_of_it(tmp_path: Path) -> None:
