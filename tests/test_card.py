@@ -18,7 +18,7 @@ import torch
 import yaml
 from hub import Hub
 from huggingface_hub import ModelCard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -44,7 +44,7 @@ from hf_bico.record import (
     TrainingRecord,
 )
 from hf_bico.settings import METHOD_NAMES
-from hf_bico.sites import ROLES
+from hf_bico.sites import ROLES, role_labels
 from hf_bico.task_vector import TaskVector
 
 SOURCE, BASE, TARGET = "alice/vit-b16-eurosat", "laion/CLIP-ViT-B-16-laion2B", "laion/CLIP-ViT-B-16-plus"
@@ -914,20 +914,22 @@ def python_without_texts(source: str) -> str:
     format=st.sampled_from(["full", "delta", "adapter"]),
     kind=st.sampled_from([a_record, a_path_record, a_trained_record]),
 )
+@example(fields={"role"}, text="x" * 5000, format="full", kind=lambda: a_record())
 def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind: Callable[[], Record]) -> None:
     """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
     hostile = benign = _output(an_adapter_record() if format == "adapter" else kind(), format=format)
     for field in sorted(fields):
         hostile, benign = FIELDS[field](hostile, text), FIELDS[field](benign, BENIGN)
     card, expected = render_card(hostile), render_card(benign)
+    is_role = role_labels([text])[text] != role_labels([BENIGN])[BENIGN]  # a path of modules has a line of its own
     assert shape(metadata(card)) == shape(metadata(expected))
     assert skeleton(card) == skeleton(expected)
     assert headings(card) == headings(expected)
     for block, other in zip(fences(card), fences(expected), strict=True):
         if block.info == "python":
             assert python_without_texts(block.content) == python_without_texts(other.content)
-        elif block.info == "sh":
-            assert block.content.count("\n") == 1
+        elif block.info == "sh" or ("role" in fields and is_role):
+            assert block.content.count("\n") == other.content.count("\n")
         else:
             assert block.content == other.content
     wrong = {letter for letter in card if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
