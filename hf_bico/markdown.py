@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$^=@]|:(?=\S)|(?<=[Ww]{3})\.)")
@@ -74,3 +75,16 @@ def literal(value: str | list[str]) -> Markdown:
     turned = any(unicodedata.bidirectional(letter) in _RIGHT_TO_LEFT for letter in value)
     text = ascii(value) if turned else repr(value)
     return Markdown(text if '"' in text else f'"{text[1:-1]}"')
+
+
+def markdown_table(rows: Sequence[Sequence[str]], align: str = "---:") -> str:
+    """A head and its rows, whatever is in the cells but what is Markdown already; columns after the first align so.
+
+    >>> print(markdown_table([["layer", "rank"], ["a|b", "8"]]))
+    | layer | rank |
+    | --- | ---: |
+    | a\\|b | 8 |
+    """
+    lines = [[str(cell if isinstance(cell, Markdown) else plain(cell, 1000)) for cell in row] for row in rows]
+    rule = ["---", *(align for _ in rows[0][1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))

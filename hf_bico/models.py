@@ -24,7 +24,8 @@ from hf_bico.checkpoints import (
 )
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
 from hf_bico.families import FAMILIES, Family, LiveModel, family_of
-from hf_bico.hub.client import Hub, is_offline
+from hf_bico.hub.client import Hub
+from hf_bico.hub.faults import is_offline
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.opened import Opened, known_weights, on_disk
 from hf_bico.sites import Layout

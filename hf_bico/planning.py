@@ -8,9 +8,11 @@ from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import overlap
-from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError
+from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
 from hf_bico.families import require_same_kind
 from hf_bico.hub.client import Hub
+from hf_bico.hub.faults import is_offline
+from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.plans import Plan
@@ -36,7 +38,24 @@ def plan(
     """
     hub = hub or Hub()
     planned = make_plan(resolve(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle))
-    return planned if target_id is None else planned.with_target_id(target_id, hub)
+    return planned if target_id is None else _with_target_id(planned, target_id, hub)
+
+
+def _with_target_id(planned: Plan, repo_id: str, hub: Hub) -> Plan:
+    """The plan with a local target known by its Hub id, which must hold the same weights."""
+    target, found = planned.lineage.target, hub_reference(repo_id)
+    if target.place is None or target.place.repo is not None or found is None or not is_hub_id(found.id):
+        raise UsageError(f"--target-id is '{repo_id}'", "give the OWNER/NAME of a target that is a folder")
+    if is_offline():
+        raise NotCachedError(f"whether the target is '{repo_id}' cannot be checked offline", "unset HF_HUB_OFFLINE")
+    repo = hub.repo(found, "the target's id")
+    if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
+        raise BaseMismatchError(
+            f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
+            "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
+        )
+    named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))
+    return replace(planned, lineage=replace(planned.lineage, target=named))
 
 
 def matched(planned: Plan, blocks: str | Sequence[int]) -> Plan:

@@ -13,12 +13,9 @@ from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
-from hf_bico.errors import BaseMismatchError, NotCachedError, UsageError
-from hf_bico.hub.client import Hub, is_offline
-from hf_bico.hub.references import hub_reference, is_hub_id
+from hf_bico.markdown import markdown_table
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
-from hf_bico.report import markdown_table
 from hf_bico.resolving import Lineage
 from hf_bico.sites import SitePair
 from hf_bico.sizes import size_text
@@ -108,22 +105,6 @@ class Plan:
             target=target.fetched(downloaded),
         )
         return replace(self, lineage=local)
-
-    def with_target_id(self, repo_id: str, hub: Hub) -> Plan:
-        """The plan with a local target known by its Hub id, which must hold the same weights."""
-        target, found = self.lineage.target, hub_reference(repo_id)
-        if target.place is None or target.place.repo is not None or found is None or not is_hub_id(found.id):
-            raise UsageError(f"--target-id is '{repo_id}'", "give the OWNER/NAME of a target that is a folder")
-        if is_offline():
-            raise NotCachedError(f"whether the target is '{repo_id}' cannot be checked offline", "unset HF_HUB_OFFLINE")
-        repo = hub.repo(found, "the target's id")
-        if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
-            raise BaseMismatchError(
-                f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
-                "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
-            )
-        named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))
-        return replace(self, lineage=replace(self.lineage, target=named))
 
     @property
     def output_bytes(self) -> int | None:

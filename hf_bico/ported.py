@@ -16,14 +16,14 @@ from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.errors import UsageError
 from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
-from hf_bico.markdown import plain
+from hf_bico.markdown import markdown_table, plain
 from hf_bico.models import Model
 from hf_bico.output import whole_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import OutputRecord, Record, SiteRecord
 from hf_bico.recording import with_output
-from hf_bico.report import Report, markdown_table
+from hf_bico.report import Report
 from hf_bico.results import control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.settings import FORMATS, require_rank
 from hf_bico.task_vector import TaskVector

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_bico.errors import PushError, PushRefusedError, RemoteExistsError, TokenError, UsageError
-from hf_bico.hub.client import LOG_IN, MAIN, Hub, again, is_offline, translated
+from hf_bico.hub.client import MAIN, Hub
+from hf_bico.hub.faults import LOG_IN, again, is_offline, translated
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
 
 

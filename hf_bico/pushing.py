@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.cards.card import CARD_FILE, render_card, write_card
 from hf_bico.checkpoints import sha256_of
 from hf_bico.errors import BicoError, OutputError, PushError, PushRefusedError
-from hf_bico.hub.client import MAIN, Hub, translated
+from hf_bico.hub.client import MAIN, Hub
+from hf_bico.hub.faults import translated
 from hf_bico.hub.references import LOCAL, HubReference, RepoName
 from hf_bico.push_checks import (
     PushOptions,

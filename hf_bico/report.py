@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hf_bico.markdown import plain
+from hf_bico.markdown import markdown_table, plain
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.sites import role_labels
 
@@ -120,10 +120,3 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def markdown_table(rows: Sequence[Sequence[str]], align: str = "---:") -> str:
-    """The same in Markdown, whatever is in the cells; the columns after the first are aligned so."""
-    head, *body = [f"| {' | '.join(plain(cell, 1000) for cell in row)} |" for row in rows]
-    rule = f"| {' | '.join(['---', *(align for _ in rows[0][1:])])} |"
-    return "\n".join([head, rule, *body])

@@ -50,7 +50,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
     with edge():
         wanted = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
-        from hf_bico.edge.console import shown_progress
+        from hf_bico.edge.bars import shown_progress
         from hf_bico.output import require_free
 
         require_free(folder, overwrite)
@@ -104,7 +104,7 @@ def apply(
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
         shares = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
-        from hf_bico.edge.console import shown_progress
+        from hf_bico.edge.bars import shown_progress
         from hf_bico.output import require_free
 
         require_free(folder, overwrite)

@@ -87,7 +87,8 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
         }
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
         from hf_bico.comparing import compare as run
-        from hf_bico.edge.console import print_compared, shown_comparison
+        from hf_bico.edge.bars import shown_comparison
+        from hf_bico.edge.console import print_compared
 
         at.interrupted = "nothing was measured yet"
         silent = quiet or as_json

@@ -7,8 +7,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import chdir, contextmanager
+from collections.abc import Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,10 @@ import click
 
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import output_options
-from hf_bico.edge.screen import is_screen
 from hf_bico.edge.sections import RUNNING, SectionedHelp
 
 if TYPE_CHECKING:
     from hf_bico.comparison import Comparison
-    from hf_bico.progress import Progress
 
 SIZE, DRAWS = 100, 3
 METHODS = "naive,theseus,bico,bico-fisher,bico-path"
@@ -47,12 +45,13 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
     silent = as_json or quiet
     with edge() as at:
         from hf_bico.demo import EASY_TASK, TASKS, build
+        from hf_bico.edge.bars import shown_work
 
         at.interrupted = "the same command goes on from what is made"
         hard, easy = TASKS[0].name, EASY_TASK.name
         if not silent:
             click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
-        with _making(silent) as progress:
+        with shown_work(silent) as progress:
             build(folder, seed=seed, tasks=[hard, easy], progress=progress)
         with chdir(folder):
             hf_bico = _Commands(silent)
@@ -132,22 +131,3 @@ def _side_by_side(compared: Mapping[str, Comparison]) -> str:
     ]
     means = [[f"{100 * spread.mean:.1f}" for column in columns if (spread := column[name])] for name in shown]
     return format_table([("model", *compared), *((LABELS[name], *row) for name, row in zip(shown, means, strict=True))])
-
-
-@contextmanager
-def _making(silent: bool) -> Iterator[Progress]:
-    """How far the training is: bars on a terminal, else a line when each piece of work begins."""
-    from hf_bico.edge.console import shown_progress
-
-    if silent or is_screen(sys.stderr):
-        with shown_progress(silent) as progress:
-            yield progress
-        return
-    begun: set[str] = set()
-
-    def say(stage: str, done: int, total: int) -> None:
-        if stage not in begun:
-            begun.add(stage)
-            click.echo(f"  {stage}", err=True)
-
-    yield say

@@ -127,7 +127,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         if push_to is not None:
             require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
-        from hf_bico.edge.console import print_ported, print_pushed, shown_progress
+        from hf_bico.edge.bars import shown_progress
+        from hf_bico.edge.console import print_ported, print_pushed
         from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
@@ -209,7 +210,8 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
     """
     with edge():
         from hf_bico import rerunning
-        from hf_bico.edge.console import print_rerun, shown_progress
+        from hf_bico.edge.bars import shown_progress
+        from hf_bico.edge.console import print_rerun
         from hf_bico.output import require_free
 
         if output is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from hf_bico.comparison.cells import Cell, CellKey, Order, Refusal
 from hf_bico.comparison.picture import picture
 from hf_bico.comparison.rows import Row, aggregate
-from hf_bico.comparison.tables import caption, csv_text, markdown_table, refusal_line, text_table
+from hf_bico.comparison.tables import caption, comparison_table, csv_text, refusal_line, text_table
 from hf_bico.errors import OutputError, RecordError, UsageError
 from hf_bico.markdown import fenced, plain
 
@@ -112,7 +112,7 @@ class Comparison:
     def _shown(self) -> list[str]:
         """The table, what its numbers are, and what was refused, in Markdown."""
         rows = self.rows()
-        parts = [markdown_table(rows, self.data_sets), caption(rows)]
+        parts = [comparison_table(rows, self.data_sets), caption(rows)]
         if self.refusals:
             parts += ["Not measured:", "\n".join(f"- {plain(refusal_line(refusal))}" for refusal in self.refusals)]
         return parts

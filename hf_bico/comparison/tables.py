@@ -9,7 +9,7 @@ from itertools import groupby
 
 from hf_bico.comparison.cells import LABELS, Cell, Refusal
 from hf_bico.comparison.rows import Row, Spread
-from hf_bico.markdown import clean, plain
+from hf_bico.markdown import Markdown, clean, markdown_table, plain
 from hf_bico.report import format_table
 from hf_bico.tables import BEST, WORSE, Line, Table
 
@@ -24,19 +24,18 @@ def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
     return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
 
 
-def markdown_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
+def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
     """The same in Markdown; the best average of each group of methods is bold, and its name."""
     best = {id(row) for row in _best(rows)}
     average = 2 + len(data_sets) if len(data_sets) > 1 else 2
-    lines = [[str(plain(text)) for text in _header(data_sets)]]
+    lines: list[Sequence[str]] = [_header(data_sets)]
     for row in rows:
         name, *numbers = _texts(row, data_sets)
-        lines.append([name if row.method in LABELS else str(plain(name)), *numbers])
-    for row, line in zip(rows, lines[1:], strict=True):
+        line = [Markdown(name) if row.method in LABELS else plain(name), *(Markdown(number) for number in numbers)]
         for column in (0, average) if id(row) in best else ():
-            line[column] = f"**{line[column]}**"
-    lines.insert(1, ["---", *("---:" for _ in lines[0][1:])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            line[column] = Markdown(f"**{line[column]}**")
+        lines.append(line)
+    return markdown_table(lines)
 
 
 def refusal_line(refusal: Refusal) -> str:

@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
-from hf_bico.hub.client import HubRepo, is_offline
+from hf_bico.hub.client import HubRepo
+from hf_bico.hub.faults import is_offline
 from hf_bico.sizes import size_text
 
 SMALL = 64_000_000

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
-from hf_bico.hub.client import translated
+from hf_bico.hub.faults import translated
 from hf_bico.hub.remote_file import RemoteFile
 from hf_bico.record import PartRecord
 from hf_bico.sizes import size_text

@@ -1,20 +1,16 @@
-"""What the command line shows: plans, results and progress, as text. Computes nothing."""
+"""What the command line prints: plans and results, as text. Computes nothing."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hf_bico.comparison.cells import cell_line
 from hf_bico.comparison.tables import text_table
 from hf_bico.edge.screen import console_of, is_screen
-from hf_bico.progress import Progress, silent
 from hf_bico.record import JOINED
 from hf_bico.report import Report, format_table
 from hf_bico.results import (
@@ -32,7 +28,7 @@ from hf_bico.sizes import size_text
 from hf_bico.tables import BETTER, WORSE, Line, Table
 
 if TYPE_CHECKING:
-    from hf_bico.comparison import CellKey, Comparison
+    from hf_bico.comparison import Comparison
     from hf_bico.plans import Plan
     from hf_bico.pushing import Pushed
     from hf_bico.record import Made, Record
@@ -165,86 +161,3 @@ def print_rerun(again: Rerun) -> None:
         click.echo(f"But the '{name}' beside the record is another file.")
     for difference in again.differences:
         click.echo(f"Note: {difference}")
-
-
-@contextmanager
-def shown_progress(off: bool) -> Iterator[Progress]:
-    """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
-    if off:
-        yield silent
-    elif not is_screen(sys.stderr):
-        yield _announced
-    else:
-        with _bars() as bars:
-            yield _shown_in(bars)
-
-
-@contextmanager
-def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison], None]]]:
-    """The table as it fills, on stderr: with bars on a terminal, else a line for every number."""
-    if off:
-        yield silent, lambda comparison: None
-        return
-    if not is_screen(sys.stderr):
-        known: set[CellKey] = set()
-
-        def say(comparison: Comparison) -> None:
-            for cell in comparison.cells:
-                if cell.key not in known:
-                    known.add(cell.key)
-                    click.echo(cell_line(cell), err=True)
-
-        yield _announced, say
-        return
-    from rich.console import Group
-    from rich.live import Live
-
-    from hf_bico.comparison import live_table
-
-    bars = _bars()
-    with Live(bars, console=console_of(sys.stderr), transient=True) as live:
-        yield (
-            _shown_in(bars),
-            lambda comparison: live.update(Group(live_table(comparison.rows(), comparison.data_sets), bars)),
-        )
-
-
-def _bars() -> Any:
-    """Bars with the stage, how much of it is done, how long it has taken and how long it will take."""
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[count]}", justify="right"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Bars(*columns, console=console_of(sys.stderr), transient=True)
-
-
-def _shown_in(bars: Any) -> Progress:
-    tasks: dict[str, Any] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        count = _counted(stage, done, total)
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, count=count)
-        bars.update(tasks[stage], completed=done, total=total, count=count)
-
-    return show
-
-
-def _counted(stage: str, done: int, total: int) -> str:
-    """How much of a stage is done; of one that is a single step, the bar says it."""
-    if total <= 1:
-        return ""
-    return f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
-
-
-def _announced(stage: str, done: int, total: int) -> None:
-    if stage == "download" and done == 0 and total > 1:
-        click.echo(f"Downloading {size_text(total)} of models", err=True)

@@ -8,48 +8,36 @@ from __future__ import annotations
 
 import builtins
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import (
-    AccessError,
     BrokenWeightsError,
     EmptyRepoError,
     HubUnavailableError,
     NotCachedError,
     RepoError,
     RepoNotFoundError,
-    RevisionNotFoundError,
     TokenError,
-    WrongRepoTypeError,
 )
-from hf_bico.hub import open_clip_names
+from hf_bico.hub.faults import LOG_IN, again, is_offline, translated
 from hf_bico.hub.references import HubReference, near_folder
-from hf_bico.spelling import did_you_mean
+from hf_bico.spelling import near
 from hf_bico.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 MAIN = "main"
 CONVERSION_BOT = "SFconvertbot"
-_PASSING = (408, 429, 500, 502, 503, 504)
-_WAITS = (1.0, 2.0, 4.0)
 _ODD_NAMES = ("..", "\\", "\0")
-_KINDS = {"model": "model", "dataset": "data set"}
 
 Downloaded = Callable[[int], None]
 """Called with the number of bytes that have arrived since the last call."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -254,10 +242,9 @@ class Hub:
                 found += [info.id for info in listed(author=reference.id.partition("/")[0], limit=200)]
         except HTTPError:  # a hint is not worth an error of its own
             found = []
-        by_name = {known.rpartition("/")[2].lower(): known for known in found if known != reference.id}
-        whole = get_close_matches(reference.id, found, n=1, cutoff=0.8)
-        last = get_close_matches(name.lower(), by_name, n=1, cutoff=0.8)
-        return whole[0] if whole else by_name[last[0]] if last else None
+        by_name = {known.rpartition("/")[2]: known for known in found if known != reference.id}
+        last = near(name, by_name, cutoff=0.8)
+        return near(reference.id, found, cutoff=0.85) or (None if last is None else by_name[last])
 
 
 def _cached_repo(repo_id: str, type: str) -> Path:
@@ -277,114 +264,6 @@ def _note(file: Path, commit: str) -> None:
         file.write_text(commit)
     except OSError:
         return
-
-
-def is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
-def again(call: Callable[[], Result]) -> Result:
-    """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
-
-    for wait in _WAITS:
-        try:
-            return call()
-        except HfHubHTTPError as error:
-            if error.response.status_code not in _PASSING:
-                raise
-            asked = error.response.headers.get("Retry-After", "")
-            time.sleep(min(float(asked), 60.0) if asked.isdigit() else wait)
-        except HTTPError:
-            time.sleep(wait)
-    return call()
-
-
-@contextmanager
-def translated(reference: HubReference, type: str, named: str, hub: Hub | None = None) -> Iterator[None]:
-    """Turn what the client raises into our errors; with `hub`, a repo that is not found gets near names."""
-    from huggingface_hub import errors
-    from huggingface_hub.errors import HTTPError as AnyHTTPError  # type: ignore[attr-defined]
-
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise AccessError(
-            f"{named} is gated, and this account has not been let in",
-            f"accept its conditions on {_address(reference, type)}, then {LOG_IN}",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        known = [] if hub is None else hub.revisions(reference, type)
-        raise RevisionNotFoundError(
-            f"{named}: there is no revision '{reference.revision}'",
-            did_you_mean(str(reference.revision), known, "use a branch, tag or commit of that repo"),
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise _not_found(reference, type, named, hub) from error
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        if is_offline():
-            raise NotCachedError(
-                f"{named} is not whole in the cache, and the Hub is off (HF_HUB_OFFLINE)",
-                "unset HF_HUB_OFFLINE once, so that it can be downloaded",
-            ) from error
-        raise _unavailable(named, error.__cause__ or error) from error
-    except errors.EntryNotFoundError as error:
-        raise RepoNotFoundError(f"{named}: a file is missing: {error}", "name another revision after an @") from error
-    except errors.HFValidationError as error:
-        raise RepoNotFoundError(f"{named} is not an id of the Hub: {error}", "use OWNER/NAME") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error
-        raise _unavailable(named, error) from error
-    except (AnyHTTPError, ConnectionError) as error:
-        raise _unavailable(named, error) from error
-
-
-def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) -> RepoError:
-    if hub is None:
-        return RepoNotFoundError(f"{named} is not on the Hub", "check the name")
-    other = "dataset" if type == "model" else "model"
-    if hub.exists(reference.id, other):
-        return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
-    near = hub.near(reference, type) or near_folder(reference.id)
-    if near is None and type == "model":
-        near = open_clip_names.near(reference)
-    hint = f"did you mean '{near}'?" if near else "check the name."
-    if not _has_token(hub):
-        hint += f" If it is private, {LOG_IN}"
-    elif not near:
-        hint += " If it is private, use a token that may read it"
-    place = "neither on the Hub nor a folder here" if "/" not in reference.id else "not on the Hub"
-    return RepoNotFoundError(f"{named} is {place}", hint)
-
-
-def _has_token(hub: Hub) -> bool:
-    from huggingface_hub import get_token
-
-    return bool(hub.token or get_token())
-
-
-def _address(reference: HubReference, type: str) -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{'datasets/' if type == 'dataset' else ''}{reference.id}"
-
-
-def _unavailable(named: str, error: BaseException) -> HubUnavailableError:
-    from huggingface_hub import constants
-
-    return HubUnavailableError(
-        f"{named}: the Hub at {constants.ENDPOINT} cannot be read: {_reason(error)}", "try again in a while"
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, without addresses and request numbers."""
-    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
-    return str(message).splitlines()[0][:200]
 
 
 def _reporting(downloaded: Downloaded) -> Any:

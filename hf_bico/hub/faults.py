@@ -1,0 +1,150 @@
+"""What the Hub's client raises, as our errors with a remedy; and patience while the Hub is only busy.
+
+Knows what can go wrong; asks for no repo itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from hf_bico.errors import (
+    AccessError,
+    HubUnavailableError,
+    NotCachedError,
+    RepoError,
+    RepoNotFoundError,
+    RevisionNotFoundError,
+    TokenError,
+    WrongRepoTypeError,
+)
+from hf_bico.hub import open_clip_names
+from hf_bico.hub.references import HubReference, near_folder
+from hf_bico.spelling import did_you_mean
+
+LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
+_PASSING = (408, 429, 500, 502, 503, 504)
+_WAITS = (1.0, 2.0, 4.0)
+_KINDS = {"model": "model", "dataset": "data set"}
+
+Result = TypeVar("Result")
+
+
+class Neighbours(Protocol):
+    """Whoever can tell what else is on the Hub, where a name leads nowhere."""
+
+    @property
+    def token(self) -> str | None: ...
+    def exists(self, repo_id: str, type: str) -> bool: ...
+    def revisions(self, reference: HubReference, type: str) -> list[str]: ...
+    def near(self, reference: HubReference, type: str) -> str | None: ...
+
+
+def is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def again(call: Callable[[], Result]) -> Result:
+    """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+
+    for wait in _WAITS:
+        try:
+            return call()
+        except HfHubHTTPError as error:
+            if error.response.status_code not in _PASSING:
+                raise
+            asked = error.response.headers.get("Retry-After", "")
+            time.sleep(min(float(asked), 60.0) if asked.isdigit() else wait)
+        except HTTPError:
+            time.sleep(wait)
+    return call()
+
+
+@contextmanager
+def translated(reference: HubReference, type: str, named: str, hub: Neighbours | None = None) -> Iterator[None]:
+    """Turn what the client raises into our errors; with `hub`, a repo that is not found gets near names."""
+    from huggingface_hub import errors
+    from huggingface_hub.errors import HTTPError as AnyHTTPError  # type: ignore[attr-defined]
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise AccessError(
+            f"{named} is gated, and this account has not been let in",
+            f"accept its conditions on {_address(reference, type)}, then {LOG_IN}",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        known = [] if hub is None else hub.revisions(reference, type)
+        raise RevisionNotFoundError(
+            f"{named}: there is no revision '{reference.revision}'",
+            did_you_mean(str(reference.revision), known, "use a branch, tag or commit of that repo"),
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise _not_found(reference, type, named, hub) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        if is_offline():
+            raise NotCachedError(
+                f"{named} is not whole in the cache, and the Hub is off (HF_HUB_OFFLINE)",
+                "unset HF_HUB_OFFLINE once, so that it can be downloaded",
+            ) from error
+        raise _unavailable(named, error.__cause__ or error) from error
+    except errors.EntryNotFoundError as error:
+        raise RepoNotFoundError(f"{named}: a file is missing: {error}", "name another revision after an @") from error
+    except errors.HFValidationError as error:
+        raise RepoNotFoundError(f"{named} is not an id of the Hub: {error}", "use OWNER/NAME") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error
+        raise _unavailable(named, error) from error
+    except (AnyHTTPError, ConnectionError) as error:
+        raise _unavailable(named, error) from error
+
+
+def _not_found(reference: HubReference, type: str, named: str, hub: Neighbours | None) -> RepoError:
+    if hub is None:
+        return RepoNotFoundError(f"{named} is not on the Hub", "check the name")
+    other = "dataset" if type == "model" else "model"
+    if hub.exists(reference.id, other):
+        return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
+    near = hub.near(reference, type) or near_folder(reference.id)
+    if near is None and type == "model":
+        near = open_clip_names.near(reference)
+    hint = f"did you mean '{near}'?" if near else "check the name."
+    if not _has_token(hub):
+        hint += f" If it is private, {LOG_IN}"
+    elif not near:
+        hint += " If it is private, use a token that may read it"
+    place = "neither on the Hub nor a folder here" if "/" not in reference.id else "not on the Hub"
+    return RepoNotFoundError(f"{named} is {place}", hint)
+
+
+def _has_token(hub: Neighbours) -> bool:
+    from huggingface_hub import get_token
+
+    return bool(hub.token or get_token())
+
+
+def _address(reference: HubReference, type: str) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{'datasets/' if type == 'dataset' else ''}{reference.id}"
+
+
+def _unavailable(named: str, error: BaseException) -> HubUnavailableError:
+    from huggingface_hub import constants
+
+    return HubUnavailableError(
+        f"{named}: the Hub at {constants.ENDPOINT} cannot be read: {_reason(error)}", "try again in a while"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, without addresses and request numbers."""
+    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    return str(message).splitlines()[0][:200]
