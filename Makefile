@@ -2,13 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# of the packages' many thousand modules the few that are imported are compiled, once and when they first are
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test docs notebooks cards lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
 demo: $(READY)  ## the whole job on the embedded small world, offline

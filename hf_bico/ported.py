@@ -82,14 +82,21 @@ class Ported:
         form = self._in_form(format, rank)
         folder = expanded(folder)
         with whole_folder(folder, overwrite) as scratch:
-            files = sha256_of(write_form(form, self.target, scratch))
-            kept = (form.rank, form.energy_kept, form.replaced)
-            output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, *kept)
-            measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
-            record = with_output(measured, output, as_measured=form is self.form)
+            record = self.write_weights(scratch, form, repo, revision)
             record.write(scratch)
             write_card(record, scratch)
         return folder
+
+    def write_weights(
+        self, folder: Path, form: Form | None = None, repo: str | None = None, revision: str | None = None
+    ) -> Record:
+        """Write the weights alone, as they were measured unless another form is given, and return their record."""
+        form = form or self.form
+        files = sha256_of(write_form(form, self.target, folder))
+        kept = (form.rank, form.energy_kept, form.replaced)
+        output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, *kept)
+        measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
+        return with_output(measured, output, as_measured=form is self.form)
 
     def push_to_hub(
         self,

@@ -12,6 +12,7 @@ from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import recorded_folder
 from hf_bico.hub.repos import Place, locate
+from hf_bico.output import whole_folder
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
 from hf_bico.progress import Progress, silent
@@ -66,11 +67,12 @@ def rerun(
         allow_pickle=allow_pickle,
     )
     ported = carry_out(planned, settings, hub, progress)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = then.output
-        where = folder or Path(scratch) / "rerun"
-        written = ported.save(where, overwrite=overwrite, repo=out.repo, revision=out.revision)
-        now = read_record(written)
+    known_as = (then.output.repo, then.output.revision)
+    if folder is not None:
+        now = read_record(ported.save(folder, None, overwrite, *known_as))
+    else:
+        with tempfile.TemporaryDirectory() as scratch, whole_folder(Path(scratch) / "rerun") as written:
+            now = ported.write_weights(written, None, *known_as)
     digests = now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
     return Rerun(files, _replaced(place, then.output.files), _differences(then, now))
