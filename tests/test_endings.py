@@ -181,7 +181,7 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
         "nothing was written",
     ),
     "rerun": (["rerun", "ported", "-o", "OUT"], "hf_bico.ported.write_card", "nothing was written"),
-    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.ported.write_card", "nothing was written"),
+    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.ported.write_form", "nothing was written"),
 }
 _INTERRUPT = (
     "import importlib, signal, sys\n"

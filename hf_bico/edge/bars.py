@@ -96,8 +96,12 @@ def _bars() -> Any:
 
 def _shown_in(bars: Any) -> Progress:
     tasks: dict[str, Any] = {}
+    steps: dict[str, int] = {}
 
     def show(stage: str, done: int, total: int) -> None:
+        if total == 1:  # the beginning or end of a stage, which may have counted its steps
+            done, total = done * steps.get(stage, 1), steps.get(stage, 1)
+        steps[stage] = total
         count = _counted(stage, done, total)
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, count=count)
