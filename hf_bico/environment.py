@@ -22,20 +22,27 @@ Result = TypeVar("Result")
 
 @dataclass
 class Stopwatch:
-    """Seconds by stage, in the order in which the stages first ran; each start is told to `progress`."""
+    """Seconds by stage, in the order in which the stages first ran; beginnings, steps and ends are told on."""
 
-    progress: Progress = silent
+    tell: Progress = silent
     seconds: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    """Of the stages that counted theirs."""
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        self.steps[stage] = total
+        self.tell(stage, done, total)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        self.progress(stage, 0, 1)
+        self.tell(stage, 0, self.steps.get(stage, 1))
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - started, 3)
-        self.progress(stage, 1, 1)
+        steps = self.steps.get(stage, 1)
+        self.tell(stage, steps, steps)
 
 
 def choose_device(name: str) -> torch.device:

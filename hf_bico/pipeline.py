@@ -89,7 +89,7 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
         if drawn is not None and settings.control:
             require_enough_to_mispair(len(drawn.samples))
     with watch("download"):
-        planned = planned.fetched(progress)
+        planned = planned.fetched(watch.progress)
     bench = Bench.open(planned, settings, device, watch)
     heads = None
     if drawn is not None:
@@ -120,7 +120,7 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
         if drawn is not None and held_out is not None and settings.evaluate and len(held_out[1]):
             measured_by = (settings.evaluation, settings.batch_size)
             yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *measured_by)
-            evaluation = _evaluate(yardstick, round, form.changes, progress)
+            evaluation = _evaluate(yardstick, round, form.changes, watch.progress)
             for name, others in _variants(method, round, outcome, drawn):
                 changes = written(_over_target(others, lineage)).changes
                 evaluation += yardstick.measure_target(name, round, changes)

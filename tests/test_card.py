@@ -928,7 +928,9 @@ def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind:
     for block, other in zip(fences(card), fences(expected), strict=True):
         if block.info == "python":
             assert python_without_texts(block.content) == python_without_texts(other.content)
-        elif block.info == "sh" or ("role" in fields and is_role):
+        elif block.info == "sh":
+            assert block.content.count("\n") == 1
+        elif "role" in fields and is_role:
             assert block.content.count("\n") == other.content.count("\n")
         else:
             assert block.content == other.content

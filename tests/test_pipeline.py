@@ -52,6 +52,16 @@ def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path) -> None:
     assert records[0] == records[1]
 
 
+def test_progress_counts_the_steps_of_a_stage_to_its_end(scene: Scene) -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+    options = {"method": "bico-path", "augment": 0, "batch_size": 10, "evaluate": True}
+    port(scene, **options, progress=lambda stage, *steps: told.setdefault(stage, []).append(steps))
+    once = [(0, 24), (10, 24), (20, 24), (24, 24)]
+    assert told["calibrate"] == [(0, 1), *once, (0, 24), *once], "two steps of the path, each over all samples"
+    assert told["evaluate"] == [(0, 1), (1, 3), (2, 3), (3, 3)]
+    assert all(calls[-1][0] == calls[-1][1] for calls in told.values())
+
+
 def test_alpha_scales_what_is_added(scene: Scene) -> None:
     whole, half = port(scene), port(scene, alpha=0.5)
     for name, delta in whole.task_vector.items():

@@ -45,13 +45,13 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
     silent = as_json or quiet
     with edge() as at:
         from hf_bico.demo import EASY_TASK, TASKS, build
-        from hf_bico.edge.bars import shown_work
+        from hf_bico.edge.bars import shown_training
 
         at.interrupted = "the same command goes on from what is made"
         hard, easy = TASKS[0].name, EASY_TASK.name
         if not silent:
             click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
-        with shown_work(silent) as progress:
+        with shown_training(silent) as progress:
             build(folder, seed=seed, tasks=[hard, easy], progress=progress)
         with chdir(folder):
             hf_bico = _Commands(silent)

@@ -147,7 +147,7 @@ class _Work:
             if settings.control:
                 require_enough_to_mispair(min(len(drawn.samples) for some in draws for drawn in some.values()))
         with watch("download"):
-            first = first.fetched(progress)
+            first = first.fetched(watch.progress)
         bench = Bench.open(first, settings, choose_device(settings.device), watch)
         return cls(bench, grid, [subject_of(*one, bench) for one in zip(data_sets, draws, strict=True)])
 

@@ -31,10 +31,10 @@ def shown_progress(off: bool) -> Iterator[Progress]:
 
 
 @contextmanager
-def shown_work(silent: bool) -> Iterator[Progress]:
-    """How far the training is: bars on a terminal, else a line when each piece of work begins."""
-    if silent or is_screen(sys.stderr):
-        with shown_progress(silent) as progress:
+def shown_training(off: bool) -> Iterator[Progress]:
+    """How far the making of models is: bars on a terminal, else a line when each piece of work begins."""
+    if off or is_screen(sys.stderr):
+        with shown_progress(off) as progress:
             yield progress
         return
     begun: set[str] = set()
@@ -96,12 +96,8 @@ def _bars() -> Any:
 
 def _shown_in(bars: Any) -> Progress:
     tasks: dict[str, Any] = {}
-    steps: dict[str, int] = {}
 
     def show(stage: str, done: int, total: int) -> None:
-        if total == 1:  # the beginning or end of a stage, which may have counted its steps
-            done, total = done * steps.get(stage, 1), steps.get(stage, 1)
-        steps[stage] = total
         count = _counted(stage, done, total)
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, count=count)
