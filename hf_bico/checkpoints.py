@@ -212,6 +212,9 @@ def sha256_of(files: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
+_HEADS = ("classifier", "cls_classifier", "distillation_classifier", "classification_head", "score")
+
+
 @dataclass(frozen=True)
 class Overlap:
     """How the tensors of a fine-tuned model and of its base cover each other."""
@@ -224,6 +227,21 @@ class Overlap:
     """Tensors of the fine-tuned model that the base lacks: nothing to compare them with."""
 
 
+def made_anew(
+    places: Mapping[str, str], own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """Those of the tensors that have a place in the base which are of a classification head of another size.
+
+    It was made anew, for other classes: what the base has there is no part of it.
+
+    >>> made_anew({"classifier.bias": "classifier.bias"}, {"classifier.bias": (3,)}, {"classifier.bias": (7,)})
+    {'classifier.bias'}
+    """
+    heads = {name: name.partition(".")[0] for name in places}
+    resized = {heads[name] for name, place in places.items() if place in base and own[name] != base[place]}
+    return {name for name, head in heads.items() if head in resized and head in _HEADS}
+
+
 def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> Overlap:
     """Line up a fine-tuned model's tensors with its base's, by name and shape."""
     base_name_of = align_names(fine_tuned, base)
@@ -232,6 +250,8 @@ def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[
             "the fine-tuned model and its base have no tensor name in common",
             "name the model that was fine-tuned with --base",
         )
+    anew = made_anew(base_name_of, fine_tuned, base)
+    base_name_of = {own: name for own, name in base_name_of.items() if own not in anew}
     for own, name in base_name_of.items():
         if fine_tuned[own] != base[name]:
             raise BaseMismatchError(

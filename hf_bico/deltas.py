@@ -92,6 +92,16 @@ class Deltas(Mapping[str, Tensor]):
         changed.terms = tuple((weight, Renamed(source, names)) for weight, source in self.terms)
         return changed
 
+    def without(self, names: Collection[str]) -> Deltas:
+        """The same changes, but for these."""
+        if not names:
+            return self
+        kept = Deltas({})
+        kept.terms = tuple(
+            (weight, {name: source[name] for name in source if name not in names}) for weight, source in self.terms
+        )
+        return kept
+
     def energy(self, name: str) -> float:
         """The squared norm of one delta."""
         return energy(self.change(name))

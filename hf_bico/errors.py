@@ -180,7 +180,11 @@ class DownloadTooLargeError(DataError):
 
 
 class UnreadableSampleError(DataError):
-    """An image that cannot be decoded."""
+    """An image that cannot be decoded, or a text that is none."""
+
+
+class TokenizersDifferError(DataError):
+    """Two models whose tokenizers cut the texts into different tokens."""
 
 
 class ObjectiveError(BicoError):

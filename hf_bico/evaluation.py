@@ -1,4 +1,4 @@
-"""The accuracy of a model on a data set, both by reference: zero-shot, or by a linear probe."""
+"""How well a model does on a data set, both by reference: as its objective asks, or by a linear probe."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
+from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.choosing import settled
 from hf_bico.data.calibration import calibration_samples, evaluation_split, open_data
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.environment import choose_device, choose_dtype, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
+from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
 from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
-from hf_bico.measuring import probe_accuracy, zero_shot_accuracy
+from hf_bico.measuring import probe_accuracy
 from hf_bico.models import Model, ModelReference
-from hf_bico.objectives import zero_shot_head
-from hf_bico.record import RECORD_FILE, EvaluationRecord, Record, read_any
+from hf_bico.record import PROBE, RECORD_FILE, EvaluationRecord, Record, read_any
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 from hf_bico.task_vector import TaskVector
 
@@ -40,40 +42,51 @@ def evaluate_model(
     allow_pickle: bool = False,
     **options: Any,
 ) -> EvaluationRecord:
-    """The accuracy of a model on a split of a data set; `base` completes a task vector or a part of a model.
+    """How well a model does on a split of a data set; `base` completes a task vector or a part of a model.
 
     A port, or a model whose card names its data set, is measured on that unless `data` is given; never on the samples
     that it was calibrated on.
 
     The split is the one asked for, else test, else validation, else train; all of it unless `n` is given. The model is
-    measured zero-shot, or by a linear probe that is fitted to `probe` samples of the training split (100 where
-    `evaluation="probe"` is all that is said), which needs no text side. No sample is used for both.
+    measured as its objective asks: a CLIP zero-shot, a classifier by its own head, a language model by its loss; or by
+    a linear probe that is fitted to `probe` samples of the training split (100 where `evaluation="probe"` is all that
+    is said), which any model can have. No sample is used for both.
     """
     settings = Settings.of({"n": n, **options})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
     record = _port_record(model, hub)
     data = _known_data(model, record, hub) if data is None else data
-    whole, vector, name = _open(model, base, hub, allow_pickle)
-    known_names = whole.origin.class_names or None
+    whole, vector, name, holder = _open(model, base, hub, allow_pickle)
+    settings = settled(settings, whole.layout, whole.layout) if probe is None else settings
+    reads = whole.layout.reads
+    known_names = holder.origin.class_names or whole.origin.class_names or None
     training: Samples | None = None
     if probe is None:
-        measured = open_data(data, settings, hub, known_names=known_names, measure=True)
+        measured = open_data(data, settings, hub, known_names=known_names, measure=True, reads=reads)
+        probe = DEFAULT_SAMPLES if settings.evaluation == PROBE and measured.labelled else None
+    if probe is None:
+        if settings.objective == "classification" and not measured.labelled:
+            raise DataNotFoundError(f"'{measured.name}' has no labels", "use data with labels (--label-column)")
         split = evaluation_split(measured, settings.split)
         used = _calibrated_on(record, measured, split)
         unused = [index for index in _order(measured, split, settings) if index not in used]
-        samples = measured.samples(split, unused[: settings.n])
+        count = len(unused) if settings.n is None else settings.n
+        samples = measured.samples(split, measured.first_of(split, unused, count))
     else:
-        measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names)
+        measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names, reads)
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
-    with vector.applied_to(live.module) if vector is not None else nullcontext():
+    live.max_length = settings.max_length
+    changes = None if vector is None else vector.renamed(whole.layout.own_names)
+    with changes.applied_to(live.module) if changes is not None else nullcontext():
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch_size)
             how: dict[str, Any] = {"protocol": "probe", "trained_on": len(training)}
+            metric = "accuracy"
         else:
-            head = zero_shot_head(live, measured.class_names, settings.templates)
-            value, how = zero_shot_accuracy(live, head, samples, settings.batch_size), {}
-    return EvaluationRecord(name, measured.name, split, len(samples), "accuracy", value, **how)
+            head = head_of_model(whole, holder, live, measured, settings)
+            value, how, metric = head.measure(live, samples, settings.batch_size), {}, head.metric
+    return EvaluationRecord(name, measured.name, split, len(samples), metric, value, **how)
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:
@@ -95,7 +108,7 @@ def _order(data: DataSet, split: str, settings: Settings) -> list[int]:
 
 
 def _probe_samples(
-    data: Any, settings: Settings, probe: int, hub: Hub, known_names: Sequence[str] | None
+    data: Any, settings: Settings, probe: int, hub: Hub, known_names: Sequence[str] | None, reads: str
 ) -> tuple[DataSet, str, Samples, Samples]:
     """The data set and the split to measure on, what the probe is fitted to, and what it is measured on.
 
@@ -105,13 +118,15 @@ def _probe_samples(
     settings = replace(settings, objective=probe_accuracy, per_class=None, sampling="random", labels="dataset")
 
     def measured_on(n: int | None) -> tuple[DataSet, str, list[int]]:
-        opened = open_data(data, replace(settings, n=n), hub, known_names=known_names, measure=True)
+        opened = open_data(data, replace(settings, n=n), hub, known_names=known_names, measure=True, reads=reads)
         split = evaluation_split(opened, settings.split)
         return opened, split, _order(opened, split, settings)
 
     measured, split, order = measured_on(settings.n)
     if split != "train":
-        training = _training_samples(data, replace(settings, n=probe, split=None, evaluate=False), hub, known_names)
+        training = _training_samples(
+            data, replace(settings, n=probe, split=None, evaluate=False), hub, known_names, reads
+        )
         if training is not None:
             return measured, split, training, measured.samples(split, order[: settings.n])
     if settings.n is not None:
@@ -126,10 +141,12 @@ def _probe_samples(
     return measured, split, measured.samples(split, order[:probe]), measured.samples(split, rest)
 
 
-def _training_samples(data: Any, settings: Settings, hub: Hub, known_names: Sequence[str] | None) -> Samples | None:
+def _training_samples(
+    data: Any, settings: Settings, hub: Hub, known_names: Sequence[str] | None, reads: str
+) -> Samples | None:
     """What a probe is fitted to; None where there is no split `train`."""
     try:
-        opened = open_data(data, settings, hub, known_names=known_names)
+        opened = open_data(data, settings, hub, known_names=known_names, reads=reads)
         if "train" not in opened.splits:
             return None
         return calibration_samples(opened, "train", settings)
@@ -174,8 +191,8 @@ def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]
 
 def _open(
     model: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
-) -> tuple[Model, TaskVector | None, str]:
-    """The whole model to load, what to add to it, and the name of the result; all of it on this machine."""
+) -> tuple[Model, TaskVector | None, str, Model | Adapter]:
+    """The whole model to load, what to add to it, the result's name, and what may hold a head; all on this machine."""
 
     def opened(reference: ModelReference | Place, what: str, library: str = "transformers") -> Model:
         return Model.open(reference, what, library, hub, allow_pickle).fetched()
@@ -184,14 +201,15 @@ def _open(
     if place is not None and DELTA_FILE in place.sizes:
         place.fetch([DELTA_FILE])
         vector = TaskVector.load(place.folder / DELTA_FILE)
-        return vector.base_model(base, hub, allow_pickle), vector, place.name
+        whole = vector.base_model(base, hub, allow_pickle)
+        return whole, vector, place.name, whole
     if place is not None and is_adapter(place.sizes):
         vector = TaskVector.from_adapter(place, base, token=hub.token, allow_pickle=allow_pickle)
         whole = vector.base_model()
         vector.require_made_for(whole)
-        return whole, vector, place.name
+        return whole, vector, place.name, Adapter.open(place, allow_pickle).fetched()
     tuned = opened(place or model, "the model")
     if base is None:
-        return tuned, None, tuned.name
+        return tuned, None, tuned.name, tuned
     whole = opened(base, "the base", tuned.family.library)
-    return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name
+    return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name, tuned

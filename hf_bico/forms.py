@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_bico.adapters.writing import BaseName, Fitted, kept_of, write_adapter
 from hf_bico.checkpoints import Checkpoint, FileCheckpoint
+from hf_bico.classifiers import HeadForm, JoinedCheckpoint
 from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import NonFiniteWeightsError, OutputError
 from hf_bico.factors import Change, energy
@@ -38,6 +39,8 @@ class Form:
     fitted: Fitted | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
     """The names in the loaded model of tensors that have others in its files."""
+    head: HeadForm | None = None
+    """A classification head that is written with a model or an adapter."""
 
     def __repr__(self) -> str:
         return self.format if self.fitted is None else f"{self.format}: {self.fitted!r}"
@@ -70,17 +73,19 @@ def make_form(
     module: nn.Module | None = None,
     device: torch.device | None = None,
     everything: bool = False,
+    head: HeadForm | None = None,
 ) -> Form:
     """Bring a change of `target` into a form; `module` is the target where it is loaded already."""
     if format == "adapter":
-        model = target.skeleton() if module is None else module
-        fitted = fit_to(vector, target, model, rank, everything, device)
-        lost = _lost_where_exact(fitted, target.as_loaded)
-        return Form(format, rank, vector, fitted.changes, lost, fitted, target.layout.own_names)
+        model = head.skeleton(target) if head is not None else target.skeleton() if module is None else module
+        over = target if head is None else head.over(target, model)
+        fitted = fit_to(vector, over, model, rank, everything, device)
+        lost = _lost_where_exact(fitted, over.as_loaded)
+        return Form(format, rank, vector, fitted.changes, lost, fitted, over.layout.own_names, head)
     if format == "delta":
-        return Form(format, None, vector, vector)
+        return Form(format, None, vector, vector, head=head)
     stored, lost = as_stored(vector, target.checkpoint)
-    return Form(format, None, vector, stored, lost)
+    return Form(format, None, vector, stored, lost, head=head)
 
 
 def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
@@ -128,7 +133,14 @@ def write_form(form: Form, target: Model, folder: Path) -> list[Path]:
         return [form.vector.save(folder)]
     if form.fitted is not None:
         named = BaseName(target.name, target.commit)
-        return write_adapter(form.fitted, target.skeleton(), target.as_loaded, named, folder)
+        model = target.skeleton() if form.head is None else form.head.skeleton(target)
+        base = target.as_loaded
+        if form.head is not None:
+            base = JoinedCheckpoint(form.head.over(target, model).as_loaded, form.head.tensors)
+        written = write_adapter(form.fitted, model, base, named, folder)
+        if form.head is not None:
+            form.head.add_to_adapter(folder)
+        return written
     checkpoint, origin = target.checkpoint, target.folder
     if origin is None or not isinstance(checkpoint, FileCheckpoint):
         raise OutputError(
@@ -137,4 +149,7 @@ def write_form(form: Form, target: Model, folder: Path) -> list[Path]:
         )
     for file in target.family.side_files(origin):
         (folder / file.name).write_bytes(file.read_bytes())
-    return write_full(checkpoint, form.vector, folder)
+    written = write_full(checkpoint, form.vector, folder)
+    if form.head is not None:
+        form.head.add_to_model(target, folder)
+    return written

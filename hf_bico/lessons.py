@@ -1,4 +1,4 @@
-"""A zero-shot task as a lesson for the methods that train: a model's visual tower against its own class embeddings."""
+"""An objective as a lesson for the methods that train: a model learns what its head asks it about samples."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import digest_of
 from hf_bico.data.dataset import Samples
-from hf_bico.families import TEXT_TOWER, LiveModel
-from hf_bico.measuring import accuracy, logits_of
+from hf_bico.families import TEXT_TOWER, ImageModel, LiveModel
 from hf_bico.methods.training import Lesson
-from hf_bico.objectives import ZeroShotHead, zero_shot_losses
+from hf_bico.objectives import Head, Question
 
 LOOKED_AT = 64
-"""So many samples are looked at to tell their images from others; all of them by their rows and labels."""
+"""So many samples are looked at to tell what they are from others; all of them by their rows and labels."""
 
 
-def lesson_of(model: LiveModel, head: ZeroShotHead, samples: Samples) -> Lesson:
-    """All of the model's tensors but the text tower's learn to tell the samples' classes apart.
+def lesson_of(model: LiveModel, head: Head, samples: Samples) -> Lesson:
+    """All of the model's tensors but a CLIP's text tower learn what the head asks about the samples.
 
     The model runs in evaluation mode, without dropout.
     """
@@ -35,27 +34,33 @@ def lesson_of(model: LiveModel, head: ZeroShotHead, samples: Samples) -> Lesson:
         )
 
     def loss(numbers: Sequence[int]) -> Tensor:
-        [(images, labels)] = some(numbers).batches(len(numbers))
-        logits = head.logits(model.image_features(model.pixels(images)))
-        found = zero_shot_losses(logits, torch.tensor(labels, device=model.device), None).task
+        [(chosen, labels)] = some(numbers).batches(len(numbers))
+        found = head.losses(model, Question(chosen, labels)).task
         if found is None:
             raise ValueError("samples without labels give no loss")
         return found
 
     def right(numbers: Sequence[int]) -> float:
-        chosen = some(numbers)
-        return accuracy(logits_of(model, head, chosen, len(numbers)).argmax(-1).tolist(), chosen.labels)
+        return head.measure(model, some(numbers), len(numbers))
 
-    parameters = {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
-        if model.layout.others.get(name) != TEXT_TOWER
-    }
-    seen = [model.pixels(images) for images, _ in some(range(min(LOOKED_AT, len(samples)))).batches(LOOKED_AT)]
+    layout = model.layout
+    texts = {name for name, reason in layout.others.items() if reason == TEXT_TOWER}
+    texts |= {slot.tensor for site in layout.sites if site.tower for slot in site.slots}
+    parameters = {name: parameter for name, parameter in model.module.named_parameters() if name not in texts}
+    looked_at = some(range(min(LOOKED_AT, len(samples)))).batches(LOOKED_AT)
     identity = {
         "weights": digest_of(parameters.values()),
-        "classes": digest_of([head.classes, head.scale]),
-        "images": digest_of(seen),
+        "classes": digest_of(head.tensors),
+        "samples": digest_of(_as_read(model, chosen) for chosen, _ in looked_at),
         "rows": hashlib.blake2b(repr((samples.indices, samples.labels)).encode(), digest_size=16).hexdigest(),
     }
-    return Lesson(parameters, loss, right, len(samples), json.dumps(identity))
+    measured = right if head.metric == "accuracy" else None
+    return Lesson(parameters, loss, measured, len(samples), json.dumps(identity))
+
+
+def _as_read(model: LiveModel, samples: Sequence[Any]) -> Tensor:
+    """What the model is given of samples."""
+    text = model.text_rows(samples)
+    if text is not None:
+        return text.ids
+    return model.pixels(samples) if isinstance(model, ImageModel) else model.features(samples)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from hf_bico.errors import UsageError
-from hf_bico.sites import Layout, SitePair
+from hf_bico.sites import TEXT_SIDE, Layout, SitePair
 
 
 def blocks_by_index(source_blocks: int, target_blocks: int) -> list[int]:
@@ -73,16 +73,39 @@ def require_blocks(blocks: Sequence[int], source_blocks: int, target_blocks: int
             )
 
 
+def counterpart(role: str, source_gated: bool, target_gated: bool) -> str | None:
+    """The source's role for a role of the target: what an activation follows pairs with what an activation follows.
+
+    That is the gate of a gated MLP, whose other branch has no counterpart in a plain one.
+
+    >>> counterpart("mlp.up", True, False), counterpart("mlp.gate", False, True), counterpart("mlp.up", False, True)
+    ('mlp.gate', 'mlp.up', None)
+    """
+    if source_gated == target_gated or role not in ("mlp.up", "mlp.gate"):
+        return role
+    if source_gated:
+        return "mlp.gate"
+    return "mlp.up" if role == "mlp.gate" else None
+
+
 def pair_sites(source: Layout, target: Layout, blocks: Sequence[int]) -> list[SitePair]:
     """Every target site with the source site of the same role in the matched block.
 
-    Target sites whose role the source lacks are left out: nothing was learnt there.
+    `blocks` are those of the main tower; the blocks of a text tower beside it are matched by index. Target sites whose
+    role the source lacks are left out: nothing was learnt there.
     """
-    by_place = {(site.block, site.role): site for site in source.sites}
+    by_place = {(site.tower, site.block, site.role): site for site in source.sites}
+    gated = tuple(any(site.role == "mlp.gate" for site in layout.sites) for layout in (source, target))
+    towers = {"": blocks}
+    if source.text_blocks and target.text_blocks:
+        towers[TEXT_SIDE] = blocks_by_index(source.text_blocks, target.text_blocks)
     pairs = []
     for site in target.sites:
-        block = None if site.block is None else blocks[site.block]
-        origin = by_place.get((block, site.role))
+        if site.tower not in towers:
+            continue
+        block = None if site.block is None else towers[site.tower][site.block]
+        role = counterpart(site.role, *gated)
+        origin = None if role is None else by_place.get((site.tower, block, role))
         if origin is not None:
             pairs.append(SitePair(origin, site))
     return pairs

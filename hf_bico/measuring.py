@@ -1,4 +1,4 @@
-"""What measures a live model on samples: features, logits, and accuracy zero-shot or by a linear probe.
+"""What measures a live model on samples: features, logits, accuracy, and accuracy by a linear probe.
 
 Knows neither files nor how samples are drawn.
 """
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from hf_bico.environment import halving_batches
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.families import LiveModel
-from hf_bico.objectives import ZeroShotHead
+from hf_bico.families import ImageModel, LiveModel
 
 METRICS = Path(__file__).parent / "metrics"
 
 
 class Batched(Protocol):
-    """Samples: their labels, and their images in batches, in the same order."""
+    """Samples: their labels, and what they are in batches, in the same order."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +32,13 @@ class Batched(Protocol):
     def labels(self) -> Sequence[int]: ...
 
     def batches(self, size: int) -> Iterable[tuple[list[Any], list[int]]]:
-        """(images, labels), `size` at a time."""
+        """(samples, labels), `size` at a time."""
+
+
+class Classifying(Protocol):
+    """What tells classes apart by features."""
+
+    def logits(self, features: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Prepared:
     labels: tuple[int, ...]
 
     @classmethod
-    def by(cls, model: LiveModel, samples: Batched, batch_size: int) -> Prepared:
+    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> Prepared:
         images = [model.pixels(images).cpu() for images, _ in samples.batches(batch_size)]
         return cls(torch.cat(images), tuple(samples.labels))
 
@@ -57,23 +62,17 @@ class Prepared:
 
 
 def features_of(model: LiveModel, samples: Batched, batch_size: int) -> Tensor:
-    """The image features (n, d) of the samples, on the CPU, in single precision at least."""
+    """The features (n, d) of the samples, on the CPU, in single precision at least."""
     return _over(model, samples, batch_size, lambda features: features)
 
 
-def logits_of(model: LiveModel, head: ZeroShotHead, samples: Batched, batch_size: int) -> Tensor:
-    """The zero-shot logits (n, classes) of the samples, on the CPU, in single precision at least."""
+def logits_of(model: LiveModel, head: Classifying, samples: Batched, batch_size: int) -> Tensor:
+    """The logits (n, classes) of the samples, on the CPU, in single precision at least."""
     return _over(model, samples, batch_size, head.logits)
 
 
-def zero_shot_accuracy(model: LiveModel, head: ZeroShotHead, samples: Batched, batch_size: int) -> float:
-    """The share of samples whose most likely class is their label."""
-    predicted = logits_of(model, head, samples, batch_size).argmax(-1)
-    return accuracy(predicted.tolist(), samples.labels)
-
-
 def probe_accuracy(model: LiveModel, training: Batched, test: Batched, batch_size: int) -> float:
-    """The accuracy on `test` of a linear probe: logistic regression on the frozen image features of `training`.
+    """The accuracy on `test` of a linear probe: logistic regression on the frozen features of `training`.
 
     Features are standardised by the mean and the deviation of the training ones, so that the regularisation (C = 1)
     means the same for every model. Where all training samples are of one class, that class is predicted.
@@ -110,10 +109,10 @@ def _metric(name: str) -> Any:
 
 
 def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `of` makes of the image features, of all samples."""
+    """What `of` makes of the features, of all samples."""
 
     def run(size: int) -> Tensor:
-        rows = [of(model.image_features(model.pixels(images))).cpu() for images, _ in samples.batches(size)]
+        rows = [of(model.features(some)).cpu() for some, _ in samples.batches(size)]
         found = torch.cat(rows)
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
@@ -124,7 +123,7 @@ def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Ten
 def _probe(fitted: Tensor, labels: Sequence[int], measured: Tensor) -> list[int]:
     """The classes that a probe, fitted to features with labels, predicts for the measured features."""
     if not (fitted.isfinite().all() and measured.isfinite().all()):
-        raise NonFiniteWeightsError("the model's image features hold NaN or infinite values", "check its weights")
+        raise NonFiniteWeightsError("the model's features hold NaN or infinite values", "check its weights")
     if len(set(labels)) == 1:  # nothing to tell apart, which scikit-learn refuses
         return [labels[0]] * len(measured)
 

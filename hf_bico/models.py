@@ -24,6 +24,7 @@ from hf_bico.checkpoints import (
 )
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
 from hf_bico.families import FAMILIES, Family, LiveModel, family_of
+from hf_bico.families.refusals import require_dense
 from hf_bico.hub.client import Hub
 from hf_bico.hub.faults import is_offline
 from hf_bico.hub.repos import Place, at_hub, locate
@@ -64,6 +65,8 @@ class Model(Opened):
         if isinstance(reference, Place):
             return _open_place(reference, what, library, allow_pickle)
         checkpoint = MemoryCheckpoint.of(reference)
+        config: Any = getattr(reference, "config", None)
+        require_dense(what, checkpoint.shapes, config.to_dict() if hasattr(config, "to_dict") else {})
         family = family_of(checkpoint.shapes, what, reference)
         layout = family.wrap(reference).layout
         return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
@@ -133,8 +136,10 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
     place, weights = found.place, found.weights
     checkpoint = known_weights(place, weights)
     family = family_of(checkpoint.shapes, called, place.folder)
+    config = family.read_config(place.folder)
+    require_dense(called, checkpoint.shapes, config)
     try:
-        layout = family.layout(checkpoint.shapes, family.read_config(place.folder))
+        layout = family.layout(checkpoint.shapes, config)
     except KeyError as error:
         raise BrokenWeightsError(f"{called} lacks the tensor {error}", "copy or download the model again") from error
     except (TypeError, ValueError, AttributeError, IndexError) as error:

@@ -66,7 +66,7 @@ def _trained(method: Trainer, round: Round, whole_split: Samples | None) -> Outc
             f"{method.settings.method} trains on the data set's own labels, and they are not there or not to be used",
             "use data with labels, or --method fewshot",
         )
-    lesson = lesson_of(bench.target, round.zero_shot_heads.target, samples)
+    lesson = lesson_of(bench.target, round.heads.target, samples)
     with bench.target.quiet(), round.watch("train"):
         trained = method.train(lesson, round.watch.progress)
     stored = {own: file for file, own in target.layout.own_names.items()}

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.errors import ModelError
 from hf_bico.sites import Tokens
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The tokens of a batch of texts, (samples, tokens), and which of them are real and no padding."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
+    """Where equal tokens of the same texts stand in the two models' batches, as positions in the flattened rows.
+
+    Padding pairs with nothing, on whatever side it stands. Where the two models were given the same tokens, all of
+    them pair in order; where one has more around a text (another chat template), only what both have.
+    """
+    if len(source.ids) != len(target.ids):
+        raise ValueError(f"{len(source.ids)} texts of the source and {len(target.ids)} of the target do not pair")
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for number, masks in enumerate(zip(source.mask.cpu(), target.mask.cpu(), strict=True)):
+        places = [mask.nonzero().squeeze(1) for mask in masks]
+        ids = [side.ids[number].cpu()[place] for side, place in zip((source, target), places, strict=True)]
+        if not torch.equal(*ids):
+            places = [place[kept] for place, kept in zip(places, _in_both(*ids), strict=True)]
+        for side, place, all_found in zip((source, target), places, found, strict=True):
+            all_found.append(place + number * side.ids.shape[1])
+    return torch.cat(found[0]), torch.cat(found[1])
+
+
+def _in_both(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = SequenceMatcher(None, source.tolist(), target.tolist(), autojunk=False).get_matching_blocks()
+    pairs = [(block.a + step, block.b + step) for block in blocks for step in range(block.size)]
+    if not pairs:
+        raise ModelError(
+            "the two models were given no token in common for a text", "choose a target with the same tokenizer"
+        )
+    first, second = zip(*pairs, strict=True)
+    return torch.tensor(first), torch.tensor(second)
 
 
 def pair_rows(

@@ -5,7 +5,7 @@ Computes and returns data classes; prints and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from hf_bico.bench import Bench, similar_blocks
+from hf_bico.choosing import settled, towers_of, without_labels
+from hf_bico.classifiers import HeadForm
 from hf_bico.data.calibration import Drawn, draw, evaluation_samples
 from hf_bico.data.dataset import Samples
 from hf_bico.delta_file import MADE_FROM
@@ -25,12 +27,20 @@ from hf_bico.environment import (
     installed_versions,
     peak_memory,
 )
-from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
+from hf_bico.errors import (
+    DataUnknownError,
+    EmptyTaskVectorError,
+    UnsuitableMethodError,
+    UnsupportedModelError,
+    UsageError,
+)
 from hf_bico.forms import Form, make_form
+from hf_bico.heads import WrittenHead, head_form, heads_of, written_head
 from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS, Method, Trainer
 from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
+from hf_bico.objectives import Batch
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
@@ -39,9 +49,12 @@ from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.resolving import Lineage
-from hf_bico.rounds import Batch, Round, require_enough_to_mispair
+from hf_bico.results import LOSS
+from hf_bico.rounds import Round, no_predictions, require_enough_to_mispair
 from hf_bico.settings import Settings
+from hf_bico.sites import TEXT_SIDE, TEXTS
 from hf_bico.task_vector import TaskVector
+from hf_bico.text_checks import require_readable, require_tokenizers, uses_template
 from hf_bico.yardstick import Yardstick
 
 __all__ = ["Batch", "carry_out", "port"]
@@ -81,23 +94,33 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     """Do what was planned: sample, download, calibrate, align, transport, evaluate."""
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(settings.device)
+    planned, asked, measured_by = matched(planned, settings.layers), settings.objective, settings.evaluation
+    settings = _settled(planned, settings)
     method = METHODS[settings.method](settings)
-    planned = matched(planned, settings.layers)
     require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
+        if drawn is not None and not drawn.data.labelled and drawn.data.columns.teaches_itself:
+            settings = without_labels(settings, measured_by)
         if drawn is not None and settings.control:
             require_enough_to_mispair(len(drawn.samples))
+        if drawn is not None:
+            require_tokenizers(planned.lineage, [drawn])
     with watch("download"):
         planned = planned.fetched(watch.progress)
-    bench = Bench.open(planned, settings, device, watch)
-    heads = None
+    bench = _with_towers(Bench.open(planned, settings, device, watch), method, drawn, asked)
+    settings, heads, held_out = bench.settings, None, None
     if drawn is not None:
-        heads = bench.heads(drawn.data.class_names) if settings.zero_shot else None
-        drawn = bench.settled(drawn, heads)
+        bench.agree_on_length()
+        drawn = bench.chosen(drawn)
+        held_out = _held_out(drawn, method)
+        require_readable(bench, drawn.split, drawn.samples)
+        if _measures(settings, drawn, held_out[1]):
+            require_readable(bench, *held_out)
+        heads = heads_of(bench, drawn.data.class_names, drawn)
+        drawn = bench.labelled(drawn, heads)
         bench = bench.matched(similar_blocks(bench, drawn.samples)) if settings.layers == "similarity" else bench
 
-    held_out = None if drawn is None else _held_out(drawn, method)
     round = Round(bench, drawn, heads, watch, settings)
     whole = None
     if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
@@ -109,27 +132,87 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
         usual = planned.format if method.keeps_factors else "full"
         format = settings.format or ("adapter" if settings.rank is not None else usual)
 
+        read_by = None if drawn is None else written_head(round, outcome)
+        head = None if read_by is None else _beside(format, lineage, read_by, round.class_names)
+
         def written(changes: TaskVector) -> Form:
-            return make_form(changes, lineage.target, format, settings.rank, bench.target.module, device)
+            return make_form(changes, lineage.target, format, settings.rank, bench.target.module, device, head=head)
 
         form = written(ported)
         report = outcome.report
         report = replace(report, sites=tuple(with_held(list(report.sites), form, lineage.target)))
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
-        if drawn is not None and held_out is not None and settings.evaluate and len(held_out[1]):
-            measured_by = (settings.evaluation, settings.batch_size)
-            yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *measured_by)
-            evaluation = _evaluate(yardstick, round, form.changes, watch.progress)
+        if drawn is not None and held_out is not None and _measures(settings, drawn, held_out[1]):
+            how = (settings.evaluation, settings.batch_size)
+            yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *how)
+            evaluation = _evaluate(yardstick, round, form, read_by, watch.progress)
             for name, others in _variants(method, round, outcome, drawn):
                 changes = written(_over_target(others, lineage)).changes
-                evaluation += yardstick.measure_target(name, round, changes)
+                own = read_by if outcome.trained else written_head(round, replace(UNTOUCHED, changes=others))
+                evaluation += yardstick.measure_target(name, round, changes, None if own is None else own.head)
 
     with watch("record"):
         copies = round.copies if method.looks_at_data and outcome.trained is None else 0
-        found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, outcome.readout)
+        origin = None if read_by is None else read_by.origin
+        template = None if drawn is None else uses_template(bench, drawn.samples)
+        readout = outcome.readout
+        found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, readout, origin, template)
         record = make_record(bench.planned, settings, drawn, found, _run(started, watch, bench))
     return Ported(ported, report, record, lineage.target, form)
+
+
+def _measures(settings: Settings, drawn: Drawn, samples: Samples) -> bool:
+    """Whether measuring is asked for, and there are samples for it, with labels where classes are told apart."""
+    known = drawn.data.labelled or settings.objective != "classification"
+    return settings.evaluate and len(samples) > 0 and known
+
+
+def _beside(format: str, lineage: Lineage, read_by: WrittenHead, class_names: Sequence[str]) -> HeadForm | None:
+    """The head as it is written; a change alone needs none, and the target's class may have no place for one."""
+    try:
+        return head_form(read_by, lineage.target, class_names)
+    except UnsupportedModelError:
+        if format == "delta":
+            return None
+        raise
+
+
+def _with_towers(bench: Bench, method: Method, drawn: Drawn | None, asked: Any) -> Bench:
+    """The bench with those towers of a CLIP that are carried, and the objective that asks both of them.
+
+    A data set of captions, or a text tower to carry, is asked by contrast, unless something else was `asked` for.
+    """
+    settings = bench.settings
+    if not bench.source.layout.text_blocks:
+        return bench
+    captions = drawn is not None and not drawn.data.labelled and drawn.data.columns.teaches_itself
+    predicted = drawn is not None and drawn.labels == "pseudo" and not captions
+    by_classes = predicted or isinstance(method, Trainer) or method.needs_predictions or settings.readout
+    fixed = by_classes or method.one_tower or asked == "zero-shot" or settings.own_objective
+    towers = towers_of(settings, bench.changed_towers, fixed)
+    objective = settings.objective
+    if drawn is not None and not settings.own_objective:
+        contrast = asked == "contrastive" or (not fixed and (TEXT_SIDE in towers or captions))
+        objective = "contrastive" if contrast else "zero-shot"
+        if TEXT_SIDE in towers and not contrast:
+            raise UnsuitableMethodError(
+                f"the text tower is asked by captions, and {settings.method} by classes", "use --tower vision, or bico"
+            )
+    if objective == "contrastive" and settings.control:
+        raise UnsuitableMethodError(
+            "--control mispairs samples, and captions of different lengths have no rows to pair", "leave --control out"
+        )
+    found = bench.of_towers(towers, objective)
+    lineage = found.planned.lineage
+    if not found.pairs:
+        raise EmptyTaskVectorError(
+            f"'{lineage.source.name}' changed nothing that can be carried in the "
+            f"{settings.tower or 'vision'} tower of its base",
+            "choose another with --tower",
+        )
+    method.require(lineage.base.layout, lineage.target.layout, found.pairs)
+    return found
 
 
 def _run(started: datetime, watch: Stopwatch, bench: Bench) -> RunRecord:
@@ -149,13 +232,24 @@ def _run(started: datetime, watch: Stopwatch, bench: Bench) -> RunRecord:
 def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     """Refuse, before anything large is downloaded, what cannot be done with these models and this data."""
     lineage = planned.lineage
-    method.require(lineage.base.layout, lineage.target.layout, planned.pairs)
+    # which towers of a CLIP a fine-tuned model changed is known once it is read
+    method.require(lineage.base.layout, lineage.target.layout, planned.main_pairs or planned.pairs)
     if lineage.data is None and (method.looks_at_data or settings.readout):
         raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
-    if not settings.zero_shot and (method.needs_predictions or settings.readout):
-        what = "--readout" if settings.readout else settings.method
-        raise UnsuitableMethodError(f"{what} needs the zero-shot objective", "leave the objective out, or use bico")
+    if not settings.predicts and (method.needs_predictions or settings.readout):
+        raise no_predictions("--readout" if settings.readout else settings.method)
+    if settings.own_objective and isinstance(method, Trainer):
+        raise UnsuitableMethodError(
+            f"{settings.method} trains by an objective of the models' own", "leave the objective out, or use bico"
+        )
     require_projection(planned, settings)
+    if settings.tower is not None and "contrastive" not in lineage.base.layout.objectives:
+        raise UsageError("--tower chooses between the towers of a CLIP, and the base is none", "leave --tower out")
+    if settings.fit_head and settings.objective not in ("auto", "classification"):
+        raise UsageError(
+            f"--probe fits a classifier's head, and these models are asked by {_asked_by(settings)}",
+            "leave --probe out",
+        )
     if isinstance(method, Trainer) and method.whole_split and settings.labels == "pseudo":
         raise UnsuitableMethodError(
             f"{settings.method} trains on the data set's own labels", "leave --labels pseudo out, or use fewshot"
@@ -165,16 +259,27 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
             f"--control mispairs the two models' samples, and {settings.method} does not pair any",
             "leave --control out, or use a method that aligns, such as bico",
         )
+    if settings.control and lineage.base.layout.reads == TEXTS:
+        raise UnsuitableMethodError(
+            "--control mispairs samples, and texts of different lengths have no rows to pair", "leave --control out"
+        )
     if settings.layers == "similarity" and lineage.data is None:
         raise UsageError("--layers similarity compares what blocks read, and no data was given", "name it with --data")
-    if settings.zero_shot and lineage.data is not None:
-        for model in (lineage.base, lineage.target):
-            model.family.require_zero_shot()
+
+
+def _settled(planned: Plan, settings: Settings) -> Settings:
+    """The settings for these models; what calibrates on nothing asks nothing."""
+    lineage = planned.lineage
+    return settings if lineage.data is None else settled(settings, lineage.base.layout, lineage.target.layout)
+
+
+def _asked_by(settings: Settings) -> str:
+    return settings.objective if isinstance(settings.objective, str) else "an objective of the caller's own"
 
 
 def require_projection(planned: Plan, settings: Settings) -> None:
     """Refuse a readout where there is nothing that it could correct."""
-    if settings.readout and not any(site.role == "proj" for site in planned.lineage.target.layout.sites):
+    if settings.readout and not any(site.role == "proj" for site in planned.lineage.target.layout.main_sites):
         raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
 
 
@@ -190,17 +295,20 @@ def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
 def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
     data = planned.lineage.data
     known = planned.lineage.source.origin.class_names
-    return None if data is None else draw(data, settings, hub, known_names=known or None)
+    reads = planned.lineage.base.layout.reads
+    return None if data is None else draw(data, settings, hub, known_names=known or None, reads=reads)
 
 
 def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
-    """All labelled samples of the split that was drawn from, but for those that are measured on.
+    """All labelled samples of the split that was drawn from, but for those that are measured on; of texts all of them.
 
     There are none where its labels are not there, or are not to be used.
     """
     taken = set(held_out.indices) if split == drawn.split else set()
-    order = drawn.data.order(drawn.split, drawn.strategy.seed) if drawn.labels == "dataset" else []
-    return drawn.data.samples(drawn.split, [index for index in order if index not in taken])
+    known = drawn.labels == "dataset" or drawn.data.columns.teaches_itself
+    order = drawn.data.order(drawn.split, drawn.strategy.seed) if known else []
+    rows = drawn.data.first_of(drawn.split, (index for index in order if index not in taken), len(order))
+    return drawn.data.samples(drawn.split, rows)
 
 
 def _held_out(drawn: Drawn, method: Method) -> tuple[str, Samples]:
@@ -222,10 +330,18 @@ def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> I
         yield "control", outcome_of(method, mispaired).changes
 
 
-def _evaluate(yardstick: Yardstick, round: Round, ported: Deltas, progress: Progress) -> list[EvaluationRecord]:
-    """Target, ported, and source fine-tuned, on the same held-out samples."""
-    results = yardstick.measure_target("target", round, UNTOUCHED.changes)
-    progress("evaluate", 1, 3)
-    results += yardstick.measure_target("ported", round, ported)
-    progress("evaluate", 2, 3)
+def _evaluate(
+    yardstick: Yardstick, round: Round, form: Form, read_by: WrittenHead | None, progress: Progress
+) -> list[EvaluationRecord]:
+    """Target, ported, and source fine-tuned, on the same held-out samples; a classifier's heads found in one way."""
+    before = written_head(round, UNTOUCHED)
+    results = yardstick.measure_target("target", round, UNTOUCHED.changes, None if before is None else before.head)
+    steps = 4 if any(entry.metric == LOSS for entry in results) else 3
+    progress("evaluate", 1, steps)
+    after = read_by if form.head is None else form.head
+    results += yardstick.measure_target("ported", round, form.changes, None if after is None else after.head)
+    progress("evaluate", 2, steps)
+    if steps == 4:  # what fine-tuning did for its own base is the measure of a port
+        results += yardstick.measure_base("base", round)
+        progress("evaluate", 3, steps)
     return results + yardstick.measure_source("source", round)

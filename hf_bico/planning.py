@@ -8,8 +8,9 @@ from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import overlap
+from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
-from hf_bico.families import require_same_kind
+from hf_bico.families import TEXT_TOWER, require_same_kind
 from hf_bico.hub.client import Hub
 from hf_bico.hub.faults import is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
@@ -62,13 +63,18 @@ def matched(planned: Plan, blocks: str | Sequence[int]) -> Plan:
     """The same plan with these source blocks for the target's; a rule for finding some is no list yet."""
     if isinstance(blocks, str) or tuple(blocks) == planned.blocks:
         return planned
-    return make_plan(planned.lineage, blocks).in_form(planned.asked_format, planned.asked_rank)
+    again = make_plan(planned.lineage, blocks, planned.towers)
+    return again.in_form(planned.asked_format, planned.asked_rank)
 
 
-def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None) -> Plan:
-    """Match blocks, by index if nothing else is said, and sites, and say what stays behind."""
+def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Sequence[str] | None = None) -> Plan:
+    """Match blocks, by index if nothing else is said, and sites, and say what stays behind.
+
+    Sites of all towers that both models have are paired, or of these `towers` alone.
+    """
     base, target = lineage.base, lineage.target
     require_same_kind(base.layout, target.layout)
+    require_kin(base.layout, target.layout)
     if blocks is None:
         blocks = blocks_by_index(base.layout.blocks, target.layout.blocks)
     require_blocks(blocks, base.layout.blocks, target.layout.blocks)
@@ -76,12 +82,16 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None) -> Plan:
     if not pairs:
         raise ModelError("the two models have no site in common", "choose a target of a matching kind")
     carried = {slot.tensor for pair in pairs for slot in pair.source.slots}
-    left = {slot.tensor: UNMATCHED for slot in base.layout.slots() if slot.tensor not in carried}
+    found = {pair.target.tower for pair in pairs}
+    stay = [(site, slot.tensor) for site in base.layout.sites for slot in site.slots if slot.tensor not in carried]
+    left = {tensor: TEXT_TOWER if site.tower and site.tower not in found else UNMATCHED for site, tensor in stay}
     left.update(base.layout.others)
     everything = Plan(lineage, tuple(blocks), tuple(pairs), left, (), ())
     if isinstance(lineage.source, Adapter):
-        return _of_adapter(everything, lineage.source)
-    return _of_model(everything, lineage.source)
+        planned = _of_adapter(everything, lineage.source)
+    else:
+        planned = _of_model(everything, lineage.source)
+    return planned if towers is None else planned.of_towers(towers)
 
 
 def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
@@ -99,7 +109,9 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
             "use an adapter of the tower's linear layers",
         )
     left = {name: reason for name, reason in everything.left.items() if name in changes}
-    return replace(everything, pairs=tuple(pairs), left=left, extra=changes.extra, ranks=changes.ranks)
+    changed = frozenset(name for name in everything.lineage.base.checkpoint.shapes if name in changes)
+    found = replace(everything, pairs=tuple(pairs), left=left, extra=changes.extra)
+    return replace(found, ranks=changes.ranks, changed=changed)
 
 
 def _of_model(everything: Plan, tuned: Model) -> Plan:
@@ -107,13 +119,16 @@ def _of_model(everything: Plan, tuned: Model) -> Plan:
     require_same_family(tuned, base)
     shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
     _require_blocks(base.layout, shared.missing)
-    return replace(everything, missing=shared.missing, extra=shared.extra)
+    found = replace(everything, missing=shared.missing, extra=shared.extra)
+    lacking = set(shared.missing)
+    held = {pair.target.tower for pair in found.pairs if pair.source.weight.tensor not in lacking}
+    return found.of_towers(tuple(tower for tower in found.towers if tower in held))
 
 
 def _require_blocks(base: Layout, missing: Sequence[str]) -> None:
     lacking = set(missing)
     for site in base.sites:
-        if site.block is not None and site.weight.tensor in lacking:
+        if site.block is not None and not site.tower and site.weight.tensor in lacking:
             raise BaseMismatchError(
                 f"the fine-tuned model has no '{site.weight.tensor}', which the base has",
                 "name the model that was fine-tuned with --base",

@@ -6,18 +6,20 @@ Knows what was matched; not how. No weights, no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
+from hf_bico.errors import EmptyTaskVectorError
+from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.markdown import markdown_table
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage
-from hf_bico.sites import SitePair
+from hf_bico.sites import Site, SitePair
 from hf_bico.sizes import size_text
 
 
@@ -37,13 +39,17 @@ class Plan:
     """Tensors of the fine-tuned model that the base lacks."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Of a LoRA's layers, by the base's tensors."""
+    changed: frozenset[str] | None = None
+    """The base's tensors that an adapter changes, where that is known; of a fine-tuned model, any may be."""
     asked_format: str | None = None
     asked_rank: int | float | None = None
 
     def __repr__(self) -> str:
         source, base, target = self.lineage.models
         blocks = f"{base.layout.blocks} -> {target.layout.blocks} blocks"
-        return f"Plan of {source.name} to {target.name}: {len(self.pairs)} sites of {blocks}, {_written_form(self)}"
+        text = f", {len(self.text_pairs)} of the text tower" if self.text_pairs else ""
+        sites = f"{len(self.main_pairs)} sites of {blocks}{text}"
+        return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}"
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan in words: (word, what there is to say about it)."""
@@ -63,6 +69,41 @@ class Plan:
     def in_form(self, format: str | None, rank: int | float | None) -> Plan:
         """The same plan for a result of another form."""
         return replace(self, asked_format=format, asked_rank=rank)
+
+    @property
+    def main_pairs(self) -> tuple[SitePair, ...]:
+        return tuple(pair for pair in self.pairs if not pair.target.tower)
+
+    @property
+    def text_pairs(self) -> tuple[SitePair, ...]:
+        """Those of a CLIP's text tower, beside the vision tower that is its main one."""
+        return tuple(pair for pair in self.pairs if pair.target.tower)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Those that the paired sites are of."""
+        return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
+
+    def of_towers(self, towers: Sequence[str]) -> Plan:
+        """The same plan with the sites of these towers alone; what the others hold stays behind."""
+        kept = tuple(pair for pair in self.pairs if pair.target.tower in towers)
+        if len(kept) == len(self.pairs):
+            return self
+        base = self.lineage.base
+        left = self.left | {
+            slot.tensor: TEXT_TOWER if site.tower else VISION_TOWER
+            for site in base.layout.sites
+            for slot in site.slots
+            if site.tower not in towers and (self.changed is None or slot.tensor in self.changed)
+        }
+        if not kept:
+            reasons = ", ".join(sorted(set(left.values())))
+            raise EmptyTaskVectorError(
+                f"'{self.lineage.source.name}' changes nothing that can be carried ({reasons})",
+                "name the tower that it changes with --tower",
+            )
+        places = {name: place for place, name in enumerate(base.checkpoint.shapes)}
+        return replace(self, pairs=kept, left={name: left[name] for name in sorted(left, key=places.__getitem__)})
 
     @property
     def memory_bytes(self) -> int:
@@ -120,12 +161,12 @@ class Plan:
 
     def _adapter_bytes(self, asked: int | None) -> int:
         """Factors and biases; a packed attention whose output changes is saved whole."""
-        packed = {pair.target.block for pair in self.pairs if pair.target.weight.rows is not None}
-        outputs = {pair.target.block for pair in self.pairs if pair.target.role == "attn.out"}
+        packed = {_place(pair.target) for pair in self.pairs if pair.target.weight.rows is not None}
+        outputs = {_place(pair.target) for pair in self.pairs if pair.target.role == "attn.out"}
         whole = {
             site.name: site.shape[0] * (site.shape[1] + 1)
             for site in self.lineage.target.layout.sites
-            if site.block in packed & outputs and site.role.startswith("attn.")
+            if _place(site) in packed & outputs and site.role.startswith("attn.")
         }
         rest = [pair for pair in self.pairs if pair.target.name not in whole]
         factors = 0
@@ -157,16 +198,8 @@ class Plan:
             "notices": list(lineage.notices),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
-            "sites": [
-                {
-                    "name": pair.target.name,
-                    "role": pair.target.role,
-                    "source": pair.source.name,
-                    "shape_source": list(pair.source.shape),
-                    "shape_target": list(pair.target.shape),
-                }
-                for pair in self.pairs
-            ],
+            "sites": [_about_pair(pair) for pair in self.main_pairs],
+            "text_sites": [_about_pair(pair) for pair in self.text_pairs],
             "left": [{"name": name, "reason": reason} for name, reason in self.left.items()],
             "missing": list(self.missing),
             "extra": list(self.extra),
@@ -198,15 +231,14 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
     grids = [" x ".join(map(str, known.grid)) for known in tokens if known is not None]
     if len(grids) == 2:
         rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
-    roles = Counter(pair.target.role for pair in planned.pairs)
-    carried = ", ".join(f"{role} x{count}" for role, count in roles.items())
     reasons = Counter(planned.left.values())
     left = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-    rows += [
-        ("carried", f"{len(planned.pairs)} sites: {carried}"),
-        ("shapes", _shapes(planned)),
-        ("left", left or "nothing"),
-    ]
+    if planned.main_pairs:
+        rows += [("carried", _sites(planned.main_pairs)), ("shapes", _shapes(planned.main_pairs))]
+    if planned.text_pairs:
+        known = "" if planned.changed is not None else ", if the source changed them"
+        rows.append(("text", f"{_sites(planned.text_pairs)}; carried with captions{known}"))
+    rows.append(("left", left or "nothing"))
     if planned.missing:
         rows.append(
             ("missing", f"{len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
@@ -256,17 +288,37 @@ def _data(planned: Plan) -> str:
     return Path(str(lineage.data)).name if isinstance(lineage.data, str | Path) else "rows"
 
 
-def _shapes(planned: Plan) -> str:
+def _sites(pairs: Sequence[SitePair]) -> str:
+    """How many there are of each role."""
+    roles = Counter(pair.target.role for pair in pairs)
+    return f"{len(pairs)} sites: {', '.join(f'{role} x{count}' for role, count in roles.items())}"
+
+
+def _shapes(pairs: Sequence[SitePair]) -> str:
     """The shape of each role, source to target."""
     shapes = {
-        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}"
-        for pair in planned.pairs
+        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}" for pair in pairs
     }
     return ", ".join(shapes.values())
 
 
 def _by(shape: tuple[int, int]) -> str:
     return f"{shape[0]}x{shape[1]}"
+
+
+def _place(site: Site) -> tuple[str, int | None]:
+    """The block that a site is in."""
+    return site.tower, site.block
+
+
+def _about_pair(pair: SitePair) -> dict[str, Any]:
+    return {
+        "name": pair.target.name,
+        "role": pair.target.role,
+        "source": pair.source.name,
+        "shape_source": list(pair.source.shape),
+        "shape_target": list(pair.target.shape),
+    }
 
 
 def _about(model: Model | Adapter) -> dict[str, str]:

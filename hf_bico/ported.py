@@ -60,6 +60,8 @@ class Ported:
 
     def model(self, device: str = "cpu") -> nn.Module:
         """A new copy of the target with the task vector applied, in float32 on this device."""
+        if self.form.head is not None:
+            return self.form.head.model(self.target, self.task_vector).to(device)
         live = self.target.load(torch.device(device), torch.float32)
         module = live.module if self.target.folder is not None else copy.deepcopy(live.module)
         changes = self.task_vector.renamed(self.target.layout.own_names)
@@ -126,7 +128,7 @@ class Ported:
             raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
         if format == self.form.format and rank in (None, self.form.rank):
             return self.form
-        return make_form(self.task_vector, self.target, format, rank)
+        return make_form(self.task_vector, self.target, format, rank, head=self.form.head)
 
 
 def with_held(sites: list[SiteRecord], form: Form, target: Model) -> list[SiteRecord]:

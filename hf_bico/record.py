@@ -56,6 +56,7 @@ class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
     `labels` are the "dataset"'s, "pseudo" (what the fine-tuned source predicts), or "none" where they were not there.
+    `chat_template` says of prompts and chats whether they went through one.
     """
 
     id: str
@@ -71,13 +72,23 @@ class DataRecord:
     config: str | None = None
     per_class: int | None = None
     max_download: int | None = None
+    max_length: int | None = None
+    chat_template: bool | None = None
     parts: list[PartRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ObjectiveRecord:
+    """The loss that calibration differentiated, and the prompts that it asked with.
+
+    Of a classifier, `head` says whether the source's was "carried" or one "fitted" to the calibration samples. `loss`
+    says what it is where the paper does not.
+    """
+
     name: str
     templates: list[str] | None = None
+    head: str | None = None
+    loss: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ class MethodRecord:
     """How it was carried; `layers` are the source blocks of the target's.
 
     `matching` is absent where these are by index, else "similarity" or "given"; `steps` are those along a path,
-    `copies` how many altered copies of each sample were added, `signs` how a gradient's signs were taken.
+    `copies` how many altered copies of each sample were added, `signs` how a gradient's signs were taken, `tower` which
+    of a CLIP's towers were asked for.
     """
 
     name: str
@@ -123,6 +135,7 @@ class MethodRecord:
     steps: int | None = None
     copies: int | None = None
     signs: str | None = None
+    tower: str | None = None
     training: TrainingRecord | None = None
     readout: ReadoutRecord | None = None
 
@@ -345,11 +358,10 @@ def read_any(folder: Path) -> Record | Made:
             "use the version of hf-bico that wrote it",
         )
     try:
-        # lists are absent when empty
         if "job" in raw:
-            made: Made = _build(Made, {"parts": [], **raw}, "record")
+            made: Made = _build(Made, raw, "record")
             return made
-        record: Record = _build(Record, {"sites": [], "left": [], **raw}, "record")
+        record: Record = _build(Record, raw, "record")
         return record
     except TypeError as error:
         raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' is not a record: {error}", "port again") from error
@@ -359,8 +371,10 @@ def _build(kind: Any, value: Any, name: str) -> Any:
     """JSON as the type that a field has; what does not fit is a TypeError that names the field."""
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
-        known = [field for field in hints if field in value]
-        return kind(**{field: _build(hints[field], value[field], field) for field in known})  # type: ignore[operator]
+        known = {field: _build(hint, value[field], field) for field, hint in hints.items() if field in value}
+        # lists and dictionaries are absent when empty
+        empty = {field: get_origin(hint)() for field, hint in hints.items() if get_origin(hint) in (list, dict)}
+        return kind(**{**empty, **known})  # type: ignore[operator]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         kinds = [one for one in inner if one is type(value)] or inner  # a rank is a whole number or a share

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.config import LORA
 from hf_bico.checkpoints import Overlap
+from hf_bico.choosing import TEXT_TO_TEXT
+from hf_bico.classifiers import place_of
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.methods import METHODS
@@ -20,6 +22,7 @@ from hf_bico.models import Model
 from hf_bico.plans import Plan
 from hf_bico.readout import Readout
 from hf_bico.record import (
+    PROBE,
     DataRecord,
     EvaluationRecord,
     MethodRecord,
@@ -36,6 +39,10 @@ from hf_bico.resolving import Lineage
 from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, METHOD_NAMES, OPTION_METHODS, Settings
 from hf_bico.version import __version__
 
+UNNAMED_LOSS = (
+    "cross-entropy of the answers' tokens, label words where there are classes, through each model's own decoder; the "
+    "paper does not name its loss"
+)
 NOTABLE_ROUNDING = 0.05
 """Above this share of the change, what rounding took away is said."""
 
@@ -50,20 +57,25 @@ class Findings:
     copies: int = 0
     trained: Trained | None = None
     readout: Readout | None = None
+    head: str | None = None
+    chat_template: bool | None = None
 
 
 def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
     """All that is needed to repeat the run and to write its card; hashes the models' files."""
     lineage = planned.lineage
-    own_name = getattr(settings.objective, "__name__", "custom")
-    templates = list(settings.templates) if settings.zero_shot else None
+    objective = settings.objective
+    name = objective if isinstance(objective, str) else getattr(objective, "__name__", "custom")
+    usual = next(iter(lineage.base.layout.objectives), "zero-shot")
+    name = usual if name == "auto" else name
+    templates = list(settings.templates) if name in ("zero-shot", "contrastive") else None
     return Record(
         hf_bico=__version__,
         command=_command(planned, settings, drawn),
         source=source_record(lineage.source, lineage.base),
         target=model_record(lineage.target),
-        data=None if drawn is None else _data_record(drawn, settings),
-        objective=ObjectiveRecord("zero-shot" if settings.zero_shot else own_name, templates),
+        data=None if drawn is None else _data_record(drawn, settings, found.chat_template),
+        objective=ObjectiveRecord(name, templates, found.head, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
         method=_method_record(planned, settings, found),
         sites=list(found.report.sites),
         left=list(found.report.left),
@@ -85,6 +97,7 @@ def _method_record(planned: Plan, settings: Settings, found: Findings) -> Method
         steps=settings.path_steps if method is BicoPath else None,
         copies=found.copies or None,
         signs=settings.signs if method is GradFix else None,
+        tower=settings.tower,
         training=None if found.trained is None else _training_record(settings, found.trained),
         readout=None
         if readout is None
@@ -136,7 +149,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    notices += tensor_notices(found.vector.overlap)
+    notices += tensor_notices(_without_head(found, lineage.base))
     if drawn is not None:
         labels = {label for label in drawn.samples.labels if label >= 0}
         seen, known = len(labels), len(drawn.data.class_names)
@@ -147,12 +160,23 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
     if settings.evaluate and not found.evaluation:
-        reason = "calibration used every labelled sample" if settings.zero_shot else "the objective is the caller's own"
+        reason = "calibration used every labelled sample"
+        reason = "the objective is the caller's own" if settings.own_objective else reason
         reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
     if found.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
         notices.append("It was trained on those rows alone that were read of a large data set.")
     return notices
+
+
+def _without_head(found: Findings, base: Model) -> Overlap:
+    """The tensors that only one of the two models has, but for a head that was carried."""
+    overlap = found.vector.overlap
+    if found.head != "carried":
+        return overlap
+    layers = place_of(base).layers
+    extra = tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers)
+    return replace(overlap, extra=extra)
 
 
 def tensor_notices(overlap: Overlap) -> list[str]:
@@ -191,7 +215,7 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
     return replace(record, output=output, notices=notices, command=command)
 
 
-def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
+def _data_record(drawn: Drawn, settings: Settings, chat_template: bool | None = None) -> DataRecord:
     columns = drawn.data.columns
     return DataRecord(
         id=drawn.data.name,
@@ -202,11 +226,13 @@ def _data_record(drawn: Drawn, settings: Settings) -> DataRecord:
         sampling=settings.sampling,
         seed=settings.seed,
         indices=list(drawn.samples.indices),
-        columns={role: name for role, name in (("image", columns.image), ("label", columns.label)) if name},
-        labels=drawn.labels if drawn.labels == "dataset" or settings.zero_shot else "none",
+        columns=columns.by_role,
+        labels=drawn.labels if drawn.labels == "dataset" or settings.predicts else "none",
         class_names=list(drawn.data.class_names),
         commit=None if drawn.data.repo is None else drawn.data.repo.commit,
         config=drawn.data.config,
+        max_length=settings.max_length,
+        chat_template=chat_template,
         parts=list(drawn.data.parts.get(drawn.split, [])),
     )
 
@@ -225,7 +251,7 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
     """
     lineage = planned.lineage
     models = lineage.models
-    if not settings.zero_shot or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
+    if settings.own_objective or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None
     source, base, target = (typed_reference(model) for model in models)
     layers = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
@@ -239,8 +265,13 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--config", drawn.data.config if drawn else None, None),
         ("--image-column", settings.image_column, None),
         ("--label-column", settings.label_column, None),
+        ("--text-column", settings.text_column, None),
+        ("--caption-column", settings.caption_column, None),
+        ("--max-length", settings.max_length, None),
         ("--class-names", "FILE" if settings.class_names else None, None),
         ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
+        ("--objective", settings.objective, next(iter(lineage.base.layout.objectives), "zero-shot")),
+        ("--tower", settings.tower, None),
         ("--method", settings.method, "bico"),
         ("--completion", settings.completion, "drop"),
         ("--alpha", settings.alpha, 1.0),
@@ -251,12 +282,13 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--path-steps", settings.path_steps, 2),
         ("--signs", settings.signs, "mean"),
         ("--readout", "" if settings.readout else None, None),
+        ("--probe", "" if settings.fit_head else None, None),
         ("--learning-rate", settings.learning_rate, 1e-5),
         ("--weight-decay", settings.weight_decay, 0.1),
         ("--train-steps", settings.train_steps, 2000),
         ("--train-batch", settings.train_batch, 128),
         ("--warmup", settings.warmup, 200),
-        ("--evaluation", settings.evaluation, "zero-shot"),
+        ("--evaluation", settings.evaluation, PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"),
         ("--control", "" if settings.control else None, None),
         ("--batch-size", settings.batch_size, 32),
         ("--dtype", settings.dtype, "auto"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.checkpoints import sha256_of
+from hf_bico.data.text_columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import recorded_folder
@@ -111,6 +112,9 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     protocols = {entry.protocol for entry in record.evaluation}
     options["evaluation"] = "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both"
     options["control"] = any(entry.model == "control" for entry in record.evaluation)
+    options["objective"] = record.objective.name
+    options["fit_head"] = record.objective.head == "fitted"
+    options["tower"] = record.method.tower
     if record.objective.templates is not None:
         options["templates"] = record.objective.templates
     if record.data is not None:
@@ -156,10 +160,13 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         "seed": data.seed,
         # of a large data set, earlier versions told what was read here
         "sampling": "random" if data.sampling == "row groups" else data.sampling,
-        "labels": data.labels,
+        "labels": "auto" if data.labels == "none" else data.labels,
         "max_download": data.max_download or DEFAULT_DOWNLOAD,
         "image_column": data.columns.get("image"),
         "label_column": data.columns.get("label"),
+        "caption_column": data.columns.get("caption"),
+        "text_column": typed_texts({role: name for role, name in data.columns.items() if role != "label"}),
+        "max_length": data.max_length,
         "class_names": data.class_names,
     }
 

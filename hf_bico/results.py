@@ -13,11 +13,16 @@ VALUE_NAMES = {
     "control": "control, samples mispaired",
     "ported, no readout": "target, ported, without the readout",
     "ported": "target, ported",
+    "base": "source, before it was fine-tuned",
     "source": "source, fine-tuned",
 }
 """What each measured model is called, in the order of a table."""
 TRAINERS = ("fewshot", "finetune")
 """The methods that train the target, for comparison, and carry nothing."""
+LOSS = "loss"
+"""The metric of which less is better."""
+MOST_LEFT = 0.5
+"""Above this share of the task vector's energy, what stayed behind is told before everything else."""
 VANISHED = 0.1
 """Below this share of the port's gain, a control's counts as none."""
 
@@ -31,6 +36,16 @@ class Result:
     entry: EvaluationRecord
 
 
+def value_text(entry: EvaluationRecord) -> str:
+    """A measured value as it is printed."""
+    return f"{entry.value:.3f}" if entry.metric == LOSS else f"{entry.value:.1%}"
+
+
+def gain_of(value: EvaluationRecord, over: EvaluationRecord) -> float:
+    """How much better one value is than another of the same metric."""
+    return over.value - value.value if value.metric == LOSS else value.value - over.value
+
+
 def is_trained(record: Record) -> bool:
     """Whether the target was trained, and nothing was carried."""
     return record.method.training is not None or record.method.name in TRAINERS
@@ -41,14 +56,15 @@ def results(record: Record) -> list[Result]:
     order = list(VALUE_NAMES)
     known = [e for e in record.evaluation if e.model in VALUE_NAMES and e.protocol in (None, PROBE)]
     known.sort(key=lambda entry: (entry.protocol or "", order.index(entry.model)))
-    return [Result(_value_name(record, entry), _protocol_name(entry), entry) for entry in known]
+    return [Result(_value_name(record, entry), _protocol_name(record, entry), entry) for entry in known]
 
 
 def result_rows(record: Record) -> list[tuple[str, ...]]:
     """The results as a table, its head first; with their protocols where these are not zero-shot throughout."""
     measured = results(record)
-    rows = [("model", "protocol", measured[0].entry.metric)] if measured else []
-    rows += [(row.name, row.protocol, f"{row.entry.value:.1%}") for row in measured]
+    metrics = {row.entry.metric for row in measured}
+    rows = [("model", "protocol", metrics.pop() if len(metrics) == 1 else "value")] if measured else []
+    rows += [(row.name, row.protocol, value_text(row.entry)) for row in measured]
     return [row if is_probed(record) else (row[0], row[2]) for row in rows]
 
 
@@ -60,14 +76,16 @@ def measured_on(record: Record) -> str:
 
 def _value_name(record: Record, entry: EvaluationRecord) -> str:
     name = VALUE_NAMES[entry.model]
-    if entry.model == "target" and entry.protocol is not None:
+    if entry.model == "target" and (entry.protocol is not None or record.objective.name != "zero-shot"):
         return "target, as it was"
     return name.replace("ported", "trained") if is_trained(record) else name
 
 
-def _protocol_name(entry: EvaluationRecord) -> str:
+def _protocol_name(record: Record, entry: EvaluationRecord) -> str:
     if entry.protocol is None:
-        return "zero-shot"
+        if entry.metric == LOSS:
+            return "held-out loss"
+        return "zero-shot" if record.objective.head is None else f"{record.objective.head} head"
     if entry.trained_on is None:
         return "linear probe"
     return f"linear probe, fitted to {_count(entry.trained_on, 'calibration sample')}"
@@ -78,33 +96,60 @@ def _count(number: int, what: str) -> str:
 
 
 def metric_name(entry: EvaluationRecord) -> str:
-    """ "accuracy", or "linear-probe accuracy"."""
-    return entry.metric if entry.protocol is None else f"linear-probe {entry.metric}"
+    """ "accuracy", "linear-probe accuracy" or "held-out loss"."""
+    if entry.protocol is None:
+        return "held-out loss" if entry.metric == LOSS else entry.metric
+    return f"linear-probe {entry.metric}"
 
 
 def is_probed(record: Record) -> bool:
     return any(entry.protocol == PROBE for entry in record.evaluation)
 
 
-def _values(record: Record) -> dict[str, float]:
-    """The value of each model by the protocol that the headline is of: zero-shot, else the probe."""
+def _entries(record: Record) -> dict[str, EvaluationRecord]:
+    """The measurement of each model by the protocol that the headline is of: zero-shot, else the probe."""
     found = [result.entry for result in results(record)]
     protocol = None if any(entry.protocol is None for entry in found) else PROBE
-    return {entry.model: entry.value for entry in found if entry.protocol == protocol}
+    return {entry.model: entry for entry in found if entry.protocol == protocol}
+
+
+def _values(record: Record) -> dict[str, float]:
+    return {name: entry.value for name, entry in _entries(record).items()}
 
 
 def is_worse(record: Record) -> bool:
     """Whether the port measured worse than the target it started from."""
-    values = _values(record)
-    return "target" in values and "ported" in values and values["ported"] < values["target"]
+    found = _entries(record)
+    return "target" in found and "ported" in found and gain_of(found["ported"], found["target"]) < 0
 
 
 def gap_closed(record: Record) -> float | None:
-    """The share of the way from the target's own accuracy to the fine-tuned source's; None where there is no way."""
-    target, ported, source = (_values(record).get(name) for name in ("target", "ported", "source"))
-    if target is None or ported is None or source is None or source <= target:
+    """The share of the way from the target's own value to the fine-tuned source's; None where there is no way."""
+    target, ported, source = (_entries(record).get(name) for name in ("target", "ported", "source"))
+    if target is None or ported is None or source is None or gain_of(source, target) <= 0:
         return None
-    return (ported - target) / (source - target)
+    return gain_of(ported, target) / gain_of(source, target)
+
+
+def share_of_gain(record: Record) -> float | None:
+    """What the port did for the target, as a share of what fine-tuning did for the source; None if that was nothing."""
+    found = _entries(record)
+    if not {"target", "ported", "base", "source"} <= found.keys():
+        return None
+    own = gain_of(found["source"], found["base"])
+    return gain_of(found["ported"], found["target"]) / own if own > 0 else None
+
+
+def left_behind(record: Record) -> str | None:
+    """What to say first where more than half of the task vector stayed behind; None where it did not."""
+    left = sum(entry.energy for entry in record.left)
+    if left <= MOST_LEFT or is_trained(record):
+        return None
+    reasons: dict[str, float] = {}
+    for entry in record.left:
+        reasons[entry.reason] = reasons.get(entry.reason, 0.0) + entry.energy
+    most = max(reasons, key=lambda reason: reasons[reason])
+    return f"MOST of the task vector stayed behind: {left:.0%} of its energy ({most}: {reasons[most]:.0%})."
 
 
 def sampling_error(record: Record) -> float | None:
@@ -115,22 +160,31 @@ def sampling_error(record: Record) -> float | None:
 
 def headline(record: Record) -> str | None:
     """The result in one sentence: what was done to the target's accuracy; None when nothing was measured."""
-    target, ported, source = (_values(record).get(name) for name in ("target", "ported", "source"))
+    told, stayed = _told(record), left_behind(record)
+    return told if stayed is None else " ".join(filter(None, [stayed, told]))
+
+
+def _told(record: Record) -> str | None:
+    found = _entries(record)
+    target, ported, source = (found.get(name) for name in ("target", "ported", "source"))
     if target is None or ported is None:
         return None
-    trained = is_trained(record)
-    zero_shot = results(record)[0].entry.protocol is None
-    accuracy = "accuracy" if zero_shot else "linear-probe accuracy"
-    if ported < target:
+    trained, metric, gain = is_trained(record), metric_name(ported), gain_of(ported, target)
+    up, down = ("down", "up") if ported.metric == LOSS else ("up", "down")
+    now, before = value_text(ported), value_text(target)
+    if gain < 0:
         what = "The trained model" if trained else "The port"
-        return f"{what} measured WORSE than the target: {accuracy} {ported:.1%}, down from {target:.1%}."
-    if ported == target:
-        return f"{'Training' if trained else 'The port'} changed nothing in the target's {accuracy} of {target:.1%}."
-    sentence = f"{accuracy.capitalize()} {ported:.1%}, up from the target's {target:.1%}"
-    closed = gap_closed(record)
-    if closed is not None and source is not None:
+        return f"{what} measured WORSE than the target: {metric} {now}, {down} from {before}."
+    if gain == 0:
+        return f"{'Training' if trained else 'The port'} changed nothing in the target's {metric} of {before}."
+    sentence = f"{metric[0].upper()}{metric[1:]} {now}, {up} from the target's {before}"
+    closed, share = gap_closed(record), share_of_gain(record)
+    if share is not None and "base" in found and source is not None:
+        sentence += f": {share:.0%} of what fine-tuning did for the source's own base"
+        sentence += f" ({value_text(found['base'])} to {value_text(source)})"
+    elif closed is not None and source is not None:
         reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
-        sentence += f": {reached} the fine-tuned source's {source:.1%}"
+        sentence += f": {reached} the fine-tuned source's {value_text(source)}"
     sentence += f", after {training_steps(record)}" if trained else ", with no training step"
     alone = _readout_alone(record)
     return f"{sentence}." if alone is None else f"{sentence}; the readout alone gives {alone:.1%}."
@@ -150,15 +204,18 @@ def training_steps(record: Record) -> str:
 
 def control_sentence(record: Record) -> str | None:
     """What the control is, and what is left of the gain in it; None where there was none."""
-    values = _values(record)
-    ported = "ported, no readout" if "ported, no readout" in values else "ported"
-    if not {"control", ported, "target"} <= values.keys():
+    found = _entries(record)
+    ported = "ported, no readout" if "ported, no readout" in found else "ported"
+    if not {"control", ported, "target"} <= found.keys():
         return None
-    gain, control = (values[name] - values["target"] for name in (ported, "control"))
+    gain, control = (gain_of(found[name], found["target"]) for name in (ported, "control"))
     without = "" if ported == "ported" else ", both without the readout"
+    is_loss = found[ported].metric == LOSS
+    gained = [f"{-value:+.3f}" if is_loss else _points(value) for value in (control, gain)]
+    told = "its loss moves by {}, and the port's by {}" if is_loss else "it gains {} points, and the port {}"
     sentence = (
         "The control is the same method with the two models' samples mispaired, so that there is nothing to line up: "
-        f"over the target, it gains {_points(control)} points, and the port {_points(gain)}{without}"
+        f"{'from' if is_loss else 'over'} the target, {told.format(*gained)}{without}"
     )
     if gain <= 0:
         return f"{sentence}. The port has no gain that could vanish."

@@ -5,38 +5,28 @@ Its statistics are collected once, whatever the number of methods that read them
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_bico.bench import Bench, Heads
+from hf_bico.bench import Bench
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, halving_batches
-from hf_bico.errors import DataUnknownError, ObjectiveError, UnsuitableMethodError, UsageError
+from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
 from hf_bico.measuring import logits_of
 from hf_bico.methods import Carried, Carrier, Seen
-from hf_bico.objectives import LikelyLabels, ZeroShotHead, zero_shot_losses
+from hf_bico.objectives import Classifier, Head, Heads, LikelyLabels, Question, ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Losses, Pass, Side, Statistics, collect
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Pass, Side, Statistics, collect
 from hf_bico.transport import joined, site_delta
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What an objective of the caller's own gets: `pixels`, prepared for the model, and `labels`, on its device."""
-
-    pixels: Tensor
-    labels: Tensor
 
 
 def require_enough_to_mispair(samples: int) -> None:
@@ -50,8 +40,7 @@ class Round:
 
     As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
     one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
-    from different wrong pairings, or they would still agree with each other. Without heads, the loss is the caller's
-    own.
+    from different wrong pairings, or they would still agree with each other.
     """
 
     def __init__(
@@ -65,30 +54,31 @@ class Round:
         mispaired: bool = False,
     ) -> None:
         self.bench = bench
-        self.heads = heads
+        self._heads = heads
         self.watch = watch
         self.settings = settings
-        self.copies = 0 if drawn is None else settings.copies(len(drawn.samples))
+        self.copies = 0 if drawn is None else bench.copies(settings, len(drawn.samples))
         self.mispaired = mispaired
         self._drawn = drawn
         self._seen = Statistics()
 
     @property
-    def zero_shot_heads(self) -> Heads:
-        """The heads, for what does not go without them."""
-        if self.heads is None:
-            raise UnsuitableMethodError(
-                f"{self.settings.method} and --readout take predictions from the zero-shot objective",
-                "leave the objective out, or use bico without --readout",
-            )
-        return self.heads
+    def heads(self) -> Heads:
+        """How the models are asked; without samples there is nothing to ask."""
+        if self._heads is None:
+            raise _no_data()
+        return self._heads
 
     @property
     def drawn_samples(self) -> Samples:
         """The samples without altered copies."""
         if self._drawn is None:
-            raise DataUnknownError("no calibration data was given", "name it with --data")
+            raise _no_data()
         return self._drawn.samples
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return () if self._drawn is None else self._drawn.data.class_names
 
     @cached_property
     def samples(self) -> Samples | Copies:
@@ -101,8 +91,10 @@ class Round:
     @cached_property
     def predictions(self) -> Tensor:
         """The fine-tuned source's logits on the samples."""
-        head = self.zero_shot_heads.tuned
-        with self.bench.vector.applied_to(self.bench.source.module):
+        head = self.heads.tuned
+        if not isinstance(head, Classifier):
+            raise no_predictions(self.settings.method)
+        with self.bench.tuning.applied_to(self.bench.source.module):
             return logits_of(self.bench.source, head, self.samples, self.settings.batch_size)
 
     def see(self, kinds: Collection[Kind]) -> Statistics:
@@ -135,7 +127,7 @@ class Round:
         bench = self.bench
         so_far = bench.gathered(joined(parts), alpha=1.0).renamed(bench.planned.lineage.target.layout.own_names)
         with ExitStack() as stack:
-            stack.enter_context((share * bench.vector).applied_to(bench.source.module))
+            stack.enter_context((share * bench.tuning).applied_to(bench.source.module))
             stack.enter_context(so_far.applied_to(bench.target.module))
             return self._collected(kinds)
 
@@ -145,7 +137,9 @@ class Round:
         From altered copies too where they were asked for, and not only the method's habit: so it is the same step for
         every method, and for the target itself.
         """
-        target, head = self.bench.target, self.zero_shot_heads.target
+        target, head = self.bench.target, self.heads.target
+        if not isinstance(head, ZeroShotHead):
+            raise no_predictions("--readout")
         samples, wanted = self.samples, self.predictions
         if not self.settings.augment:
             samples, wanted = self.drawn_samples, wanted[:: 1 + self.copies]
@@ -161,9 +155,9 @@ class Round:
 
         def run(size: int) -> Tensor:
             rows = []
-            for images, _ in samples.batches(size):
+            for some, _ in samples.batches(size):
                 with model.observed([projection]) as trace:
-                    model.image_features(model.pixels(images))
+                    model.features(some)
                 rows.append(trace.inputs[projection.input])
             return torch.cat(rows)
 
@@ -194,8 +188,7 @@ class Round:
 
         The source sees the samples from number `turn` on.
         """
-        heads = (None, None) if self.heads is None else (self.heads.source, self.heads.target)
-        sides = list(zip((self.bench.source, self.bench.target), heads, strict=True))
+        sides = (_asked(self.bench.source, self.heads.source), _asked(self.bench.target, self.heads.target))
         turned = self._copied(self.drawn_samples.rotated(turn)) if turn else self.samples
         sources, targets = turned.batches(size), self.samples.batches(size)
         likely = [self._likely(kinds, number) for number in (turn, 0)]
@@ -203,11 +196,11 @@ class Round:
         for batches in zip(sources, targets, strict=True):
             self.watch.progress("calibrate", done, len(self.samples))
             here = slice(done, done + len(batches[0][1]))
-            first, second = (
-                self._pass(side, batch, None if found is None else found[here])
-                for side, batch, found in zip(sides, batches, likely, strict=True)
-            )
-            yield first, second
+            questions = [
+                Question(*batch, None if found is None else found[here], here.start)
+                for batch, found in zip(batches, likely, strict=True)
+            ]
+            yield sides[0](questions[0]), sides[1](questions[1])
             done = here.stop
 
     def _likely(self, kinds: set[Kind], turn: int) -> LikelyLabels | None:
@@ -216,24 +209,18 @@ class Round:
             return None
         return LikelyLabels.of(self.predictions.roll(-turn * (1 + self.copies), 0))
 
-    def _pass(
-        self,
-        side: tuple[LiveModel, ZeroShotHead | None],
-        samples: tuple[list[Any], list[int]],
-        likely: LikelyLabels | None,
-    ) -> Pass:
-        (model, head), (images, labels) = side, samples
 
-        def run() -> Losses:
-            batch = Batch(model.pixels(images), torch.tensor(labels, device=model.device))
-            if head is not None:
-                return zero_shot_losses(head.logits(model.image_features(batch.pixels)), batch.labels, likely)
-            value = self.settings.objective(model.module, batch)  # type: ignore[operator]
-            if not isinstance(value, Tensor) or value.ndim != 0:
-                raise ObjectiveError(
-                    f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",
-                    "return a tensor of no dimensions: the sum of the samples' losses",
-                )
-            return Losses(value)
+def _asked(model: LiveModel, head: Head) -> Callable[[Question], Pass]:
+    """What makes a pass of a question."""
+    return lambda question: lambda: head.losses(model, question)
 
-        return run
+
+def _no_data() -> DataUnknownError:
+    return DataUnknownError("no calibration data was given", "name it with --data")
+
+
+def no_predictions(what: str) -> UnsuitableMethodError:
+    """The error for what needs an objective that predicts classes."""
+    return UnsuitableMethodError(
+        f"{what} needs an objective that predicts classes, such as zero-shot", "use --method bico, without --readout"
+    )

@@ -26,10 +26,14 @@ OPTION_METHODS: dict[str, tuple[str, ...]] = {
 }
 """The options that only some methods look at."""
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
+PREDICTING = ("zero-shot", "classification")
+"""The objectives that tell classes apart."""
 LABELS = ("auto", "dataset", "pseudo")
 LAYERS = ("index", "similarity")
+TOWERS = ("vision", "text", "both")
 SIGNS = ("mean", "majority")
-EVALUATIONS = ("zero-shot", "probe", "both")
+OBJECTIVES = ("auto", "zero-shot", "contrastive", "language-modelling", "text-to-text", "classification")
+EVALUATIONS = ("auto", "zero-shot", "probe", "both")
 COMPLETIONS = ("drop", "svd")
 FORMATS = ("full", "adapter", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
@@ -46,25 +50,30 @@ class Settings:
 
     Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` of the data set's `config` by
     `seed`, in the way that `sampling` names (random, class-balanced, centroid-near, centroid-far, half-class,
-    one-class), with at most `max_download` bytes of it downloaded; `image_column`, `label_column` and `class_names`
-    where they cannot be found; prompts from `templates`, with {} for the class. `labels` are the "dataset"'s, or
-    "pseudo": what the fine-tuned source predicts; "auto" takes the data set's where it has any. `augment` adds so many
-    altered copies of each sample (by default 7 for bico-path below 50 samples, else none).
-    Loss: `objective` is "auto" (zero-shot), or a callable (model, batch) -> loss that sums over the samples of
-    `batch.pixels` and `batch.labels` (each -1 where the data set has none).
+    one-class), with at most `max_download` bytes of it downloaded; `image_column`, `caption_column`, `text_column`
+    (of a pair "a,b", of a prompt and its answer "prompt=a,completion=b"), `label_column` and `class_names` where they
+    cannot be found; prompts from `templates`, with {} for the class; texts of up to `max_length` tokens. `labels` are
+    the "dataset"'s, or "pseudo": what the fine-tuned source predicts; "auto" takes the data set's where it has any.
+    `augment` adds so many altered copies of each sample (by default 7 for bico-path below 50 samples, else none).
+    Loss: `objective` is "auto" (what the models are made for), one of OBJECTIVES, or a callable (model, batch) -> loss
+    that sums over the samples of `batch.pixels` or `batch.tokens`, and `batch.labels` (each -1 where the data set has
+    none).
     Method: `method` is one of METHOD_NAMES; `completion` says what the maps do where calibration saw nothing: "drop"
     it, or complete it arbitrarily by the "svd"; `alpha` scales what is added. `layers` says which source block each
-    target block takes: by "index", by "similarity" (CKA), or a list. `path_steps` are those of bico-path, `signs` how
-    gradfix takes the target's gradient ("mean", or the "majority" of the samples). `readout` corrects the final
-    projection towards the fine-tuned source's predictions, in closed form.
+    target block takes: by "index", by "similarity" (CKA), or a list. `tower` says which of a CLIP's two are carried:
+    "vision", "text" or "both"; by default those that the source changed. `path_steps` are those of bico-path, `signs`
+    how gradfix takes the target's gradient ("mean", or the "majority" of the samples). `readout` corrects the final
+    projection towards the fine-tuned source's predictions, in closed form. `fit_head` fits a classifier's head to the
+    calibration samples, instead of carrying the source's.
     Training, of fewshot and finetune alone: `learning_rate`, `weight_decay`; of finetune: `train_steps`, `train_batch`,
     `warmup` and `checkpoint`, a folder that an interrupted training goes on from.
     Result: `format` is "full", a model, "adapter", for peft, or "delta", the change alone; by default a LoRA gives an
     adapter and anything else a full model. `rank` is an adapter's: a whole number, or a share of each layer's energy
     such as 0.95; by default a LoRA keeps its rank and anything else is exact.
     Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples, by
-    `evaluation` "zero-shot", by a linear "probe" that is fitted to the calibration samples, or "both"; `control` also
-    measures a port whose two models saw different samples; `force` goes on although the base looks wrong.
+    `evaluation` "zero-shot" (as the objective asks, without fitting anything), by a linear "probe" that is fitted to
+    the calibration samples, or "both"; "auto" is a probe for text-to-text, else zero-shot. `control` also measures a
+    port whose two models saw different samples; `force` goes on although the base looks wrong.
     """
 
     config: str | None = None
@@ -80,9 +89,11 @@ class Settings:
     completion: str = "drop"
     alpha: float = 1.0
     layers: str | Sequence[int] = "index"
+    tower: str | None = None
     path_steps: int = 2
     signs: str = "mean"
     readout: bool = False
+    fit_head: bool = False
     learning_rate: float = 1e-5
     weight_decay: float = 0.1
     train_steps: int = 2000
@@ -93,6 +104,9 @@ class Settings:
     rank: int | float | None = None
     image_column: str | None = None
     label_column: str | None = None
+    text_column: str | None = None
+    caption_column: str | None = None
+    max_length: int | None = None
     class_names: Sequence[str] | None = None
     templates: Sequence[str] = DEFAULT_TEMPLATES
     max_download: int = DEFAULT_DOWNLOAD
@@ -100,7 +114,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     evaluate: bool = True
-    evaluation: str = "zero-shot"
+    evaluation: str = "auto"
     control: bool = False
     force: bool = False
 
@@ -126,15 +140,17 @@ class Settings:
         _require_one_of("evaluation", self.evaluation, EVALUATIONS)
         self._require_layers()
         _require_one_of("dtype", self.dtype, DTYPES)
+        if self.tower is not None:
+            _require_one_of("tower", self.tower, TOWERS)
         if self.format is not None:
             _require_one_of("format", self.format, FORMATS)
         if require_rank(self.rank) is not None and self.format not in (None, "adapter"):
             raise UsageError(f"--rank was given with --format {self.format}", "use --rank with --format adapter")
         if isinstance(self.objective, str):
-            _require_one_of("objective", self.objective, ("auto", "zero-shot"))
-        elif self.labels == "pseudo":
+            _require_one_of("objective", self.objective, OBJECTIVES)
+        if self.labels == "pseudo" and self.objective not in ("auto", *PREDICTING):
             raise UsageError(
-                "pseudo-labels are what the zero-shot objective predicts, and the objective is the caller's own",
+                "pseudo-labels are what an objective predicts that tells classes apart, and this one does not",
                 "leave one of the two out",
             )
         if self.n is not None and self.per_class is not None:
@@ -144,6 +160,7 @@ class Settings:
             ("-k", self.per_class, 1),
             ("--batch-size", self.batch_size, 1),
             ("--augment", self.augment, 0),
+            ("--max-length", self.max_length, 1),
             ("--path-steps", self.path_steps, 1),
             ("--train-steps", self.train_steps, 1),
             ("--train-batch", self.train_batch, 1),
@@ -187,9 +204,19 @@ class Settings:
         return COPIES if self.method == "bico-path" and samples < FEW_SAMPLES else 0
 
     @property
-    def zero_shot(self) -> bool:
-        """Whether the task loss is the zero-shot one, and not the caller's own."""
-        return isinstance(self.objective, str)
+    def own_objective(self) -> bool:
+        """Whether the task loss is the caller's own."""
+        return not isinstance(self.objective, str)
+
+    @property
+    def names_classes(self) -> bool:
+        """Whether classes need names: as words of prompts, or as answers."""
+        return self.objective in ("auto", "zero-shot", "contrastive", "text-to-text")
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the objective tells classes apart."""
+        return self.objective in PREDICTING
 
 
 def require_rank(rank: Any) -> int | float | None:

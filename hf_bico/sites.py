@@ -10,8 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ROLES = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down", "proj")
-"""The roles of CLIP's towers, in the order of tables and pictures; a generic model has roles of its own."""
+ROLES = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.gate", "mlp.up", "mlp.down", "pooler", "proj")
+"""The roles of the known families, in the order of tables and pictures; a generic model has roles of its own."""
+IMAGES, TEXTS = "images", "texts"
+"""What a model reads."""
+TEXT_SIDE = "text"
+"""The tower of a CLIP that reads texts; its main tower reads images."""
 
 STEM = "stem"
 """The canonical name of the patch stem."""
@@ -25,7 +29,10 @@ _LONGEST_LABEL = 60
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a weight or bias lives: a tensor of the checkpoint, or some of its rows, maybe transposed."""
+    """Where a weight or bias lives: a tensor of the checkpoint, kept as (in, out) if `transposed`, or some rows of it.
+
+    The rows are those of (out, in): of a packed GPT-2 weight, which is kept as (in, out), they are its columns.
+    """
 
     tensor: str
     rows: tuple[int, int] | None = None
@@ -33,8 +40,8 @@ class Slot:
 
     def view(self, tensor: Any) -> Any:
         """The part of `tensor` that is this slot, as (out, in) or (out,); writing to the view writes there."""
-        part = tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
-        return part.T if self.transposed else part
+        whole = tensor.T if self.transposed else tensor
+        return whole if self.rows is None else whole[self.rows[0] : self.rows[1]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Site:
     """One linear map y = x W^T + b of a model.
 
     `name` and `role` are canonical: the same place has the same name in every library. `input` names what the
-    site reads, so that sites that read the same activation (q, k and v) share its statistics.
+    site reads, so that sites that read the same activation (q, k and v) share its statistics. Of a `text` site the rows
+    are the tokens of a text. `tower` is "" in a model's main tower, whose blocks are matched on their own.
     """
 
     name: str
@@ -52,6 +60,13 @@ class Site:
     shape: tuple[int, int]
     weight: Slot
     bias: Slot | None = None
+    text: bool = False
+    tower: str = ""
+
+    @property
+    def label(self) -> str:
+        """What tables and pictures call its kind: the role, and the tower where that is not the main one."""
+        return f"{self.tower}.{self.role}" if self.tower else self.role
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -88,7 +103,9 @@ class Layout:
     Without `tokens`, rows of two models pair one by one; without `image_size`, prepared images run as they are.
     `kind` is the model's class, where only models of one class have the same sites. `own_names` are the names in the
     loaded model of tensors that its files keep under others. `heads` counts the attention heads of each block, and
-    `residual` has what runs over the residual stream beside the sites; None and empty where that is not known.
+    `residual` has what runs over the residual stream beside the sites; None and empty where that is not known. `reads`
+    says what a sample is to the model, `objectives` which losses it can give, the usual one first, and `text_blocks`
+    counts the blocks of a second, text tower.
     """
 
     family: str
@@ -101,9 +118,17 @@ class Layout:
     own_names: Mapping[str, str] = field(default_factory=dict)
     heads: int | None = None
     residual: tuple[Axis, ...] = ()
+    reads: str = IMAGES
+    objectives: tuple[str, ...] = ()
+    text_blocks: int = 0
 
     def site(self, name: str) -> Site:
         return next(site for site in self.sites if site.name == name)
+
+    @property
+    def main_sites(self) -> tuple[Site, ...]:
+        """Those of the main tower."""
+        return tuple(site for site in self.sites if not site.tower)
 
     @property
     def tensors(self) -> set[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_bico.environment import exact_float32
 from hf_bico.errors import NonFiniteWeightsError, ObjectiveError
-from hf_bico.pairing import pair_rows
+from hf_bico.pairing import TextRows, pair_rows, pair_tokens
 from hf_bico.sites import Site, SitePair, Tokens
 
 
@@ -79,11 +79,13 @@ class Losses:
     """What one forward pass over one batch gives, in the graph.
 
     `task` is the SUM of the samples' losses. `expected` has one entry for each rank of likelihood: the sum over the
-    samples of the loss with the label of that rank, times the root of its probability.
+    samples of the loss with the label of that rank, times the root of its probability. `text` says which rows of text
+    sites are real tokens, where texts were read.
     """
 
     task: Tensor | None = None
     expected: tuple[Tensor, ...] = ()
+    text: TextRows | None = None
 
 
 Pass = Callable[[], Losses]
@@ -269,8 +271,41 @@ class _View:
         if not of_expected:  # the graph is done with
             outputs = trace.outputs.items() if Kind.OUTPUTS in kinds else ()
             trace.outputs = {name: output.detach() for name, output in outputs}
-            losses = Losses()
+            losses = Losses(text=losses.text)
         return cls(side, trace.inputs, trace.outputs, losses, gradients)
+
+
+class _Together:
+    """Which rows of the two views of one batch belong together."""
+
+    def __init__(self, source: _View, target: _View) -> None:
+        self.tokens = (source.side.tokens, target.side.tokens)
+        self.texts = (source.losses.text, target.losses.text)
+        one, other = self.texts
+        self.text = None if one is None or other is None else pair_tokens(one, other)
+
+    def rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both flattened to (rows, width); of text sites real tokens alone, and pooled rows by sample."""
+        if not pair.source.text:
+            return pair_rows(source, target, *self.tokens)
+        source, target = _by_text(source, self.texts[0]), _by_text(target, self.texts[1])
+        if source.ndim == 2:
+            return source, target
+        if self.text is None:
+            raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
+        places = (place.to(rows.device) for place, rows in zip(self.text, (source, target), strict=True))
+        first, second = (rows.flatten(0, 1)[place] for rows, place in zip((source, target), places, strict=True))
+        return first, second
+
+
+def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:
+    """(samples, tokens, width), also where a module takes the tokens of all texts as one list; pooled rows as they are.
+
+    Where every text is one token, the two are the same.
+    """
+    if text is None or rows.ndim != 2 or len(rows) != text.ids.numel():
+        return rows
+    return rows.reshape(*text.ids.shape, -1)
 
 
 def _gradients(loss: Tensor | None, outputs: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
@@ -283,18 +318,18 @@ def _gradients(loss: Tensor | None, outputs: Mapping[str, Tensor], keep: bool) -
 def _add_paired(
     statistics: Statistics, pairs: Sequence[SitePair], source: _View, target: _View, kinds: Collection[Kind]
 ) -> None:
-    tokens, done = (source.side.tokens, target.side.tokens), set()
+    together, done = _Together(source, target), set()
     for pair in pairs:
         names, reads = (pair.source.name, pair.target.name), (pair.source.input, pair.target.input)
         if Kind.INPUTS in kinds and reads not in done:
             done.add(reads)
-            rows = pair_rows(source.inputs[reads[0]], target.inputs[reads[1]], *tokens)
+            rows = together.rows(pair, source.inputs[reads[0]], target.inputs[reads[1]])
             statistics.add(Kind.INPUTS, pair, *rows)
         if Kind.OUTPUTS in kinds:
-            rows = pair_rows(source.outputs[names[0]].detach(), target.outputs[names[1]].detach(), *tokens)
+            rows = together.rows(pair, source.outputs[names[0]].detach(), target.outputs[names[1]].detach())
             statistics.add(Kind.OUTPUTS, pair, *rows)
         if {Kind.GRADIENTS, Kind.INPUT_GRADIENTS} & set(kinds):
-            rows = pair_rows(source.task_gradients[names[0]], target.task_gradients[names[1]], *tokens)
+            rows = together.rows(pair, source.task_gradients[names[0]], target.task_gradients[names[1]])
             if Kind.GRADIENTS in kinds:
                 statistics.add(Kind.GRADIENTS, pair, *rows)
             if Kind.INPUT_GRADIENTS in kinds:  # what passes through this site to its input
@@ -307,12 +342,12 @@ def _add_expected(
     statistics: Statistics, pairs: Sequence[SitePair], source: _View, target: _View, kinds: Collection[Kind]
 ) -> None:
     """Gradients with each label in turn, and inputs weighted by the norms of these gradients over all labels."""
-    tokens = (source.side.tokens, target.side.tokens)
+    together = _Together(source, target)
     energies: dict[str, tuple[Tensor, Tensor]] = {}
     for losses in zip(source.losses.expected, target.losses.expected, strict=True):
         found = [_gradients(loss, view.outputs, keep=True) for loss, view in zip(losses, (source, target), strict=True)]
         for pair in pairs:
-            rows = pair_rows(found[0][pair.source.name], found[1][pair.target.name], *tokens)
+            rows = together.rows(pair, found[0][pair.source.name], found[1][pair.target.name])
             if Kind.EXPECTED_GRADIENTS in kinds:
                 statistics.add(Kind.EXPECTED_GRADIENTS, pair, *rows)
             more = [one.double().square().sum(-1) for one in rows]
@@ -321,7 +356,7 @@ def _add_expected(
                 (more[0], more[1]) if so_far is None else (so_far[0] + more[0], so_far[1] + more[1])
             )
     for pair in pairs if Kind.WEIGHTED_INPUTS in kinds else ():
-        rows = pair_rows(source.inputs[pair.source.input], target.inputs[pair.target.input], *tokens)
+        rows = together.rows(pair, source.inputs[pair.source.input], target.inputs[pair.target.input])
         weighted = [
             one.double() * energy.sqrt().unsqueeze(-1)
             for one, energy in zip(rows, energies[pair.target.name], strict=True)
@@ -331,10 +366,14 @@ def _add_expected(
 
 def _add_target(statistics: Statistics, sites: Sequence[Site], target: _View) -> None:
     for site in sites:
-        gradients = target.task_gradients[site.name]
+        inputs, gradients = target.inputs[site.input], target.task_gradients[site.name]
+        if site.text and target.losses.text is not None:
+            inputs, gradients = (_by_text(rows, target.losses.text) for rows in (inputs, gradients))
+            if gradients.ndim == 3:
+                gradients = gradients * target.losses.text.mask.to(gradients).unsqueeze(-1)
         if site.name not in statistics.target_gradients:
             statistics.target_gradients[site.name] = ParameterGradient.zeros(*site.shape, gradients.device)
-        statistics.target_gradients[site.name].add(target.inputs[site.input], gradients)
+        statistics.target_gradients[site.name].add(inputs, gradients)
 
 
 def _require_finite(statistics: Statistics) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
@@ -24,6 +24,7 @@ from hf_bico.checkpoints import (
     Checkpoint,
     MemoryCheckpoint,
     Overlap,
+    align_names,
     expanded,
     is_adapter,
     sha256_of,
@@ -69,6 +70,17 @@ class TaskVector(Deltas):
         super().__init__(deltas, overlap)
         self.about = dict(about or {})
         self._base = base
+
+    def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Some models of transformers have other names for their tensors than their files do."""
+        places = align_names(self, model.state_dict())
+        if not hasattr(model, "base_model_prefix") or len(places) == len(self):
+            return super()._apply(model)
+        from hf_bico.families.module_layout import stored_names
+
+        shapes = {name: tuple(self.change(name).shape) for name in self}
+        names = {stored: own for own, stored in stored_names(model, shapes).items()}
+        return Deltas._apply(self.renamed(names), model)
 
     @classmethod
     def from_models(

@@ -103,8 +103,10 @@ def _put_together(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name
     shape, wide = target.shapes[name], torch.promote_types(target.tensor(name).dtype, torch.float32)
     factors = [(slot, change) for slot, change in parts if isinstance(change, Factors)]
     if len(factors) == len(parts):
-        placed = [(slot.rows[0] if slot.rows else 0, part.T if slot.transposed else part) for slot, part in factors]
-        return stacked([(start, part.to("cpu", wide)) for start, part in placed], shape[0])
+        placed = [(slot.rows[0] if slot.rows else 0, part.to("cpu", wide)) for slot, part in factors]
+        if factors[0][0].transposed:
+            return stacked(placed, shape[1]).T
+        return stacked(placed, shape[0])
     whole = torch.zeros(shape, dtype=wide)
     for slot, change in parts:
         slot.view(whole).copy_(dense(change))
@@ -124,7 +126,7 @@ def account(
         sites.append(
             SiteRecord(
                 name=pair.target.name,
-                role=pair.target.role,
+                role=pair.target.label,
                 source=pair.source.name,
                 shape_source=pair.source.shape,
                 shape_target=pair.target.shape,

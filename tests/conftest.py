@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LONGEST = (
     *("test_small_world", "test_compare", "test_pages", "test_demo", "test_notebooks", "test_hub_command"),
-    *("test_endings", "test_terminal", "test_port_options"),
+    *("test_endings", "test_language_world", "test_terminal", "test_port_options"),
 )
 """The files that take minutes; begun first, so that no worker is left alone with one at the end."""
 

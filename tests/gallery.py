@@ -1,4 +1,4 @@
-"""The gallery of model cards: real ports and adapters of the small world, between repos of the loopback Hub.
+"""The gallery of model cards: real ports and adapters of small models, between repos of the loopback Hub.
 
 `python tests/gallery.py` writes `model_cards/` again; a test holds the cards against their records and runs them.
 """
@@ -36,11 +36,19 @@ class Entry:
     source: str = f"{OWNER}/narrow-{TASK}"
     target: str | None = f"{OWNER}/wide"
     local: bool = False
+    kind: str | None = None
+    """Of a language model."""
+    prints: str = "%"
+    """Something that the card's snippet prints."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def repo(self) -> str:
         return f"{OWNER}/{self.name}"
+
+
+def _language(kind: str) -> tuple[str, str]:
+    return f"{OWNER}/{kind}-tuned", f"{OWNER}/{kind}-wide"
 
 
 ENTRIES = (
@@ -58,6 +66,9 @@ ENTRIES = (
         "trained-target",
         options={"method": "finetune", "train_steps": 30, "learning_rate": 1e-3, "warmup": 3, "format": "full"},
     ),
+    Entry("decoder-lora-port", *_language("decoder"), kind="decoder", prints="Once upon a time"),
+    Entry("classifier-port", *_language("encoder"), kind="encoder"),
+    Entry("t5-port", *_language("t5"), kind="t5", prints="torch.Size([2, "),
 )
 
 
@@ -111,6 +122,8 @@ def _extract(entry: Entry) -> Making:
 
 
 def main() -> None:
+    import language_gallery  # what it imports must find the loopback Hub
+
     from hf_bico.demo import build
 
     HUB.add_user(OWNER, TOKEN)
@@ -119,6 +132,8 @@ def main() -> None:
         world = build(Path(scratch) / "world", tasks=[TASK])
         publish(HUB, world, Path(scratch) / "transformers")
         for entry in ENTRIES:
+            if entry.kind is not None:
+                language_gallery.publish(HUB, OWNER, entry.kind, Path(scratch) / entry.kind, trained=True)
             written = make(entry, world, Path(scratch) / entry.name)
             shutil.rmtree(GALLERY / entry.name, ignore_errors=True)
             (GALLERY / entry.name).mkdir(parents=True)

@@ -274,7 +274,8 @@ def test_plan_of_an_adapter_says_which_sites_and_ranks(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "source  lora (LORA adapter)" in shown.stdout
     assert "carried 5 sites: attn.q x2, attn.v x2, proj x1" in shown.stdout
-    assert "left    text tower (2)" in shown.stdout, "q_proj and v_proj are names of the text tower too"
+    assert "text    2 sites: attn.q x1, attn.v x1" in shown.stdout, "q_proj and v_proj are names of the text tower too"
+    assert "left    nothing" in shown.stdout
     assert "as an adapter of rank 3" in shown.stdout
     planned = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
     assert (planned["source"]["kind"], planned["format"], planned["ranks"]) == ("adapter", "adapter", [3])
@@ -290,11 +291,13 @@ def test_planned_size_of_an_adapter_is_about_what_is_written(tmp_path: Path) -> 
         assert 0.8 < planned.output_bytes / written < 1.25, library
 
 
-def test_adapter_of_the_text_tower_alone_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_the_text_tower_alone_has_nothing_for_the_vision_tower(tmp_path: Path) -> None:
     scene = make_scene(tmp_path / "scene", ("transformers", "transformers"))
     lora = write_lora(scene, "transformers", tmp_path / "lora", target_modules=r"text_model\..*\.q_proj")
+    planned = hf_bico.plan(lora, scene.target, base=scene.base)
+    assert [pair.target.name for pair in planned.pairs] == ["text.blocks.0.attn.q"]
     with pytest.raises(EmptyTaskVectorError, match=r"changes nothing that can be carried \(text tower\)"):
-        hf_bico.plan(lora, scene.target, base=scene.base)
+        planned.of_towers([""])
 
 
 def test_loaded_peft_model_is_a_source_too(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_a_split_without_the_label_column() -> None:
 
 @pytest.mark.parametrize("labels", ["auto", "pseudo", "dataset"])
 def test_labels_that_cannot_be_guessed_are_asked_for(labels: str) -> None:
-    rows = table(word=["x"] * 30).cast_column("label", datasets.Value("int64"))
+    rows = table(word=["x"] * 30).cast_column("label", datasets.Value("int64")).rename_column("label", "kind")
     with pytest.raises(ColumnError, match="several columns could be the label column") as caught:
         draw(rows, Settings(n=3, labels=labels, class_names=NAMES))
     assert "--label-column" in caught.value.remedy

@@ -54,6 +54,9 @@ WEIGHTS = "open_clip_model.safetensors"
 COMMAND = f"hf-bico port {SOURCE} --base {BASE} --to {TARGET} --data {DATA} --split train -n 100 --seed 0"
 
 
+CLIP_ROLES = [role for role in ROLES if role not in ("mlp.gate", "pooler", "proj")]
+
+
 def a_model(name: str, **more: Any) -> ModelRecord:
     digest = {SOURCE: "e6", BASE: "f7", TARGET: "a8"}[name] * 32
     return ModelRecord(name, COMMITS[name], {WEIGHTS: digest}, family="open_clip ViT", license="mit", **more)
@@ -61,7 +64,7 @@ def a_model(name: str, **more: Any) -> ModelRecord:
 
 def some_sites(blocks: int) -> list[SiteRecord]:
     """Every role of every block, with scores that differ, and the projection."""
-    places = [(f"blocks.{block}.{role}", role) for block in range(blocks) for role in ROLES if role != "proj"]
+    places = [(f"blocks.{block}.{role}", role) for block in range(blocks) for role in CLIP_ROLES]
     return [
         SiteRecord(name, role, name, (8, 8), (12, 12), 0.9 / (6 * blocks), 8, 7, 0.5 + i % 5 / 10, 0.3, 0.02)
         for i, (name, role) in enumerate(places)
@@ -181,6 +184,37 @@ def a_local_record(**changes: Any) -> Record:
         output=OutputRecord("full", {WEIGHTS: "b9" * 32}),
     )
     return replace(record, **changes)
+
+
+def a_language_record(family: str, objective: str, head: str | None = None, **changes: Any) -> Record:
+    """A port of a model that reads texts, measured as the objective asks."""
+    full = a_record()
+    assert full.data is not None
+    columns = {"prompt": "question", "completion": "answer"} if objective == "language-modelling" else {"text": "line"}
+    data = replace(full.data, columns=columns, class_names=[], labels="none", max_length=512, config=None, parts=[])
+    if objective != "language-modelling":
+        data = replace(data, columns={**columns, "label": "mood"}, class_names=["sad", "glad"], labels="dataset")
+    record = replace(
+        full,
+        source=replace(full.source, family=family),
+        target=replace(full.target, family=family),
+        data=data,
+        objective=ObjectiveRecord(objective, head=head),
+        evaluation=losses(target=3.0, ported=2.7, base=2.9, source=2.4) if head is None else full.evaluation,
+    )
+    return replace(record, **changes)
+
+
+def losses(**values: float) -> list[EvaluationRecord]:
+    return [EvaluationRecord(model, DATA, "test", 1000, "loss", value) for model, value in values.items()]
+
+
+def a_decoder_record(**changes: Any) -> Record:
+    return a_language_record("decoder", "language-modelling", **changes)
+
+
+def a_classifier_record(**changes: Any) -> Record:
+    return a_language_record("encoder", "classification", "carried", **changes)
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -819,6 +853,8 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "class names": lambda record, text: _data(record, class_names=[text, text[:50], "dog"]),
     "parts": lambda record, text: _data(record, parts=[PartRecord(text, [1], 2)]),
     "objective": lambda record, text: replace(record, objective=ObjectiveRecord(text, [text, text[:150] + "{}"])),
+    "head": lambda record, text: replace(record, objective=replace(record.objective, head=text)),
+    "tower": lambda record, text: replace(record, method=replace(record.method, tower=text)),
     "method": lambda record, text: replace(record, method=replace(record.method, name=text, completion=text)),
     "matching": lambda record, text: replace(record, method=replace(record.method, matching=text, signs=text)),
     "measured model": lambda record, text: replace(
@@ -912,12 +948,13 @@ def python_without_texts(source: str) -> str:
     fields=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1),
     text=HOSTILE,
     format=st.sampled_from(["full", "delta", "adapter"]),
-    kind=st.sampled_from([a_record, a_path_record, a_trained_record]),
+    kind=st.sampled_from([a_record, a_path_record, a_trained_record, a_decoder_record, a_classifier_record]),
 )
 @example(fields={"role"}, text="x" * 5000, format="full", kind=lambda: a_record())
 def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind: Callable[[], Record]) -> None:
     """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
-    hostile = benign = _output(an_adapter_record() if format == "adapter" else kind(), format=format)
+    made = an_adapter_record() if format == "adapter" and kind is a_record else kind()
+    hostile = benign = _output(made, format=format)
     for field in sorted(fields):
         hostile, benign = FIELDS[field](hostile, text), FIELDS[field](benign, BENIGN)
     card, expected = render_card(hostile), render_card(benign)

@@ -612,7 +612,7 @@ def test_plain_mistakes_get_two_lines(
 def test_what_only_python_can_get_wrong(scene: Scene) -> None:
     with pytest.raises(UsageError, match="'method' is an option of a port"):
         compared(scene, method="bico")
-    with pytest.raises(UsageError, match="zero-shot objective"):
+    with pytest.raises(UsageError, match="objective of the models. own"):
         compared(scene, objective=lambda model, batch: 0)
     with pytest.raises(UsageError, match="there is no option 'colour'"):
         compared(scene, colour="red")
@@ -636,7 +636,7 @@ def test_other_models_and_other_images_are_another_comparison(tmp_path: Path) ->
     def identity(**changed: Any) -> dict[str, Any]:
         given: dict[str, Any] = {"source": tuned, "to": target, "base": base, "data": rows, **changed}
         planned = plan(given["source"], given["to"], base=given["base"], data=given["data"])
-        settings = Settings(class_names=CLASS_NAMES, device="cpu")
+        settings = Settings(class_names=CLASS_NAMES, device="cpu", objective="zero-shot")
         return _Work.of([planned], Grid.of(["naive"], 4, None, 1, settings), Hub(), silent).identity()
 
     first = identity()

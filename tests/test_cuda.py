@@ -32,6 +32,8 @@ PRETRAINED: Any = None
 """BiCo looks at statistics, and at no weights."""
 
 SMALL = ({"width": 64, "grid": 4}, {"width": 96, "grid": 5, "blocks": 3})
+PAIR = (("base", 16, 0), ("target", 24, 1))
+"""Folder, width and seed of two language models."""
 VIT_B = ({"width": 768, "grid": 14}, {"width": 896, "grid": 15})
 
 
@@ -84,7 +86,7 @@ def statistics_on(device: str, dtype: torch.dtype, models: list[nn.Module], coun
     """The statistics and maps of two models, computed on one device."""
     source, target = (TransformersClip().wrap(model.to(device, dtype)) for model in models)
     blocks = blocks_by_index(source.layout.blocks, target.layout.blocks)
-    pairs = pair_sites(source.layout, target.layout, blocks)
+    pairs = [pair for pair in pair_sites(source.layout, target.layout, blocks) if not pair.target.tower]
     samples = rows(count, max(source.layout.image_size))
 
     def batches() -> Any:
@@ -292,3 +294,24 @@ def test_every_method_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> No
     if on_cpu.readout is not None:
         assert on_gpu.readout.accepted == on_cpu.readout.accepted
         assert on_gpu.readout.left_out == pytest.approx(on_cpu.readout.left_out, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "t5", "bert"])
+def test_language_models_give_on_the_gpu_what_they_give_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    """The whole port from folders: tokens, masks and losses on the GPU, in float64."""
+    import transformers
+    from language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder, write_t5
+
+    write = {"t5": write_t5, "bert": write_encoder}.get(kind, write_decoder)
+    named = {} if kind == "t5" else {"kind": kind}
+    base, target = (write(tmp_path / name, width=width, seed=seed, **named) for name, width, seed in PAIR)
+    loader = {"t5": transformers.T5ForConditionalGeneration, "bert": transformers.BertForSequenceClassification}
+    tuned = fine_tuned(base, tmp_path / "tuned", loader.get(kind, transformers.AutoModelForCausalLM))
+    rows = labelled_rows(24) if kind in ("t5", "bert") else [{"text": text} for text in sentences(24)]
+    options: dict[str, Any] = {"n": 16, "dtype": "float64", "class_names": ["no", "yes"]}
+    options["evaluate"] = kind in ("qwen2", "gpt2")  # accuracies need more packages
+    ports = [hf_bico.port(tuned, to=target, base=base, data=rows, device=name, **options) for name in ("cuda", "cpu")]
+    for name, change in ports[1].task_vector.items():
+        error = (ports[0].task_vector[name].cpu() - change.cpu()).norm() / change.norm()
+        assert error < 1e-6, f"{name}: {error:.1e}"
+    assert [e.value for e in ports[0].record.evaluation] == pytest.approx([e.value for e in ports[1].record.evaluation])

@@ -62,12 +62,12 @@ def assert_watching_changes_nothing(live: LiveModel) -> None:
     with torch.no_grad():
         plain = live.image_features(pixels)
     before = fingerprint(live.module)
-    with live.observed(live.layout.sites) as trace:
+    with live.observed(live.layout.main_sites) as trace:
         watched = live.image_features(pixels)
     assert fingerprint(live.module) == before
     assert torch.allclose(watched, plain, atol=1e-5)
-    assert sorted(trace.outputs) == sorted(site.name for site in live.layout.sites)
-    for site in live.layout.sites:
+    assert sorted(trace.outputs) == sorted(site.name for site in live.layout.main_sites)
+    for site in live.layout.main_sites:
         assert trace.inputs[site.input].shape[-1] == site.shape[1]
         assert trace.outputs[site.name].shape[-1] == site.shape[0]
     with torch.no_grad():
@@ -91,14 +91,14 @@ def test_attention_is_recognised_by_its_parameters(vision: dict[str, object]) ->
 
 def test_scaled_cosine_attention_is_refused_by_name() -> None:
     live = OpenClip().wrap(custom_block_model(scaled_cosine_attn=True))
-    with pytest.raises(UnsupportedModelError, match="scaled cosine"), live.observed(live.layout.sites):
+    with pytest.raises(UnsupportedModelError, match="scaled cosine"), live.observed(live.layout.main_sites):
         pass
 
 
 def test_a_failure_while_watching_still_restores_the_model(tmp_path: Path) -> None:
     live = load("open_clip", tmp_path)
     before = fingerprint(live.module)
-    with pytest.raises(RuntimeError, match="stop"), live.observed(live.layout.sites):
+    with pytest.raises(RuntimeError, match="stop"), live.observed(live.layout.main_sites):
         raise RuntimeError("stop")
     assert fingerprint(live.module) == before
 
@@ -108,9 +108,9 @@ def test_site_weights_are_what_the_site_multiplies_by(library: str, tmp_path: Pa
     """y = x W^T + b with W and b read through the site's slots, packed, transposed or plain."""
     live = load(library, tmp_path)
     state = live.module.state_dict()
-    with live.observed(live.layout.sites) as trace:
+    with live.observed(live.layout.main_sites) as trace:
         live.image_features(torch.randn(2, 3, TOY.image_size, TOY.image_size))
-    for site in live.layout.sites:
+    for site in live.layout.main_sites:
         y = trace.inputs[site.input] @ site.weight.view(state[site.weight.tensor]).T
         if site.bias is not None:
             y = y + site.bias.view(state[site.bias.tensor])

@@ -95,7 +95,7 @@ def test_plan_of_a_lora_repo_fetches_no_weight(hub: Hub, tmp_path: Path) -> None
     planned = hf_bico.plan(LORA, TARGET)
     assert planned.format == "adapter"
     assert set(planned.ranks.values()) == {2}
-    assert len(planned.pairs) == 6, "q, v and fc1 of two blocks"
+    assert len(planned.main_pairs) == 6, "q, v and fc1 of two blocks"
     source = planned.lineage.source
     assert source.place is not None
     assert not (source.place.folder / "adapter_model.safetensors").is_file()

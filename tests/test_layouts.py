@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ def fine_tuned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
 
 
-def port(source: Path, base: Path, target: Path) -> hf_bico.Ported:
-    return hf_bico.port(source, to=target, base=base, data=ROWS, n=48, class_names=CLASS_NAMES, evaluate=False)
+def port(source: Path, base: Path, target: Path, **options: Any) -> hf_bico.Ported:
+    options |= {"n": 48, "class_names": CLASS_NAMES, "evaluate": False}
+    return hf_bico.port(source, to=target, base=base, data=ROWS, **options)
 
 
 def write_pair(folder: Path, library: str) -> tuple[Path, Path]:
@@ -60,7 +62,7 @@ def test_vision_tower_alone_over_a_whole_base(spelling: str, tmp_path: Path) -> 
     """Fine-tunes often hold the vision tower only, with or without the prefix of the whole model."""
     source, base = write_pair(tmp_path, "transformers")
     target = WRITERS["open_clip"](tmp_path / "target", TARGET, random_state(TARGET, 1))
-    whole = port(source, base, target)
+    whole = port(source, base, target, tower="vision")
 
     state = load_file(source / "model.safetensors")
     tower = {
@@ -84,7 +86,7 @@ def test_vision_classes_load_and_show_their_sites(kind: str, tmp_path: Path) -> 
     whole = WRITERS["transformers"](tmp_path / "whole", SOURCE, random_state(SOURCE, 0))
     getattr(transformers, kind).from_pretrained(whole).save_pretrained(tmp_path / kind)
     model = Model.open(tmp_path / kind, "a tower")
-    expected = [site.name for site in Model.open(whole, "the whole").layout.sites]
+    expected = [site.name for site in Model.open(whole, "the whole").layout.main_sites]
     if kind == "CLIPVisionModel":
         expected.remove("proj")
     assert [site.name for site in model.layout.sites] == expected
@@ -104,7 +106,7 @@ def test_others_are_named_by_their_reason() -> None:
     assert layout.others["visual.positional_embedding"] == "positions"
     assert layout.others["visual.conv1.weight"] == "patch stem"
     assert layout.others["token_embedding.weight"] == "text tower"
-    assert layout.others["transformer.resblocks.0.mlp.c_fc.weight"] == "text tower"
+    assert layout.others["transformer.resblocks.0.ln_1.weight"] == "text tower"
     covered = {slot.tensor for slot in layout.slots()} | set(layout.others)
     assert covered == set(shapes)
 

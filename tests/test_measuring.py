@@ -32,9 +32,10 @@ from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleC
 from hf_bico.evaluation import _probe_samples
 from hf_bico.families import LiveModel
 from hf_bico.hub.client import Hub as HubClient
-from hf_bico.measuring import accuracy, features_of, logits_of, probe_accuracy, zero_shot_accuracy
+from hf_bico.measuring import accuracy, features_of, logits_of, probe_accuracy
 from hf_bico.models import Model
 from hf_bico.objectives import ZeroShotHead, zero_shot_head
+from hf_bico.sites import IMAGES
 
 TEMPLATES = ("a photo of a {}.",)
 
@@ -104,7 +105,7 @@ def test_zero_shot_accuracy_is_that_of_a_literal_loop(scene: Scene, model: LiveM
     for feature, label in zip(features, samples.labels, strict=True):
         scores = [float(feature @ text / feature.norm()) for text in head.classes]
         right += scores.index(max(scores)) == label
-    assert zero_shot_accuracy(model, head, samples, 7) == right / len(samples)
+    assert head.measure(model, samples, 7) == right / len(samples)
     assert 0 < right < len(samples)
 
 
@@ -156,7 +157,7 @@ def test_probe_of_one_class_predicts_it(scene: Scene, model: LiveModel) -> None:
 def test_probe_of_broken_weights_is_refused(scene: Scene, model: LiveModel) -> None:
     next(model.module.visual.parameters()).data.fill_(torch.nan)  # type: ignore[union-attr, operator]
     samples = samples_of(open_data(scene.data), "test")
-    with pytest.raises(NonFiniteWeightsError, match="image features"):
+    with pytest.raises(NonFiniteWeightsError, match="features hold NaN"):
         probe_accuracy(model, samples, samples, 8)
 
 
@@ -267,7 +268,7 @@ def test_probe_of_a_data_set_that_is_read_in_part(
     monkeypatch.setattr(row_groups, "LEAST_BUDGET", 4_000)
     files = {f"data/{split}-0.parquet": parquet_of(scene, split) for split in splits}
     hub.create("user/pictures", type="dataset").commit(files)
-    _, split, training, test = _probe_samples("user/pictures", hf_bico.Settings(n=n), 12, HubClient(), None)
+    _, split, training, test = _probe_samples("user/pictures", hf_bico.Settings(n=n), 12, HubClient(), None, IMAGES)
     assert (split, len(training)) == (splits[-1], 12)
     assert len(test) == (n or (36 if split == "train" else 20))
     used, held_out = ([samples.rows[row]["image"]["path"] for row in samples.indices] for samples in (training, test))

@@ -30,9 +30,11 @@ from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.factors import Factors
+from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS
 from hf_bico.models import Model
-from hf_bico.objectives import MOST_LABELS, zero_shot_head
+from hf_bico.objectives import zero_shot_head
+from hf_bico.objectives.base import MOST_LABELS
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
@@ -237,14 +239,14 @@ class Case:
                 site.weight.view(vector[site.weight.tensor]).double(),
                 None if site.bias is None else site.bias.view(vector[site.bias.tensor]).double(),
             )
-            for site in Model.open(self.target, "the target").layout.sites
+            for site in Model.open(self.target, "the target").layout.main_sites
         }
 
     def round(self, mispaired: bool = False, **options: Any) -> Round:
-        settings, watch = Settings.of(self.options(**options)), Stopwatch()
+        settings, watch = Settings.of({**self.options(**options), "objective": "zero-shot"}), Stopwatch()
         planned = plan(self.tuned, self.target, base=self.base, data=self.rows).fetched()
         bench, drawn = Bench.open(planned, settings, CPU, watch), draw(self.rows, settings)
-        return Round(bench, drawn, bench.heads(drawn.data.class_names), watch, settings, mispaired=mispaired)
+        return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), watch, settings, mispaired=mispaired)
 
     def outcome(self, round: Round) -> Changes:
         return self.by_site(outcome_of(METHODS[round.settings.method](round.settings), round).changes)
@@ -630,11 +632,11 @@ def test_pseudo_labels_are_what_the_fine_tuned_source_says(tmp_path: Path) -> No
     assert labels != case.labels.tolist()
     assert len(set(labels)) > 1
     rows = [{**row, "label": label} for row, label in zip(case.rows, labels, strict=True)]
-    expected = case.ported("bico", rows)
+    expected = case.ported("bico", rows, tower="vision")
     assert_agree(case.ported("bico", labels="pseudo"), expected, tolerance=1e-12)
     unlabelled = [{"image": row["image"]} for row in case.rows]
     assert_agree(case.ported("bico", unlabelled), expected, tolerance=1e-12)
-    assert differ(case.ported("bico"), expected)
+    assert differ(case.ported("bico", tower="vision"), expected)
 
 
 def test_both_protocols_are_measured(plain: Case) -> None:

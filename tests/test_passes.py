@@ -18,6 +18,7 @@ import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.data.calibration import draw
 from hf_bico.environment import Stopwatch
+from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS, Carrier
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
@@ -61,11 +62,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def make_round(scene: Scene, target: Path | None = None) -> Round:
-    settings = Settings(n=SAMPLES, batch_size=BATCH)
+    settings = Settings(n=SAMPLES, batch_size=BATCH, objective="zero-shot")
     planned = plan(scene.tuned, target or scene.target, base=scene.base, data=scene.data).fetched()
     bench = Bench.open(planned, settings, torch.device("cpu"), Stopwatch())
     drawn = draw(scene.data, settings)
-    return Round(bench, drawn, bench.heads(drawn.data.class_names), Stopwatch(), settings)
+    return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), Stopwatch(), settings)
 
 
 def carrier(name: str, round: Round) -> Carrier:

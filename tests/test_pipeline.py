@@ -306,7 +306,10 @@ def test_change_in_an_unmatched_block_only(tmp_path: Path) -> None:
     from toys import random_state, write_open_clip
 
     state = random_state(SOURCE, 0)
-    tuned = {name: tensor + 0.01 if ".resblocks.0." in name else tensor for name, tensor in state.items()}
+    tuned = {
+        name: tensor + 0.01 if name.startswith("visual.transformer.resblocks.0.") else tensor
+        for name, tensor in state.items()
+    }
     folders = {
         "tuned": write_open_clip(tmp_path / "tuned", SOURCE, tuned),
         "base": write_open_clip(tmp_path / "base", SOURCE, state),

@@ -130,7 +130,7 @@ class Case:
                 site.weight.view(vector[site.weight.tensor]),
                 None if site.bias is None else site.bias.view(vector[site.bias.tensor]),
             )
-            for site in target.layout.sites
+            for site in target.layout.main_sites
         }
 
 

@@ -26,7 +26,7 @@ def port(scene: Scene, **options: object) -> hf_bico.Ported:
 
 
 def site_tensors(folder: Path) -> set[str]:
-    return {slot.tensor for slot in Model.open(folder, "a model").layout.slots()}
+    return {slot.tensor for site in Model.open(folder, "a model").layout.main_sites for slot in site.slots}
 
 
 def assert_rest_is_the_targets(scene: Scene, written: Path, file: str) -> None:

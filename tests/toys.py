@@ -29,6 +29,8 @@ class Toy:
     patch: int = 4
     embedding: int = 12
     mlp_ratio: int = 2
+    text_width: int = TEXT_WIDTH
+    text_blocks: int = 1
 
     @property
     def image_size(self) -> int:
@@ -53,9 +55,9 @@ def open_clip_config(toy: Toy) -> dict[str, Any]:
             "context_length": CONTEXT_LENGTH,
             "vocab_size": len(build_tokenizer()),
             "hf_tokenizer_name": "toy",
-            "width": TEXT_WIDTH,
+            "width": toy.text_width,
             "heads": 2,
-            "layers": 1,
+            "layers": toy.text_blocks,
         },
     }
 
@@ -102,9 +104,9 @@ def transformers_config(toy: Toy) -> Any:
         "hidden_act": "gelu",
     }
     text = {
-        "hidden_size": TEXT_WIDTH,
-        "intermediate_size": TEXT_WIDTH * 4,
-        "num_hidden_layers": 1,
+        "hidden_size": toy.text_width,
+        "intermediate_size": toy.text_width * 4,
+        "num_hidden_layers": toy.text_blocks,
         "num_attention_heads": 2,
         "max_position_embeddings": CONTEXT_LENGTH,
         "vocab_size": len(tokenizer),

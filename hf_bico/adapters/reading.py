@@ -15,7 +15,7 @@ from hf_bico.adapters.config import MERGE, AdapterConfig
 from hf_bico.adapters.keys import AdapterKeys, LoraKeys, read_keys
 from hf_bico.adapters.placing import Shapes, Target, places_of, tensors_of
 from hf_bico.adapters.targeting import require_targeted
-from hf_bico.checkpoints import ByName, Checkpoint, Overlap
+from hf_bico.checkpoints import ByName, Checkpoint, Overlap, made_anew
 from hf_bico.errors import AdapterError, BaseMismatchError, NonFiniteWeightsError
 
 if TYPE_CHECKING:
@@ -130,12 +130,14 @@ def changes_of(
     for module, layers in keys.lora.items():
         entries |= lora.entries(module, places[module], layers)
     require_targeted(keys.lora, config.raw, called)
+    whole = {name: places[name] for name in keys.whole if name in places}
+    anew = made_anew(whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes)
     for name, key in keys.whole.items():
-        if name in places:
+        if name in places and name not in anew:
             _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))
             own = entries.get(places[name])
             entries[places[name]] = Beside(own, Whole(key)) if isinstance(own, Product | Bias) else Whole(key)
-    extra = [name for name in keys.whole if name not in places]
+    extra = [name for name in keys.whole if name not in places or name in anew]
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)

@@ -13,6 +13,7 @@ from hf_bico.cards.held import Held, held_layers
 from hf_bico.cards.licences import Licences
 from hf_bico.cards.naming import Place, kind_of, public_command, shown, shown_output, shown_source, without_names
 from hf_bico.cards.rendering import render
+from hf_bico.cards.tasks import task_of
 from hf_bico.cards.usage import Usage, languages
 from hf_bico.record import Made, ModelRecord
 from hf_bico.report import Report
@@ -68,7 +69,7 @@ class MadeCard:
 def render_made_card(record: Made) -> str:
     """The whole card: metadata, then the body."""
     public = _without_local_names(record)
-    use = Usage(public.output, public.target)
+    use = Usage(public.output, public.target, task_of(public.target.family))
     card = MadeCard(public, use, _held(public))
     return render(
         TEMPLATE,

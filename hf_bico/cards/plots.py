@@ -8,7 +8,7 @@ from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.record import Record, SiteRecord
-from hf_bico.sites import role_labels
+from hf_bico.sites import TEXT_SIDE, role_labels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +27,7 @@ MOST_NUMBERS = 13
 """In so many columns the values are written too."""
 MOST_BLOCKS = 512
 """No model has so many: a record that says so is not drawn."""
+_TEXT = f"{TEXT_SIDE}."
 _BLOCK = re.compile(r"(?:^|\.)(\d{1,4})$")
 _LONGEST_LABEL = 44
 # the font comes with matplotlib: the same on every machine
@@ -66,7 +67,7 @@ def _draw(record: Record) -> Figure:
     from matplotlib.figure import Figure
 
     columns, roles = _columns(record), _roles(record)
-    beside = len(record.method.layers) <= SIDE_BY_SIDE
+    beside = len(columns) - columns.count(None) <= SIDE_BY_SIDE
     drawn = panels(record)
     rows_of_panels, panels_a_row = (1, len(drawn)) if beside else (len(drawn), 1)
     height = 0.62 + 0.28 * len(roles) if beside else 1.2 + len(drawn) * (0.42 + 0.22 * len(roles))
@@ -135,7 +136,15 @@ def _drawable(record: Record) -> list[SiteRecord]:
     blocks = range(len(record.method.layers))
     if len(blocks) > MOST_BLOCKS:
         return []
-    return [site for site in record.sites if _outside(site) or _block(site) in blocks]
+    texts = range(MOST_BLOCKS)
+    return [
+        site for site in record.sites if _outside(site) or _block(site) in (texts if _of_text_tower(site) else blocks)
+    ]
+
+
+def _of_text_tower(site: SiteRecord) -> bool:
+    """Whether a site is of a tower beside the main one, whose blocks have numbers of their own."""
+    return site.name.startswith(_TEXT) and site.role.startswith(_TEXT)
 
 
 def _outside(site: SiteRecord) -> bool:
@@ -145,7 +154,8 @@ def _outside(site: SiteRecord) -> bool:
 
 def _block(site: SiteRecord) -> int | None:
     """The target block of a site, which stands before its role in its name; None outside the blocks."""
-    found = _BLOCK.search(site.name.removesuffix(f".{site.role}"))
+    role = site.role.removeprefix(_TEXT) if _of_text_tower(site) else site.role
+    found = _BLOCK.search(site.name.removesuffix(f".{role}"))
     return int(found[1]) if found and not _outside(site) else None
 
 
@@ -159,9 +169,11 @@ def _roles(record: Record) -> list[str]:
 
 
 def _columns(record: Record) -> list[int | None]:
-    """The target blocks, then None for what stands outside of them."""
-    outside = any(_outside(site) for site in _drawable(record))
-    return [*range(len(record.method.layers)), *([None] if outside else [])]
+    """The target blocks, as many as the deepest tower has, then None for what stands outside of them."""
+    sites = _drawable(record)
+    outside = any(_outside(site) for site in sites)
+    deepest = max([len(record.method.layers), *(1 + block for site in sites if (block := _block(site)) is not None)])
+    return [*range(deepest), *([None] if outside else [])]
 
 
 def _values(record: Record, value: str, roles: list[str], columns: list[int | None]) -> np.ndarray[Any, Any]:
@@ -171,8 +183,12 @@ def _values(record: Record, value: str, roles: list[str], columns: list[int | No
     labels, sites = _labels(record), _drawable(record)
     values = np.full((len(roles), len(columns)), np.inf)
     for row, role in enumerate(roles):
-        places = {_outside(site) for site in sites if labels[site.role] == role}
-        values[row, [(block is None) in places for block in columns]] = np.nan
+        here = [site for site in sites if labels[site.role] == role]
+        places, depth = {_outside(site) for site in here}, len(record.method.layers)
+        if all(_of_text_tower(site) for site in here):  # how deep that tower is, its sites show
+            depth = max(1 + (_block(site) or 0) for site in here)
+        can_be = [True in places if block is None else False in places and block < depth for block in columns]
+        values[row, can_be] = np.nan
     cells: dict[tuple[int, int], list[float]] = {}
     for site in sites:
         number = getattr(site, value)

@@ -14,9 +14,11 @@ from hf_bico.cards.held import Held, held_sites
 from hf_bico.cards.licences import Licences
 from hf_bico.cards.methods import MATCHINGS, METHODS, SAMPLINGS, SIGNS, UNKNOWN, About
 from hf_bico.cards.naming import WORD, Place, kind_of, public_command, shown, shown_output, shown_source, without_names
+from hf_bico.cards.objectives import head_sentence, loss_sentence, objective_sentence, uses_labels
 from hf_bico.cards.plots import PICTURE_FILE, has_alignment, panels
 from hf_bico.cards.rendering import render
-from hf_bico.cards.usage import PROBE_TASK, TASK, Usage, languages
+from hf_bico.cards.tasks import measured_task, task_of
+from hf_bico.cards.usage import Usage, languages
 from hf_bico.markdown import clean
 from hf_bico.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.report import Report
@@ -30,6 +32,7 @@ from hf_bico.results import (
     readout_sentence,
     results,
     sampling_error,
+    share_of_gain,
     training_sentence,
     training_steps,
 )
@@ -63,6 +66,7 @@ class Card:
     report: Report
     results: tuple[Result, ...]
     gap_closed: float | None
+    share_of_gain: float | None
     sampling_error: float | None
     about: About
     """The method."""
@@ -106,6 +110,24 @@ class Card:
         return [sentence for sentence in found if sentence]
 
     @property
+    def objective(self) -> str | None:
+        return objective_sentence(self.record)
+
+    @property
+    def head(self) -> str | None:
+        return head_sentence(self.record)
+
+    @property
+    def loss(self) -> str | None:
+        return loss_sentence(self.record)
+
+    @property
+    def classes(self) -> list[str]:
+        """Those that were looked at."""
+        data = self.record.data
+        return data.class_names if data is not None and (uses_labels(self.record) or self.probed) else []
+
+    @property
     def training(self) -> str | None:
         """How the target was trained."""
         return training_sentence(self.record)
@@ -129,7 +151,8 @@ class Card:
         if self.record.method.name == "fewshot":
             return "Training samples"
         if self.trained or not self.about.calibrated:
-            used = [name for name, is_used in (("readout", readout), ("probe", self.probed)) if is_used]
+            found = (("readout", readout), ("head", self.head is not None), ("probe", self.probed))
+            used = [name for name, is_used in found if is_used]
             return f"Calibration, for the {' and the '.join(used)} alone" if used else None
         return "Calibration"
 
@@ -141,12 +164,15 @@ class Card:
             return None
         if self.record.method.name == "finetune":  # its samples are others, and have the data set's where it has any
             return of_data if data.labels == "dataset" else None
-        if data.labels == "pseudo" and (self.about.labels or self.probed):
-            whose = "labels" if self.about.labels else "the probe's labels"
+        looked_at = self.about.labels or self.record.objective.head == "fitted"
+        if data.labels == "pseudo" and (looked_at or self.probed):
+            whose = "labels" if looked_at else "the probe's labels"
             own = f"{whose} are the fine-tuned source's own predictions"
             by_class = data.per_class is not None or data.sampling in SAMPLINGS
             return own if by_class else f"{own}; none of the data set's were used to make it"
-        if not self.about.labels:
+        if not uses_labels(self.record):
+            return f"for the probe alone, {of_data}" if data.labels == "dataset" else None
+        if not looked_at:
             return "no label enters the method"
         return {"dataset": of_data, "none": "no labels"}.get(data.labels)
 
@@ -188,9 +214,10 @@ def gather(record: Record) -> Card:
         report=Report(sites, tuple(record.left)),
         results=tuple(results(public)),
         gap_closed=gap_closed(record),
+        share_of_gain=share_of_gain(record),
         sampling_error=sampling_error(record),
         about=about,
-        calibrated=record.data is not None and (about.calibrated or record.method.readout is not None),
+        calibrated=record.data is not None and (about.calibrated or _looked_again(record)),
         trained=is_trained(record),
         licences=Licences(required, () if base is None else (("base", base),)),
         use=_usage(public),
@@ -199,14 +226,23 @@ def gather(record: Record) -> Card:
     )
 
 
+def _looked_again(record: Record) -> bool:
+    """Whether something beside the method looked at the samples."""
+    return record.method.readout is not None or record.objective.head is not None
+
+
 def _usage(record: Record) -> Usage | None:
     """How it is used, with class names and a prompt that are short enough for an example."""
     if record.output is None:
         return None
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
-    short = [name for name in names if 0 < len(name) <= 60][:5]
-    return Usage(record.output, record.target, short, (templates or DEFAULT_TEMPLATES)[0])
+    answers = METHODS.get(record.method.name, UNKNOWN).loss
+    task = task_of(record.target.family, record.objective, answers)
+    shown_names = [name for name in names if 0 < len(name) <= 60][:5]
+    if record.objective.head is not None:
+        shown_names = [clean(name, 60) for name in names]
+    return Usage(record.output, record.target, task, shown_names, (templates or DEFAULT_TEMPLATES)[0])
 
 
 def _held(record: Record) -> Held | None:
@@ -295,7 +331,7 @@ def _index_entry(record: Record, entry: EvaluationRecord) -> dict[str, Any]:
         "revision": on_hub.commit if on_hub else None,
     }
     return {
-        "task": dict(TASK if entry.protocol is None else PROBE_TASK),
+        "task": measured_task(record, entry).metadata,
         "dataset": {key: value for key, value in data.items() if value},
         "metrics": [{"type": entry.metric, "value": round(entry.value, 4), "name": metric_name(entry)}],
     }

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_bico.cards.naming import FILE_NAME
+from hf_bico.cards.tasks import CLIP, IMAGE_CLASSES, LIBRARIES, TEXT_CLASSES, Task
 from hf_bico.record import ModelRecord, OutputRecord
 from hf_bico.settings import DEFAULT_TEMPLATES
 
-LIBRARIES = {"open_clip ViT": "open_clip", "transformers CLIP": "transformers", "generic": "transformers"}
-CLIP = ("open_clip ViT", "transformers CLIP")
-"""The families that classify pictures by texts."""
-TASK = {"type": "zero-shot-image-classification", "name": "Zero-Shot Image Classification"}
-PROBE_TASK = {"type": "image-classification", "name": "Image Classification"}
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 NOUNS = {"adapter": "adapter", "delta": "change"}
 
@@ -25,8 +21,10 @@ class Usage:
 
     output: OutputRecord
     target: ModelRecord
+    task: Task | None = None
+    """What the target is for; None where nothing says it."""
     class_names: Sequence[str] = ()
-    """A few, short enough for the example."""
+    """A few, short enough for the example; of a classifier all, in the order of its head."""
     template: str = DEFAULT_TEMPLATES[0]
 
     @property
@@ -46,6 +44,17 @@ class Usage:
     @property
     def is_clip(self) -> bool:
         return self.target.family in CLIP
+
+    @property
+    def runs_as(self) -> Task | None:
+        """What the snippet shows beside loading, in transformers: a change of weights alone has no head."""
+        task = None if self.is_clip else self.task
+        return None if self.format == "delta" and task in (TEXT_CLASSES, IMAGE_CLASSES) else task
+
+    @property
+    def classifies(self) -> bool:
+        """Whether what is loaded has a classification head."""
+        return self.runs_as in (TEXT_CLASSES, IMAGE_CLASSES)
 
     @property
     def over_target(self) -> bool:
@@ -83,8 +92,8 @@ class Usage:
             library = "peft"
         else:
             library = self.library if self.format == "full" and self.library else "hf-bico"
-        task = TASK["type"] if self.is_clip and self.format in ("full", "adapter") else None
-        return {"library_name": library, "pipeline_tag": task}
+        task = self.task if self.format in ("full", "adapter") else None
+        return {"library_name": library, "pipeline_tag": task.type if task else None}
 
     @property
     def tags(self) -> list[str]:

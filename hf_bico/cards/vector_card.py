@@ -12,14 +12,18 @@ from hf_bico.hub.references import is_hub_id
 
 _IMPORTS = {
     "open_clip": ["import hf_bico", "import open_clip", "from huggingface_hub import snapshot_download"],
-    "transformers": ["import hf_bico", "from transformers import AutoModel"],
+    "transformers": ["import hf_bico", "import transformers"],
 }
 _LOADING = {
     "open_clip": [
         'folder = snapshot_download("{base}", revision="{commit}")',
         'model = open_clip.create_model(f"local-dir:{{folder}}")',
     ],
-    "transformers": ['model = AutoModel.from_pretrained("{base}", revision="{commit}")'],
+    "transformers": [
+        'base, commit = "{base}", "{commit}"',
+        "kind = transformers.AutoConfig.from_pretrained(base, revision=commit).architectures[0]",
+        "model = getattr(transformers, kind).from_pretrained(base, revision=commit)",
+    ],
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -13,12 +13,12 @@ from hf_bico.edge.options import data_options, hub_options, output_options, read
 from hf_bico.edge.sections import MEASURING, MODELS, SAMPLES, SectionedHelp
 
 
-@click.command("eval", cls=SectionedHelp, short_help="Measure the accuracy of a model.")
+@click.command("eval", cls=SectionedHelp, short_help="Measure a model: accuracy, or loss.")
 @click.argument("model", shell_complete=complete_model)
 @SAMPLES.option(
     "--data",
     shell_complete=complete_data,
-    help="A Hub id, a folder of images or parquet files; by default what record or card say.",
+    help="A Hub id, or a folder of images, parquet, JSON, CSV or text files; by default what record or card say.",
 )
 @MODELS.option(
     "--base",
@@ -34,7 +34,7 @@ from hf_bico.edge.sections import MEASURING, MODELS, SAMPLES, SectionedHelp
 @hub_options
 @output_options
 def evaluate(model: str, data: str | None, base: str | None, n: int | None, probe: int | None, **options: Any) -> None:
-    """Measure the accuracy of MODEL: zero-shot, or by a linear probe on its image features.
+    """Measure MODEL: a CLIP zero-shot, a classifier by its head, a language model by its loss; or by a linear probe.
 
     \b
     Examples:
@@ -47,6 +47,7 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
     with edge():
         settings = read_settings({**options, "n": n})
         from hf_bico.evaluation import evaluate_model
+        from hf_bico.results import value_text
 
         result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))
         if as_json:
@@ -54,4 +55,4 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
         elif not quiet:
             how = "" if result.trained_on is None else f"by a linear probe on {result.trained_on} samples "
             measured_on = f"{result.n} samples of split {result.split} of {result.data}"
-            click.echo(f"{result.metric} {result.value:.1%} {how}({measured_on})")
+            click.echo(f"{result.metric} {value_text(result)} {how}({measured_on})")

@@ -36,7 +36,7 @@ from hf_bico.edge.options import (
 )
 from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
 from hf_bico.errors import LineageError
-from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, Settings, read_rank
+from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank
 
 if TYPE_CHECKING:
     from hf_bico.plans import Plan
@@ -61,6 +61,14 @@ if TYPE_CHECKING:
     f"{', '.join(METHOD_NAMES)}.",
 )
 @method_options
+@METHOD.option(
+    "--tower",
+    type=Choice(TOWERS),
+    help="Of a CLIP: which tower to carry; by default what the source changed.",
+)
+@METHOD.option(
+    "--probe", "fit_head", is_flag=True, help="Fit a classifier's head to the samples, not carry the source's."
+)
 @METHOD.option("--readout", is_flag=True, help="Correct the final projection towards the source's predictions.")
 @MEASURING.option("--control", is_flag=True, help="Measure a port from mispaired samples too: its gain should vanish.")
 @TRAINING.option(
@@ -235,17 +243,19 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
 
 def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
+    from hf_bico.choosing import settled
     from hf_bico.planning import matched
 
     planned = matched(planned, settings.layers)
     if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
         if planned.lineage.data is not None:
-            for model in (planned.lineage.base, planned.lineage.target):
-                model.family.require_zero_shot()
+            settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
     from hf_bico.methods import METHODS
     from hf_bico.pipeline import require_possible
 
+    if planned.lineage.data is not None:
+        settings = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
     method = METHODS[settings.method](settings)
     with suppress(LineageError):  # that no data is known yet is part of the verdict
         require_possible(planned, settings, method)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hf_bico.bench import Bench
 from hf_bico.checkpoints import digest_of, expanded
-from hf_bico.comparing.grid import USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
+from hf_bico.choosing import settled
+from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
 from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
 from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
@@ -36,10 +37,12 @@ from hf_bico.pipeline import require_projection
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.progress import Progress, silent
+from hf_bico.record import PROBE
 from hf_bico.resolving import open_source
 from hf_bico.rounds import require_enough_to_mispair
 from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
+from hf_bico.text_checks import require_tokenizers
 from hf_bico.version import __version__
 
 Shown = Callable[[Comparison], None]
@@ -49,7 +52,8 @@ TRAINING = "training-"
 DECISIVE = (
     *("config", "split", "seed", "sampling", "labels", "augment", "completion", "alpha", "layers", "path_steps"),
     *("signs", "learning_rate", "weight_decay", "train_steps", "train_batch", "warmup", "templates", "class_names"),
-    *("image_column", "label_column", "max_download", "dtype"),
+    *("image_column", "label_column", "max_download", "dtype", "objective", "max_length"),
+    *("text_column", "caption_column"),
 )
 """The settings that change a number."""
 
@@ -89,14 +93,14 @@ def compare(
     if "method" in options:
         raise UsageError("'method' is an option of a port", "give 'methods', a list")
     settings, hub = Settings.of(options), Hub(token)
-    if not settings.zero_shot:
-        raise UsageError("methods are compared by the zero-shot objective", "leave the objective out")
-    grid = Grid.of(methods, n, per_class, seeds, settings)
+    if settings.own_objective:
+        raise UsageError("methods are compared by an objective of the models' own", "leave the objective out")
     several = isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | Path) for one in data)
     plans = [
         plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
+    grid = Grid.of(methods, n, per_class, seeds, _settled(plans[0], settings))
     with ExitStack() as stack:
         place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
@@ -112,6 +116,12 @@ def compare(
             for done in place.glob(f"{TRAINING}*"):  # its numbers are in the log
                 remove_checkpoint(done)
     return found
+
+
+def _settled(planned: Plan, settings: Settings) -> Settings:
+    """By an objective of these models; classifiers are all measured by a probe, which any model can have."""
+    found = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+    return replace(found, evaluation=PROBE) if found.objective == "classification" else found
 
 
 def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, Any]:
@@ -138,17 +148,19 @@ class _Work:
         """Draw all samples, then download and load the models."""
         settings, watch = grid.settings, Stopwatch(progress)
         first = matched(plans[0], settings.layers)
-        for model in (first.lineage.base, first.lineage.target):
-            model.family.require_zero_shot()
         require_projection(first, settings)
         with watch("sample"):
             data_sets = opened(plans, grid, hub)
             draws = [drawn_from(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
             if settings.control:
                 require_enough_to_mispair(min(len(drawn.samples) for some in draws for drawn in some.values()))
+            require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()))
         with watch("download"):
             first = first.fetched(watch.progress)
         bench = Bench.open(first, settings, choose_device(settings.device), watch)
+        bench.agree_on_length()
+        if settings.objective == "zero-shot":  # the methods that predict ask the vision tower alone
+            bench = bench.of_towers(("",), "zero-shot")
         return cls(bench, grid, [subject_of(*one, bench) for one in zip(data_sets, draws, strict=True)])
 
     @cached_property
@@ -161,6 +173,8 @@ class _Work:
                 method.require(planned.lineage.base.layout, planned.lineage.target.layout, planned.pairs)
             except UnsuitableMethodError as error:
                 found.append(Refusal(name, error.cause))
+            if method.needs_predictions and not self.grid.settings.predicts:
+                found.append(Refusal(name, "it needs an objective that predicts classes"))
             pseudo = any(drawn.labels != "dataset" for subject in self.subjects for drawn in subject.draws.values())
             if isinstance(method, Trainer) and method.whole_split and pseudo:
                 found.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
@@ -170,7 +184,9 @@ class _Work:
     def names(self) -> list[str]:
         """References, then methods."""
         refused = {refusal.method for refusal in self.refusals}
-        references = ["target", "source", *(["target fine-tuned"] if self.tuned is not None else [])]
+        by_loss = self.grid.settings.objective in BY_LOSS and self.grid.settings.evaluation != PROBE
+        references = ["target", *(["base"] if by_loss else []), "source"]
+        references += ["target fine-tuned"] if self.tuned is not None else []
         return [*references, *(name for name in self.grid.methods if name not in refused)]
 
     def _cells(self, subject: Subject) -> list[tuple[Draw | None, str, Variant, list[CellKey]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_bico.comparison import CellKey
+from hf_bico.comparison import LOSS, CellKey
 from hf_bico.errors import UsageError
 from hf_bico.methods import METHODS, Carrier, Trainer
 from hf_bico.methods.aligning import Aligner
@@ -15,6 +15,8 @@ from hf_bico.settings import METHOD_NAMES, Settings
 USUAL_METHODS = ("naive", "transfusion", "gradfix", "fewshot", "theseus", "bico", "bico-fisher", "bico-path")
 USUAL_SIZES = (10, 20, 50, 100)
 USUAL_SEEDS = 3
+BY_LOSS = ("language-modelling", "text-to-text")
+"""The objectives whose own measure is a loss."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Grid:
         of_draw = takes_samples(name) or variant.readout or self._pairs_by_samples(name)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and of_draw == (draw is not None):
-            protocols.append(None)
+            protocols.append(LOSS if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
         size, seed = (None, None) if draw is None else (draw.size, draw.seed)

@@ -9,12 +9,13 @@ from functools import cached_property
 from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
-from hf_bico.comparison import Cell, CellKey
+from hf_bico.comparison import LOSS, Cell, CellKey
 from hf_bico.data.calibration import Drawn
 from hf_bico.environment import Stopwatch
+from hf_bico.heads import heads_of, tuned_target_head
 from hf_bico.methods import METHODS, Carrier, Trainer
 from hf_bico.methods.aligning import Aligner
-from hf_bico.objectives import zero_shot_head
+from hf_bico.objectives import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.record import PROBE, EvaluationRecord
 from hf_bico.rounds import Round
@@ -44,23 +45,26 @@ class DrawnRounds:
     def measured(self, name: str, variant: Variant, keys: Sequence[CellKey]) -> Iterator[Cell]:
         """These numbers of one method or reference."""
         by_protocol = {key.protocol: key for key in keys}
-        evaluation = "both" if len(keys) > 1 else "zero-shot" if None in by_protocol else PROBE
+        evaluation = "both" if len(keys) > 1 else PROBE if PROBE in by_protocol else "zero-shot"
         probed_on = self.subject.samples if self._drawn is None else self._drawn.samples
         yardstick = Yardstick(
             *(self.subject.name, self.subject.split, self.subject.prepared, probed_on),
             *(evaluation, self._settings.batch_size),
         )
         for record in self._records(yardstick, name, variant):
-            yield by_protocol[record.protocol].measured(record.value)
+            protocol = LOSS if record.metric == LOSS else record.protocol
+            yield by_protocol[protocol].measured(record.value)
 
     def _records(self, yardstick: Yardstick, name: str, variant: Variant) -> list[EvaluationRecord]:
         round = self._round(name, variant.control)
         if name == "source":  # the samples are prepared for the target
             return replace(yardstick, samples=self.subject.samples).measure_source(name, round)
+        if name == "base":
+            return replace(yardstick, samples=self.subject.samples).measure_base(name, round)
         if name == "target fine-tuned" and self.tuned is not None:
             target = self.bench.target
             with self.tuned.renamed(self.bench.planned.lineage.target.layout.own_names).applied_to(target.module):
-                head = zero_shot_head(target, self.subject.data.class_names, self._settings.templates)
+                head = tuned_target_head(self.bench, self.subject.data.class_names, round.heads.target)
                 return yardstick.measure(name, target, head)
         outcome = UNTOUCHED if name == "target" else self._outcome(name, variant.control)
         outcome = with_readout(outcome, round) if variant.readout else outcome
@@ -89,10 +93,10 @@ class DrawnRounds:
     def _round(self, name: str, mispaired: bool) -> Round:
         """That of a method: those with the same number of altered copies share one."""
         settings = replace(self._settings, method=name) if name in METHODS else self._settings
-        copies = 0 if self._drawn is None else settings.copies(len(self._drawn.samples))
+        copies = 0 if self._drawn is None else self.bench.copies(settings, len(self._drawn.samples))
         if (copies, mispaired) not in self._rounds:
             self._rounds[copies, mispaired] = Round(
-                *(self._matched, self._drawn, self.subject.heads, Stopwatch(), settings), mispaired=mispaired
+                *(self._matched, self._drawn, self._heads, Stopwatch(), settings), mispaired=mispaired
             )
         return self._rounds[copies, mispaired]
 
@@ -103,6 +107,10 @@ class DrawnRounds:
     @cached_property
     def _drawn(self) -> Drawn | None:
         return None if self.draw is None else self.subject.draws[self.draw]
+
+    @cached_property
+    def _heads(self) -> Heads:
+        return self.subject.heads or heads_of(self.bench, self.subject.data.class_names, self._drawn)
 
     @cached_property
     def _matched(self) -> Bench:

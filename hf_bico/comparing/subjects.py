@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_bico.bench import Bench, Heads
+from hf_bico.bench import Bench
 from hf_bico.checkpoints import digest_of
 from hf_bico.comparing.grid import Draw, Grid
 from hf_bico.data.calibration import (
@@ -21,24 +21,31 @@ from hf_bico.data.calibration import (
 )
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
+from hf_bico.families import ImageModel
+from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
-from hf_bico.measuring import Prepared
+from hf_bico.measuring import Batched, Prepared
+from hf_bico.objectives import Heads
 from hf_bico.pipeline import training_samples
 from hf_bico.plans import Plan
+from hf_bico.text_checks import require_readable
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One data set, with the held-out rows `samples` of `split`, which the target's images are `prepared` from once."""
+    """One data set, with the held-out rows `samples` of `split`, which the target's images are `prepared` from once.
+
+    `heads` are None where they depend on the draw.
+    """
 
     data: DataSet
-    heads: Heads
+    heads: Heads | None
     draws: Mapping[Draw, Drawn]
     split: str
     samples: Samples
-    prepared: Prepared
+    prepared: Batched
 
     @property
     def name(self) -> str:
@@ -58,7 +65,7 @@ class Subject:
             "class names": digest(self.data.class_names),
             "split": self.split,
             LEFT_ROWS: digest([self.samples.indices, self.samples.labels]),
-            "images": digest_of([self.prepared.images]),
+            **({"images": digest_of([self.prepared.images])} if isinstance(self.prepared, Prepared) else {}),
         }
 
 
@@ -80,7 +87,7 @@ def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = Tr
         raise lineage.no_data or DataUnknownError("no data was given", "name it with --data")
     names = lineage.source.origin.class_names or None
     settings = replace(grid.settings_of(draw), evaluate=measured)
-    return open_data(lineage.data, settings, hub, known_names=names)
+    return open_data(lineage.data, settings, hub, known_names=names, reads=lineage.base.layout.reads)
 
 
 def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, Drawn]:
@@ -95,8 +102,14 @@ def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw,
 
 def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subject:
     """The data set as these models see it; no row that any draw took is measured on."""
-    heads = bench.heads(data.class_names)
-    settled = {draw: bench.settled(drawn, heads) for draw, drawn in draws.items()}
+    heads = None if bench.settings.objective == "classification" else heads_of(bench, data.class_names, None)
+
+    def settled_by(drawn: Drawn) -> Drawn:
+        chosen = bench.chosen(drawn)
+        require_readable(bench, chosen.split, chosen.samples)
+        return bench.labelled(chosen, heads or heads_of(bench, data.class_names, chosen))
+
+    settled = {draw: settled_by(drawn) for draw, drawn in draws.items()}
     first = next(iter(settled.values()))
     used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
     everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
@@ -106,5 +119,14 @@ def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subj
     if not len(samples):
         remedy = "draw fewer, or use data with a test split" if data.labelled else "use data with labels"
         raise SampleCountError(f"'{data.name}' has no labelled sample to measure on", remedy)
-    prepared = Prepared.by(bench.target, samples, bench.settings.batch_size)
+    if not data.labelled and bench.settings.evaluation != "zero-shot":
+        by_loss = bench.settings.objective != "classification"
+        other = ", or --evaluation zero-shot, which measures the loss" if by_loss else ""
+        raise UsageError(
+            f"a linear probe is fitted to labels, and '{data.name}' has none", f"use data with labels{other}"
+        )
+    require_readable(bench, split, samples)
+    prepared: Batched = samples
+    if isinstance(bench.target, ImageModel):
+        prepared = Prepared.by(bench.target, samples, bench.settings.batch_size)
     return Subject(data, heads, settled, split, samples, prepared)

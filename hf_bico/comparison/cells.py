@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-REFERENCES = ("target", "source", "target fine-tuned")
+LOSS = "loss"
+"""The protocol whose numbers are losses, of which less is better, and no accuracies."""
+REFERENCES = ("target", "base", "source", "target fine-tuned")
 """What the methods are held against: nothing is carried."""
 LABELS = {
     "target": "target, zero-shot",
+    "base": "source, before it was fine-tuned",
     "source": "source, fine-tuned",
     "target fine-tuned": "target, fine-tuned",
     "naive": "naive (padded)",
@@ -33,7 +36,7 @@ class CellKey(NamedTuple):
     """What a number is of: data set, method, samples (`n` in all, or `per_class`), the draw's seed, and variants.
 
     `n`, `per_class` and `seed` are None where the method takes no samples; `control` means that the two models saw
-    different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, or "probe".
+    different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, "probe", or "loss".
     """
 
     data: str
@@ -51,7 +54,7 @@ class CellKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured number: an accuracy, between 0 and 1, and what it is of, as in `CellKey`."""
+    """One measured number: an accuracy, between 0 and 1, or a loss, and what it is of, as in `CellKey`."""
 
     data: str
     method: str
@@ -65,7 +68,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         if not isfinite(self.value):
-            raise ValueError(f"the accuracy of {self.method} on {self.data} is {self.value}")
+            raise ValueError(f"what was measured of {self.method} on {self.data} is {self.value}")
         if self.n is not None and self.per_class is not None:
             raise ValueError(f"{self.method} on {self.data} has both n and per_class")
 
@@ -131,7 +134,8 @@ def cell_line(cell: Cell) -> str:
     size = "" if cell.n is None else f", N = {cell.n}"
     size += "" if cell.per_class is None else f", {cell.per_class} of each class"
     size += "" if cell.seed is None else f", seed {cell.seed}"
-    return f"{cell.data}: {label(cell.key)}{size}: {cell.value:.1%}"
+    value = f"loss {cell.value:.3f}" if cell.protocol == LOSS else f"{cell.value:.1%}"
+    return f"{cell.data}: {label(cell.key)}{size}: {value}"
 
 
 def label(key: CellKey) -> str:
@@ -145,5 +149,6 @@ def label(key: CellKey) -> str:
     name = LABELS.get(key.method, key.method)
     if key.method == "target" and (key.readout or key.protocol):
         name = "target"
-    variants = ("mispaired" if key.control else None, "readout" if key.readout else None, key.protocol)
+    protocol = None if key.protocol == LOSS else key.protocol
+    variants = ("mispaired" if key.control else None, "readout" if key.readout else None, protocol)
     return ", ".join([name, *filter(None, variants)])

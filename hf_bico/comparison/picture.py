@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.comparison.cells import CellKey, label
+from hf_bico.comparison.cells import LOSS, CellKey, label
 from hf_bico.comparison.rows import Row
 from hf_bico.markdown import clean
 
@@ -58,11 +58,15 @@ class _Line:
 
     @property
     def means(self) -> list[float]:
-        return [100 * row.average.mean for row in self.rows if row.average is not None]
+        return [self._scale * row.average.mean for row in self.rows if row.average is not None]
 
     @property
     def errors(self) -> list[float]:
-        return [100 * (row.average.std or 0.0) for row in self.rows if row.average is not None]
+        return [self._scale * (row.average.std or 0.0) for row in self.rows if row.average is not None]
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.rows[0].is_loss else 100.0
 
     @property
     def flat(self) -> bool:
@@ -149,7 +153,7 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     accuracy = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
     for axes, panel in zip(grid.flat, panels, strict=True):
-        what = f"{'accuracy' if panel.protocol is None else f'{panel.protocol} accuracy'} (%), {accuracy}"
+        what = f"{_measured(panel.protocol)}, {accuracy}"
         _frame(axes)
         if len(panel.sizes) > 1:
             _curves(axes, panel, what)
@@ -159,6 +163,12 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar in a name is a dollar
     return figure
+
+
+def _measured(protocol: str | None) -> str:
+    if protocol == LOSS:
+        return "held-out loss"
+    return f"{'accuracy' if protocol is None else f'{protocol} accuracy'} (%)"
 
 
 def _height(panel: _Panel) -> float:
@@ -211,7 +221,7 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
 
 def _points(axes: Axes, panel: _Panel, what: str) -> None:
     """A line of the picture for each method, the best on top."""
-    ordered = sorted(panel.lines, key=lambda line: line.means[-1])
+    ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.protocol == LOSS)
     for place, line in enumerate(ordered):
         style = {**line.style, "linestyle": "none"}
         axes.errorbar(line.means, [place], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from hf_bico.comparison.cells import Cell, CellKey, Order, group, is_reference, label
+from hf_bico.comparison.cells import LOSS, Cell, CellKey, Order, group, is_reference, label
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One method with one number of samples: its accuracy on each data set.
+    """One method with one number of samples: its accuracy, or its loss, on each data set.
 
     `average` is the mean of the data sets' means, None unless all of them were measured; its standard deviation is
     that of the seeds' own averages, None unless every data set has every seed. `gain` is the average less that of the
@@ -61,6 +61,15 @@ class Row:
     def size(self) -> int | None:
         """The number of calibration samples, in all or of each class."""
         return self.per_class if self.n is None else self.n
+
+    @property
+    def is_loss(self) -> bool:
+        return self.protocol == LOSS
+
+    @property
+    def better(self) -> float | None:
+        """How much better than the untouched target: the gain, or of a loss what it is less."""
+        return None if self.gain is None else -self.gain if self.is_loss else self.gain
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,12 +6,14 @@ Knows samples and their images; neither data sets nor models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.data.dataset import Samples
+from hf_bico.errors import UsageError
+from hf_bico.texts import Answered, Captioned, Chat, Text
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -65,12 +67,17 @@ class Copies:
 def altered(image: Any, generator: Generator) -> Any:
     """A shifted and noisy copy of a PIL image, as RGB, or of a prepared tensor (channels, height, width).
 
-    Shifts are of parts of a pixel too, between which it is linear; what a shift leaves free repeats the edge.
+    Shifts are of parts of a pixel too, between which it is linear; what a shift leaves free repeats the edge. A caption
+    stays as it is.
     """
     import numpy as np
     import torch
     from PIL import Image
 
+    if isinstance(image, Captioned):
+        return replace(image, image=altered(image.image, generator))
+    if isinstance(image, Text | Answered | Chat):
+        raise UsageError("altered copies are of images, and the samples are texts", "leave --augment out")
     if isinstance(image, torch.Tensor):
         pixels = image.double().cpu().numpy()
         copy = _altered(pixels, (-2, -1), NOISE * pixels.std(), generator)

@@ -6,7 +6,7 @@ Knows splits, rows and labels; neither models nor files. Takes anything that `da
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from hf_bico.data.columns import (
 )
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.data.known_tasks import known_task
 from hf_bico.data.row_groups import Chosen, RowGroups
 from hf_bico.data.sampling import Strategy, Wanted, draw_order
 from hf_bico.errors import (
@@ -31,11 +32,12 @@ from hf_bico.errors import (
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.settings import Settings
+from hf_bico.sites import IMAGES, TEXTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-EVALUATION_SPLITS = ("test", "validation", "valid", "val")
+EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
 EVALUATION_LIMIT = 1000
 
 
@@ -72,9 +74,16 @@ class Drawn:
         return replace(self, samples=replace(self.samples, labels=tuple(int(label) for label in labels)))
 
 
-def draw(data: Any, settings: Settings, hub: Hub | None = None, *, known_names: Sequence[str] | None = None) -> Drawn:
+def draw(
+    data: Any,
+    settings: Settings,
+    hub: Hub | None = None,
+    *,
+    known_names: Sequence[str] | None = None,
+    reads: str = IMAGES,
+) -> Drawn:
     """Open a data set and draw the calibration samples that the settings ask for."""
-    return draw_from(open_data(data, settings, hub, known_names=known_names), settings)
+    return draw_from(open_data(data, settings, hub, known_names=known_names, reads=reads), settings)
 
 
 def draw_from(opened: DataSet, settings: Settings) -> Drawn:
@@ -93,95 +102,119 @@ def open_data(
     *,
     known_names: Sequence[str] | None = None,
     measure: bool = False,
+    reads: str = IMAGES,
 ) -> DataSet:
-    """Open a data set: a Hub id, a folder of images or parquet files, a `datasets` object, or a list of rows.
+    """Open a data set: a Hub id, a folder of images or of parquet, JSON or CSV files, a `datasets` object, or rows.
 
-    Columns and class names are those of the settings, or found by their types; `known_names` stand for numbers that
-    nothing else names. To calibrate on, but not to measure, a data set may be without labels. Of a large Hub repo only
-    what the settings need is read: for calibration and its evaluation, or, to `measure` a model, `n` rows or all of one
-    split.
+    Columns and class names are those of the settings, or found by what the models read, "images" or "texts", by the
+    columns' types and, of texts, by their names; `known_names` stand for numbers that nothing else names. To calibrate
+    on, but not to measure, a data set of images may be without labels; one of texts always may. Of a large Hub repo
+    only what the settings need is read: for calibration and its evaluation, or, to `measure` a model, `n` rows or all
+    of one split.
     """
     settings = settings or Settings()
+    reader = _Reader(settings, known_names, measure, reads)
     if not isinstance(data, str | Path | HubReference):
-        return _described("data", _given_splits(data), settings, known_names, measure)
+        splits = _given_splits(data)
+        return reader.described("data", splits, task_of=_origin(splits, settings))
     place = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
     if isinstance(place, Path):
         opened = open_folder(place, place.name, settings.config)
-        return _described(place.name, opened.splits, settings, known_names, measure, named=True, config=opened.config)
+        return reader.described(place.name, opened.splits, named=True, config=opened.config)
     repo = (hub or Hub()).repo(place, "the data set", "dataset")
     files = large_parquet(repo, settings.config)
     if files is not None:
-        return _read_in_part(files, settings, known_names, measure)
+        return _read_in_part(files, reader)
     opened = open_whole(repo, settings.config, settings.max_download)
-    where: dict[str, Any] = {"named": True, "repo": repo, "config": opened.config}
-    return _described(repo.id, opened.splits, settings, known_names, measure, **where)
+    return reader.described(repo.id, opened.splits, named=True, repo=repo, config=opened.config)
 
 
-def _columns(kinds: Mapping[str, str], settings: Settings, measure: bool) -> Columns:
-    needs_labels = measure or settings.labels == "dataset"
-    return find_columns(kinds, settings.image_column, settings.label_column, needs_labels=needs_labels)
+@dataclass(frozen=True)
+class _Reader:
+    """How the rows of a data set are to be understood."""
+
+    settings: Settings
+    known_names: Sequence[str] | None
+    measure: bool
+    reads: str
+
+    def columns(self, kinds: Mapping[str, str], name: str, config: str | None) -> Columns:
+        needs_labels = self.measure or self.settings.labels == "dataset"
+        task = known_task(name, config, kinds) if self.reads == TEXTS else None
+        return find_columns(kinds, self.settings, self.reads, needs_labels=needs_labels, task=task)
+
+    def described(
+        self, name: str, splits: Mapping[str, Rows], task_of: tuple[str, str | None] | None = None, **where: Any
+    ) -> DataSet:
+        """All splits as one data set; `task_of` is the name and configuration by which it may be known."""
+        kinds = column_kinds(next(iter(splits.values())))
+        columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
+        return DataSet(name, splits, columns, self.class_names(splits.values(), columns), **where)
+
+    def class_names(self, splits: Iterable[Rows], columns: Columns) -> tuple[str, ...]:
+        return class_names(splits, columns, self.settings, self.known_names)
 
 
-def _described(
-    name: str,
-    splits: Mapping[str, Rows],
-    settings: Settings,
-    known_names: Sequence[str] | None,
-    measure: bool,
-    **where: Any,
-) -> DataSet:
-    columns = _columns(column_kinds(next(iter(splits.values()))), settings, measure)
-    return DataSet(name, splits, columns, class_names(splits.values(), columns.label, settings, known_names), **where)
-
-
-def _read_in_part(files: ParquetFiles, settings: Settings, known_names: Sequence[str] | None, measure: bool) -> DataSet:
+def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
     """Those rows of a large data set that are needed."""
+    settings, measure = reader.settings, reader.measure
     groups = RowGroups(files, settings.seed, settings.max_download)
     preferred = (*EVALUATION_SPLITS, "train") if measure else ("train",)
     split = _choose_split(files.repo.id, files.splits, settings.split, preferred)
     kinds = feature_kinds(groups.features(split))
-    columns = _columns(kinds, settings, measure)
+    columns = reader.columns(kinds, files.repo.id, files.config)
+    if measure and settings.split is None:
+        split = _labelled_split(groups, columns, split)
     if columns.label is not None and kinds[columns.label] == "string" and settings.class_names is None:
         settings = replace(settings, class_names=groups.names(columns.label))
+        reader = replace(reader, settings=settings)
     where: dict[str, Any] = {"named": True, "repo": files.repo, "config": files.config}
     if measure and settings.n is None:
-        rows = {split: groups.read_whole(split, *columns)}
-        return _described(files.repo.id, rows, settings, known_names, measure, **where)
+        return reader.described(files.repo.id, {split: groups.read_whole(split, columns)}, **where)
 
     if not measure:
         _require_labels(files.repo.id, columns, settings)
-    chosen = _choose_row_groups(groups, split, columns, settings, known_names, measure)
+    chosen = _choose_row_groups(groups, split, columns, reader)
     labels = {name: some.labels for name, some in chosen.items()}
-    names = class_names(labels.values(), columns.label, settings, known_names)
-    data = DataSet(files.repo.id, labels, columns, names, **where)
+    data = DataSet(files.repo.id, labels, columns, reader.class_names(labels.values(), columns), **where)
     if not measure:  # labels are enough to draw by: what cannot be drawn is not downloaded
         _calibration_rows(data, split, settings)
-    rows = {name: groups.read(name, some, *columns) for name, some in chosen.items()}
+    rows = {name: groups.read(name, some, columns) for name, some in chosen.items()}
     return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items()})
 
 
-def _choose_row_groups(
-    groups: RowGroups,
-    split: str,
-    columns: Columns,
-    settings: Settings,
-    known_names: Sequence[str] | None,
-    measure: bool,
-) -> dict[str, Chosen]:
+def _labelled_split(groups: RowGroups, columns: Columns, split: str) -> str:
+    """The split to measure on: of a known data set its own, of any other the first that has labels."""
+    label = columns.label
+    for name in _measured_first(columns):
+        if name in groups.splits and (label is None or not groups.lacks_labels(name, label)):
+            return name
+    return split
+
+
+def _measured_first(columns: Columns) -> tuple[str, ...]:
+    """The splits to measure on, the best first."""
+    return EVALUATION_SPLITS if columns.task is None else (columns.task.measured_on, *EVALUATION_SPLITS)
+
+
+def _choose_row_groups(groups: RowGroups, split: str, columns: Columns, reader: _Reader) -> dict[str, Chosen]:
     """Row groups of the split with enough samples in them, and of the split that `evaluation_samples` will take."""
+    settings, measure, label = reader.settings, reader.measure, columns.label
     features = groups.features(split)
-    names = settings.class_names or getattr(features.get(columns.label), "names", None) or known_names or ()
-    if measure or _knows_labels(columns, settings):
-        is_text = columns.label is not None and feature_kinds(features)[columns.label] == "string"
+    known = reader.known_names if columns.task is None else columns.task.classes
+    names = settings.class_names or getattr(features.get(label), "names", None) or known or ()
+    if label is not None and (measure or _knows_labels(columns, settings)):
+        is_text = feature_kinds(features)[label] == "string"
         wanted = Strategy.of(settings).wanted(list(names if is_text else range(len(names))))
     else:
         wanted = Wanted(Strategy.of(settings).n, labelled=False)
-    chosen = {split: groups.choose(split, *columns, wanted)}
-    if measure or not settings.evaluate or not settings.zero_shot or columns.label is None:
+    chosen = {split: groups.choose(split, columns, wanted)}
+    unmeasured = label is None and not columns.teaches_itself
+    if measure or not settings.evaluate or settings.own_objective or unmeasured:
         return chosen
-    for other in (name for name in EVALUATION_SPLITS if name in groups.splits and name != split):
-        held_out = groups.choose(other, *columns, Wanted(0), after=chosen[split])
-        if held_out.labelled:
+    for other in (name for name in _measured_first(columns) if name in groups.splits and name != split):
+        held_out = groups.choose(other, columns, Wanted(0), after=chosen[split])
+        if held_out.labelled or label is None:
             return chosen | {other: held_out}
     return chosen
 
@@ -192,7 +225,14 @@ def calibration_split(data: DataSet, split: str | None) -> str:
 
 
 def evaluation_split(data: DataSet, split: str | None) -> str:
-    """The split to measure on: the one asked for, else test, else validation, else train, else the only one."""
+    """The split to measure on: the one asked for, else test, else validation, else train, else the only one.
+
+    Those of a contest, whose labels are held back, are passed over; a known data set has a split of its own for it.
+    """
+    if split is None:
+        for name in _measured_first(data.columns):
+            if data.can_measure_on(name):
+                return name
     return _choose_split(data.name, data.splits, split, (*EVALUATION_SPLITS, "train"))
 
 
@@ -217,7 +257,7 @@ def calibration_samples(data: DataSet, split: str, settings: Settings) -> Sample
 def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
     """Those of one split: only others may have labels, and then it has none, unless it must."""
     has_labels = settings.labels == "dataset" or data.columns.label in column_kinds(data.splits[split])
-    return data.columns if has_labels else data.columns._replace(label=None)
+    return data.columns if has_labels else data.columns.without_label()
 
 
 def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
@@ -227,7 +267,9 @@ def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int
     if not _knows_labels(columns, settings):
         size = len(data.splits[split])
         _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
-        return strategy.rows(draw_order(size, strategy.seed), {})
+        rows = data.first_of(split, draw_order(size, strategy.seed), strategy.n)
+        _require_rows(strategy.n, len(rows), f"split '{split}' of '{data.name}' has {len(rows)} with a text to learn")
+        return rows
     labels = data.labels(split)
     if not labels:
         raise DataNotFoundError(
@@ -284,17 +326,25 @@ def _require_enough(data: DataSet, split: str, strategy: Strategy, sizes: Counte
 def evaluation_samples(data: DataSet, calibration: Samples, split: str, seed: int) -> tuple[str, Samples]:
     """Up to 1,000 held-out samples: of test, else validation, else what calibration on `split` did not use.
 
-    Where calibration used all of its split, any other labelled split will do; where none has labels, there are none.
+    Where calibration used all of its split, any other labelled split will do; where none has labels, there are none,
+    but of texts and captions, which need none. A known data set has a split of its own to be measured on.
     """
-    others = [name for name in EVALUATION_SPLITS if name != split and data.can_measure_on(name)]
+    others = [name for name in _measured_first(data.columns) if name != split and data.can_measure_on(name)]
     used = set(calibration.indices)
     order = data.order(split, seed) if data.can_measure_on(split) else []
     unused = [index for index in order if index not in used]
     if not others and not unused:
         others = [name for name in data.splits if name != split and data.can_measure_on(name)]
     if not others:
-        return split, data.samples(split, unused[:EVALUATION_LIMIT])
-    return others[0], data.samples(others[0], data.order(others[0], seed)[:EVALUATION_LIMIT])
+        return split, data.samples(split, data.first_of(split, unused, EVALUATION_LIMIT))
+    return others[0], data.samples(others[0], data.first_of(others[0], data.order(others[0], seed), EVALUATION_LIMIT))
+
+
+def _origin(splits: Mapping[str, Rows], settings: Settings) -> tuple[str, str | None]:
+    """The name and configuration that given rows were loaded by, as far as they know."""
+    info = getattr(next(iter(splits.values())), "info", None)
+    name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
+    return name or "data", None if config == "default" else config
 
 
 def _given_splits(data: Any) -> Mapping[str, Rows]:

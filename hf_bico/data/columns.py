@@ -1,26 +1,68 @@
-"""The columns of a data set: what they hold, which are the image and the label, and what the classes are called.
+"""The columns of a data set: what they hold, which of them make up a sample, and what the classes are called.
 
 Knows rows and their types; neither files nor samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hf_bico.errors import ClassNamesError, ColumnError
+from hf_bico.data.known_tasks import KnownTask
+from hf_bico.data.text_columns import MESSAGES, STRING, find_texts, listed, named_texts
+from hf_bico.errors import ClassNamesError, ColumnError, UsageError
 from hf_bico.settings import Settings
+from hf_bico.sites import TEXTS
 
 Rows = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
 NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
+_LABELS = ("label", "labels")
+"""What a label column is called, where several could be one."""
+_OTHER_LABELS = ("gold_label", "class", "category", "sentiment", "emotion", "intent")
+"""What a label column beside texts may be called, too: there other numbers are mostly something else."""
+_CAPTIONS = ("caption", "captions", "text", "sentence", "sentences", "description", "title")
+_LABEL_KINDS = ("class", "integer", STRING)
+_STRINGS = "strings"
+_SPEAKERS, _SPEECHES = ("role", "from"), ("content", "value")
+_LOOKED_AT = 100
+"""In so many rows of a list a value is looked for that says what a column holds."""
 
 
-class Columns(NamedTuple):
-    """The names of the columns; a data set without labels has no `label`."""
+@dataclass(frozen=True)
+class Columns:
+    """The names of the columns that a sample is made of, by what they are to it; without labels there is no `label`.
 
-    image: str
-    label: str | None
+    A sample is one of: image; image, caption; text; text, text_pair; prompt, completion; prompt, input, completion;
+    messages.
+    """
+
+    parts: Mapping[str, str]
+    label: str | None = None
+    task: KnownTask | None = None
+
+    @property
+    def image(self) -> str | None:
+        return self.parts.get("image")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.parts.values(), *(() if self.label is None else (self.label,)))
+
+    @property
+    def by_role(self) -> dict[str, str]:
+        """All of them by what they are, the label among them."""
+        return {**self.parts, **({} if self.label is None else {"label": self.label})}
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether a sample without a label has something to learn: texts and captions do, an image alone does not."""
+        return tuple(self.parts) != ("image",)
+
+    def without_label(self) -> Columns:
+        return replace(self, label=None)
 
 
 def undecoded(rows: Rows, image: str) -> Rows:
@@ -32,39 +74,99 @@ def undecoded(rows: Rows, image: str) -> Rows:
 
 def column(rows: Rows, name: str) -> list[Any]:
     """All values of one column."""
-    return list(rows[name]) if hasattr(rows, "features") else [row[name] for row in rows]
+    return list(rows[name][:]) if hasattr(rows, "features") else [row[name] for row in rows]
 
 
 def find_columns(
-    kinds: Mapping[str, str], image: str | None, label: str | None, *, needs_labels: bool = True
+    kinds: Mapping[str, str],
+    settings: Settings,
+    reads: str,
+    *,
+    needs_labels: bool = True,
+    task: KnownTask | None = None,
 ) -> Columns:
-    """The columns that were named, else the only ones that hold images and classes.
+    """The columns that were named, else those that hold what the model `reads`, and classes.
 
     Where labels are not needed, a data set in which no column could hold any is taken as it is.
     """
-    for given, option in ((image, "--image-column"), (label, "--label-column")):
+    of_texts = reads == TEXTS
+    label = settings.label_column
+    for given, option, fits in (
+        (settings.image_column, "--image-column", not of_texts),
+        (settings.caption_column, "--caption-column", not of_texts),
+        (settings.text_column, "--text-column", of_texts),
+    ):
+        if given is not None and not fits:
+            raise UsageError(f"{option} is '{given}', and the models read {reads}", f"leave {option} out")
+    for given, option in (
+        (settings.image_column, "--image-column"),
+        (settings.caption_column, "--caption-column"),
+        (label, "--label-column"),
+    ):
         if given is not None and given not in kinds:
             raise ColumnError(f"there is no column '{given}'", f"use one of: {', '.join(kinds)} ({option})")
+    if label is not None and kinds[label] not in _LABEL_KINDS:
+        raise ColumnError(f"the column '{label}' holds {kinds[label]}, not labels", "name another with --label-column")
+    if of_texts:
+        return _text_columns(kinds, settings, task, settings.labels == "dataset")
+    return _image_columns(kinds, settings, needs_labels)
+
+
+def _text_columns(kinds: Mapping[str, str], settings: Settings, task: KnownTask | None, needs_labels: bool) -> Columns:
+    """Labels beside texts are those that say so by type or name: any other number or text may be anything."""
+    label = settings.label_column or _named_label(kinds, (*_LABELS, *_OTHER_LABELS))
+    if label is None and "class" in kinds.values():
+        label = _only(kinds, ("class",), "label", "name it with --label-column")
+    given = settings.text_column
+    parts = find_texts(kinds, label, task) if given is None else named_texts(kinds, given)
+    if settings.label_column is None and (label in parts.values() or not {"text"} & set(parts)):
+        label = None  # an answer is all that a prompt or a chat is to learn
+    if label is None and needs_labels:
+        remedy = "name it with --label-column, or leave --labels dataset out"
+        raise ColumnError(f"no column looks like the label column; the columns are: {listed(kinds)}", remedy)
+    known = task if task is not None and tuple(parts.values()) == task.columns else None
+    return Columns(parts, label, known)
+
+
+def _image_columns(kinds: Mapping[str, str], settings: Settings, needs_labels: bool) -> Columns:
+    image, label = settings.image_column, settings.label_column
     if image is not None and kinds[image] != "image":
         raise ColumnError(f"the column '{image}' holds {kinds[image]}, not images", "name another with --image-column")
-    if label is not None and kinds[label] not in ("class", "integer", "string"):
-        raise ColumnError(f"the column '{label}' holds {kinds[label]}, not labels", "name another with --label-column")
     image = image or _only(kinds, ("image",), "image", "name it with --image-column")
     remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
     if label is None and "class" in kinds.values():
-        label = _only(kinds, ("class",), "label", remedy)
-    if label is None and not needs_labels and not {"integer", "string"} & set(kinds.values()):
-        return Columns(image, None)
-    return Columns(image, label or _only(kinds, ("integer", "string"), "label", remedy))
+        label = _named_label(kinds, _LABELS, ("class",)) or _only(kinds, ("class",), "label", remedy)
+    label = label or _named_label(kinds, _LABELS)
+    caption = _caption(kinds, settings, label)
+    if caption is not None:
+        return Columns({"image": image, "caption": caption}, label)
+    if label is None and not needs_labels and not {"integer", STRING} & set(kinds.values()):
+        return Columns({"image": image})
+    return Columns({"image": image}, label or _only(kinds, ("integer", STRING), "label", remedy))
+
+
+def _caption(kinds: Mapping[str, str], settings: Settings, label: str | None) -> str | None:
+    """The column of captions: the one that was named, else, where nothing is a label, one of a usual name."""
+    given = settings.caption_column
+    if given is not None and kinds[given] not in (STRING, _STRINGS):
+        raise ColumnError(
+            f"the column '{given}' holds {kinds[given]}, not captions", "name another with --caption-column"
+        )
+    if given is not None or label is not None or settings.labels == "dataset":
+        return given
+    return next((name for name in _CAPTIONS if kinds.get(name) in (STRING, _STRINGS)), None)
+
+
+def _named_label(kinds: Mapping[str, str], names: Iterable[str], wanted: Sequence[str] = _LABEL_KINDS) -> str | None:
+    return next((name for name in names if kinds.get(name) in wanted), None)
 
 
 def _only(kinds: Mapping[str, str], wanted: Sequence[str], what: str, remedy: str) -> str:
     found = [name for name, kind in kinds.items() if kind in wanted]
     if len(found) == 1:
         return found[0]
-    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     problem = "several columns could be" if found else "no column looks like"
-    raise ColumnError(f"{problem} the {what} column; the columns are: {seen}", remedy)
+    raise ColumnError(f"{problem} the {what} column; the columns are: {listed(kinds)}", remedy)
 
 
 def column_kinds(rows: Rows) -> dict[str, str]:
@@ -78,7 +180,13 @@ def column_kinds(rows: Rows) -> dict[str, str]:
             f"the rows are of type {type(rows[0]).__name__}, without named columns",
             "give rows as dictionaries: [{'image': ..., 'label': ...}, ...]",
         )
-    return {name: _kind_of_value(value) for name, value in rows[0].items()}
+    return {name: _kind_of_value(_first_value(rows, name)) for name in rows[0]}
+
+
+def _first_value(rows: Rows, name: str) -> Any:
+    """The first value of a column that is one."""
+    values = (rows[index].get(name) for index in range(min(len(rows), _LOOKED_AT)))
+    return next((value for value in values if value is not None), None)
 
 
 def feature_kinds(features: Mapping[str, Any]) -> dict[str, str]:
@@ -91,10 +199,41 @@ def feature_kinds(features: Mapping[str, Any]) -> dict[str, str]:
             kinds[name] = "image"
         elif isinstance(feature, datasets.ClassLabel):
             kinds[name] = "class"
+        elif (kind := _kind_of_list(feature)) is not None:
+            kinds[name] = kind
         else:
             dtype = str(getattr(feature, "dtype", type(feature).__name__))
             kinds[name] = "integer" if "int" in dtype else "string" if "string" in dtype else dtype
     return kinds
+
+
+def _kind_of_list(feature: Any) -> str | None:
+    """What a list of this declared type holds; None of what is none, or holds anything else."""
+    import datasets
+
+    if isinstance(feature, dict):  # a list of dictionaries, turned inside out
+        of_lists = all(hasattr(value, "feature") for value in feature.values())
+        return MESSAGES if of_lists and _are_messages(feature) else None
+    inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    if isinstance(inner, dict):
+        return MESSAGES if _are_messages(inner) else None
+    return _STRINGS if isinstance(inner, datasets.Value) and "string" in inner.dtype else None
+
+
+def _are_messages(keys: Iterable[str]) -> bool:
+    return any(name in keys for name in _SPEAKERS) and any(name in keys for name in _SPEECHES)
+
+
+def read_messages(value: Any) -> list[tuple[Any, Any]]:
+    """(speaker, speech) of each message, of a list of dictionaries or a dictionary of lists."""
+    if isinstance(value, Mapping):
+        speakers, speeches = (_first_of(value, names) or [] for names in (_SPEAKERS, _SPEECHES))
+        return list(zip(speakers, speeches, strict=True))
+    return [(_first_of(message, _SPEAKERS), _first_of(message, _SPEECHES)) for message in value]
+
+
+def _first_of(values: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
 
 
 def _kind_of_value(value: Any) -> str:
@@ -103,22 +242,31 @@ def _kind_of_value(value: Any) -> str:
     if hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's integers too
         return "integer"
     if isinstance(value, str):
-        return "string"
+        return STRING
+    if isinstance(value, Mapping) and _are_messages(value):
+        return MESSAGES
+    if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
+        return MESSAGES if _are_messages(value[0]) else type(value).__name__
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        return _STRINGS
     is_image = hasattr(value, "convert") or getattr(value, "ndim", 0) == 3  # PIL, or a prepared tensor
     return "image" if is_image else type(value).__name__
 
 
 def class_names(
-    splits: Any, label: str | None, settings: Settings, known_names: Sequence[str] | None = None
+    splits: Any, columns: Columns, settings: Settings, known_names: Sequence[str] | None = None
 ) -> tuple[str, ...]:
     """Names as given, from the features, the sorted distinct strings of all splits, or known from elsewhere.
 
-    An objective of the caller's own needs no names: numbers then stand for themselves, and without labels there are
-    none.
+    Where an objective needs no names, numbers stand for themselves, and without labels there are none: an image alone
+    is told by them, a text only where they are its answer.
     """
-    splits, given = list(splits), settings.class_names
+    splits, given, label = list(splits), settings.class_names, columns.label
+    answers = label is not None and settings.objective == "text-to-text"
+    needs_names = answers or (settings.names_classes and not columns.teaches_itself)
+    known_names = known_names if columns.task is None else columns.task.classes
     if label is None:
-        return _names_without_labels(given or known_names, settings)
+        return _names_without_labels(given or known_names, needs_names)
     declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
     declared = next((names for names in declarations if names is not None), None)
     if any(names is not None and names != declared for names in declarations):
@@ -136,10 +284,10 @@ def class_names(
     labels = [column(rows, label) for rows in splits if label in column_kinds(rows)]
     values = {value for some in labels for value in some if value is not None}
     if values and all(isinstance(value, str) for value in values):
-        return tuple(sorted(values))
+        return _names_of(values, columns)
     if values and known_names:
         return tuple(known_names)
-    if values and not settings.zero_shot:
+    if values and not needs_names:
         return tuple(str(number) for number in range(int(max(values)) + 1))
     raise ClassNamesError(
         f"the column '{label}' holds numbers without names",
@@ -147,8 +295,15 @@ def class_names(
     )
 
 
-def _names_without_labels(names: Sequence[str] | None, settings: Settings) -> tuple[str, ...]:
-    if not names and settings.zero_shot:
+def _names_of(values: set[str], columns: Columns) -> tuple[str, ...]:
+    """Sorted, but for the classes of a known task, which have an order."""
+    if columns.task is not None and values <= set(columns.task.classes):
+        return columns.task.classes
+    return tuple(sorted(values))
+
+
+def _names_without_labels(names: Sequence[str] | None, needs_names: bool) -> tuple[str, ...]:
+    if not names and needs_names:
         raise ClassNamesError(
             "no column looks like the label column, and nothing names the classes",
             f"{NAMES_REMEDY}, or name the column with --label-column",

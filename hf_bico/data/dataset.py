@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from PIL.Image import DecompressionBombError
 
 from hf_bico.data.columns import Columns, Rows, column, column_kinds, undecoded
 from hf_bico.data.files import own_image
+from hf_bico.data.items import caption_of, teaches, text_item
 from hf_bico.data.row_groups import UNLABELLED
 from hf_bico.data.sampling import draw_order
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
 from hf_bico.hub.client import HubRepo
 from hf_bico.record import PartRecord
+from hf_bico.texts import Captioned
+
+_UNDECODED = (OSError, SyntaxError, ValueError, DecompressionBombError)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class DataSet:
         return self.columns.label is not None
 
     def labels(self, split: str) -> dict[int, int]:
-        """The class of each labelled row of a split; rows without a label (none, or -1) are left out."""
+        """The class of each labelled row of a split; rows without a label (none, or -1) or a text are left out."""
         if split not in self._labels:
             self._labels[split] = self._read_labels(split)
         return self._labels[split]
@@ -62,37 +67,78 @@ class DataSet:
                     "give the names of all classes with --class-names",
                 )
             labels[row] = label
-        return labels
+        return self._without_blank(split, labels)
+
+    def _without_blank(self, split: str, labels: dict[int, int]) -> dict[int, int]:
+        """The labels of those rows from which anything can be learnt; whole columns are read much faster than rows."""
+        if not self._may_be_blank(split):
+            return labels
+        names = list(self.columns.parts.values())
+        texts = zip(*(column(self.splits[split], name) for name in names), strict=True)
+        rows = (dict(zip(names, values, strict=True)) for values in texts)
+        return {
+            index: labels[index] for index, row in enumerate(rows) if index in labels and teaches(row, self.columns)
+        }
 
     def can_measure_on(self, split: str) -> bool:
-        """Whether a split is there, with images and labels."""
+        """Whether a split is there, with all that makes up a sample, and with labels where the data set has any."""
         if split not in self.splits:
             return False
         kinds = column_kinds(self.splits[split])
-        return self.columns.image in kinds and self.columns.label in kinds and bool(self.labels(split))
+        if not set(self.columns.names) <= set(kinds):
+            return False
+        return bool(self.labels(split)) if self.labelled else self.columns.teaches_itself
 
     def order(self, split: str, seed: int) -> list[int]:
-        """The labelled rows of a split in the order in which the seed draws them."""
+        """The rows of a split in the order in which the seed draws them: labelled ones where there are labels."""
+        order = draw_order(len(self.splits[split]), seed)
+        if not self.labelled and self.columns.teaches_itself:
+            return order
         labels = self.labels(split)
-        return [index for index in draw_order(len(self.splits[split]), seed) if index in labels]
+        return [index for index in order if index in labels]
+
+    def first_of(self, split: str, order: Iterable[int], count: int) -> list[int]:
+        """The first so many rows of a split, in this order, from which anything can be learnt."""
+        if not self._may_be_blank(split):
+            return list(islice(order, count))
+        rows, known = self._rows(split), self._labels.get(split, {})
+        taught = (index for index in order if index in known or teaches(rows[index], self.columns))
+        return list(islice(taught, count))
+
+    def _may_be_blank(self, split: str) -> bool:
+        """Whether rows may hold nothing to learn: not those of images, nor of pairs, which are compared."""
+        parts = self.columns.parts
+        if self.columns.image is not None or "text_pair" in parts:
+            return False
+        return set(parts.values()) <= set(column_kinds(self.splits[split]))
 
     def samples(self, split: str, indices: Sequence[int], *, labelled: bool = True) -> Samples:
         """These rows of a split, with their labels unless these are not to be known."""
-        labels = self.labels(split) if labelled and indices else dict.fromkeys(indices, UNLABELLED)
+        known = labelled and self.labelled and indices
+        labels = self.labels(split) if known else dict.fromkeys(indices, UNLABELLED)
         chosen = tuple(labels[index] for index in indices)
-        rows, decode = self.splits[split], None
-        if self.repo is not None:  # a stranger's rows: what they point at is looked at before it is opened
+        rows, decode, image = self._rows(split) if indices else self.splits[split], None, self.columns.image
+        if self.repo is not None and image is not None:  # a stranger's: what it points at is looked at before
             folder = self.repo.hub.snapshot(self.repo.id, self.repo.type, self.repo.commit)
-            rows, decode = undecoded(rows, self.columns.image), lambda value: own_image(value, folder)
-        return Samples(rows, self.columns.image, tuple(indices), chosen, decode)
+            rows, decode = undecoded(rows, image), lambda value: own_image(value, folder)
+        return Samples(rows, self.columns, tuple(indices), chosen, decode)
+
+    def _rows(self, split: str) -> Rows:
+        """The rows of a split with nothing but what a sample is made of: no other image is opened for a text."""
+        rows, names = self.splits[split], list(self.columns.parts.values())
+        kinds = column_kinds(rows)
+        for name in names:
+            if name not in kinds:
+                raise ColumnError(f"split '{split}' has no column '{name}'", "choose another with --split")
+        return rows.select_columns(names) if hasattr(rows, "select_columns") else rows
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Chosen rows of one split: images are decoded when a batch is taken."""
+    """Chosen rows of one split: they are read, and images decoded, when a batch is taken."""
 
     rows: Rows
-    image_column: str
+    columns: Columns
     indices: tuple[int, ...]
     labels: tuple[int, ...]
     decode: Callable[[Any], Any] | None = None
@@ -101,11 +147,11 @@ class Samples:
         return len(self.indices)
 
     def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
-        """(images, labels), `size` at a time."""
+        """(items, labels), `size` at a time; an item is an image, alone or captioned, or one of the samples of text."""
         for start in range(0, len(self.indices), size):
             chosen = self.indices[start : start + size]
-            images = [self._image(index) for index in chosen]
-            yield images, list(self.labels[start : start + size])
+            items = [self._item(index) for index in chosen]
+            yield items, list(self.labels[start : start + size])
 
     def first(self, count: int) -> Samples:
         return replace(self, indices=self.indices[:count], labels=self.labels[:count])
@@ -118,16 +164,33 @@ class Samples:
             labels=self.labels[turn:] + self.labels[:turn],
         )
 
-    def _image(self, index: int) -> Any:
+    def _item(self, index: int) -> Any:
+        if self.columns.image is None:
+            return text_item(self.rows[index], self.columns, index)
+        row = self._row(index)
+        image = self._image(row[self.columns.image], index)
+        caption = self.columns.parts.get("caption")
+        return image if caption is None else Captioned(image, caption_of(row[caption], caption, index))
+
+    def _row(self, index: int) -> Any:
         try:
-            image = self.rows[index][self.image_column]
+            return self.rows[index]
+        except _UNDECODED as error:
+            raise _broken_image(index, error) from error
+
+    def _image(self, image: Any, index: int) -> Any:
+        try:
             image = image if self.decode is None or image is None else self.decode(image)
             if image is None:
                 raise ValueError("there is none")
             if hasattr(image, "load"):
                 image.load()  # PIL decodes when it must: do it here, where the row is known
-        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:
-            raise UnreadableSampleError(
-                f"the image of row {index} cannot be decoded: {error}", "remove or replace the broken image"
-            ) from error
+        except _UNDECODED as error:
+            raise _broken_image(index, error) from error
         return image
+
+
+def _broken_image(index: int, error: Exception) -> UnreadableSampleError:
+    return UnreadableSampleError(
+        f"the image of row {index} cannot be decoded: {error}", "remove or replace the broken image"
+    )

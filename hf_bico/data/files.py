@@ -30,6 +30,8 @@ CONVERTED = "refs/convert/parquet"
 """The revision at which the Hub keeps its own parquet copy of a data set."""
 _AT_A_TIME = 16
 _ABOUT = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+"""What `datasets` calls a file that may be a data set of its own."""
 _NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
@@ -57,7 +59,7 @@ class ParquetFiles:
 
 
 def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bool = False) -> Opened:
-    """Open a folder of images or parquet files, one saved by `datasets`, or a parquet file; `name` is for errors.
+    """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors.
 
     The card of a `foreign` folder may not name files outside of it.
     """
@@ -72,13 +74,14 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
             f"'{name}' was written by save_to_disk, which may name files elsewhere",
             "use one in parquet",
         )
-    if path.is_file() and path.suffix != ".parquet":
+    if path.is_file() and path.suffix not in _FILES:
         raise DataNotFoundError(
-            f"'{name}' is a file, and not a parquet file", "name a folder of images, or parquet files"
+            f"'{name}' is a file, and none of: {', '.join(_FILES)}",
+            "name such a file, or a folder of images or of them",
         )
     with readable(name):
         if path.is_file():
-            loaded, used = datasets.load_dataset("parquet", data_files=str(path)), None
+            loaded, used = datasets.load_dataset(_FILES[path.suffix], data_files=str(path)), None
         elif saved:
             loaded, used = datasets.load_from_disk(str(path)), None
         else:
@@ -328,7 +331,7 @@ def readable(name: str) -> Iterator[None]:
         reason = str(cause or error).splitlines()[0] if str(cause or error) else type(error).__name__
         raise DataNotFoundError(
             f"'{name}' cannot be read as a data set: {reason}",
-            "give a folder with one sub-folder of images a class, or parquet files",
+            "give a folder with one sub-folder of images a class, or parquet, JSON or CSV files",
         ) from error
 
 

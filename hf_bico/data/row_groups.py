@@ -15,6 +15,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hf_bico.data.columns import Columns
 from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
@@ -100,11 +101,12 @@ class RowGroups:
             self._features[split] = self._declared or self._stored_features(split)
         return self._features[split]
 
-    def choose(self, split: str, image: str, label: str | None, wanted: Wanted, after: Chosen | None = None) -> Chosen:
+    def choose(self, split: str, columns: Columns, wanted: Wanted, after: Chosen | None = None) -> Chosen:
         """The row groups to read of a split, `after` others were chosen that count towards the limit."""
+        label = columns.label
         with self._reading():
             budget = self._budget(split, after)
-            taken, rest = self._spread(split, image, label, wanted, after, budget)
+            taken, rest = self._spread(split, columns, wanted, after, budget)
             if label is None:
                 taken.sort(key=_position)
                 return Chosen(tuple(taken), [{}] * sum(group.rows for group in taken), 0)
@@ -149,7 +151,7 @@ class RowGroups:
         found: set[str] = set()
         for split in self.splits:
             with self._reading():
-                groups = list(islice(self._ordered(split, label, label), LOOKED_AT + 1))
+                groups = list(islice(self._ordered(split, [label], label), LOOKED_AT + 1))
                 if len(groups) > LOOKED_AT:
                     raise ClassNamesError(
                         f"the column '{label}' of '{self.repo.id}' is too long to look for the names of classes in it",
@@ -158,15 +160,24 @@ class RowGroups:
                 found |= set(_count(self._read_labels(split, groups, label)))
         return sorted(found)
 
-    def read(self, split: str, chosen: Chosen, image: str, label: str | None) -> Any:
-        """The rows of the chosen row groups, one after the other, as a `datasets.Dataset`."""
-        with self._reading():
-            columns = {image: in_parallel(lambda group: self._column(split, group, image), chosen.groups)}
-            if label is not None:
-                columns[label] = self._read_labels(split, chosen.groups, label)
-            return self._rows(split, columns)
+    def lacks_labels(self, split: str, label: str) -> bool:
+        """Whether the first file of a split says that none of its rows has a label, as those of a contest do."""
+        first = self._files(split)[0]
+        self._look_into([first])
+        bounds = [group.bounds for group in self._groups(first, [label], label)]
+        return bool(bounds) and all(found == (UNLABELLED, UNLABELLED) for found in bounds)
 
-    def read_whole(self, split: str, image: str, label: str | None) -> Any:
+    def read(self, split: str, chosen: Chosen, columns: Columns) -> Any:
+        """The rows of the chosen row groups, one after the other, as a `datasets.Dataset`."""
+        names = list(columns.parts.values())
+        with self._reading():
+            tables = in_parallel(lambda group: self._columns(split, group, names), chosen.groups)
+            found = {name: [table[name] for table in tables] for name in names}
+            if columns.label is not None:
+                found[columns.label] = self._read_labels(split, chosen.groups, columns.label)
+            return self._rows(split, found)
+
+    def read_whole(self, split: str, columns: Columns) -> Any:
         """All rows of a split; its files are fetched through the cache."""
         import datasets
 
@@ -178,7 +189,7 @@ class RowGroups:
                 f"{size_text(self._limit)} are allowed",
                 "measure on fewer samples with -n, or allow more with --max-download",
             )
-        features = self._some_features(split, [name for name in (image, label) if name is not None])
+        features = self._some_features(split, columns.names)
         folder = fetch(self.repo, files)
         with readable(self.repo.id):
             return datasets.Dataset.from_parquet(
@@ -194,10 +205,10 @@ class RowGroups:
         return min(max(LEAST_BUDGET, min(share, MOST_BUDGET)), self._limit - (after.size if after else 0))
 
     def _spread(
-        self, split: str, image: str, label: str | None, wanted: Wanted, after: Chosen | None, budget: int
+        self, split: str, columns: Columns, wanted: Wanted, after: Chosen | None, budget: int
     ) -> tuple[list[Group], Iterator[Group]]:
         """The first row groups, as many as the rows wanted need and the budget allows, and all that follow."""
-        ordered = self._ordered(split, image, label)
+        ordered = self._ordered(split, columns.names, columns.label)
         taken: list[Group] = []
         rows = size = cost = 0
         for group in ordered:
@@ -222,24 +233,24 @@ class RowGroups:
                 f"allow more with --max-download, or {'leave out the evaluation' if after else 'use fewer samples'}",
             )
 
-    def _ordered(self, split: str, image: str, label: str | None) -> Iterator[Group]:
+    def _ordered(self, split: str, names: Sequence[str], label: str | None) -> Iterator[Group]:
         """All row groups in the order in which they are taken; footers are read when it comes to them."""
         files = self._files(split)
         for start in range(0, len(files), FOOTERS):
             some = files[start : start + FOOTERS]
             self._look_into(some)
-            columns = [_seeded(self._groups(file, image, label), self._seed, _place) for file in some]
+            columns = [_seeded(self._groups(file, names, label), self._seed, _place) for file in some]
             for round in zip_longest(*columns):  # one of each file, another one of each, ...
                 yield from (group for group in round if group is not None)
 
-    def _groups(self, file: str, image: str, label: str | None) -> Iterator[Group]:
+    def _groups(self, file: str, names: Sequence[str], label: str | None) -> Iterator[Group]:
         footer = self._footers[file]
-        names = tuple(f"{name}." for name in (image, label) if name is not None)
+        starts = tuple(f"{name}." for name in names)
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
             chunks = [group.column(number) for number in range(group.num_columns)]
-            # an image is a column of several chunks: image.bytes, image.path
-            read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(names)]
+            # an image is a column of several chunks: image.bytes, image.path; so are messages
+            read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(starts)]
             size = sum(chunk.total_compressed_size for chunk in read)
             bounds = next((_bounds(chunk) for chunk in read if chunk.path_in_schema == label), None)
             yield Group(file, index, group.num_rows, size, bounds)
@@ -279,23 +290,24 @@ class RowGroups:
 
         return datasets.Features({name: self.features(split)[name] for name in names})
 
-    def _column(self, split: str, group: Group, name: str) -> Any:
-        """One column of a row group, in the type that the features say."""
+    def _columns(self, split: str, group: Group, names: Sequence[str]) -> Any:
+        """Some columns of a row group, in the types that the features say."""
         import pyarrow.parquet
         from datasets.table import table_cast
 
         with self._open(group.file) as source:
             # with the footer at hand, and the chunks of a column side by side, this is one request
             file = pyarrow.parquet.ParquetFile(source, metadata=self._footers[group.file], pre_buffer=True)
-            table = file.read_row_group(group.index, columns=[name], use_threads=False)
-        if name not in table.column_names:  # a split may have no labels
-            table = pyarrow.table({name: pyarrow.nulls(group.rows)})
-        return table_cast(table, self._some_features(split, [name]).arrow_schema)[name]
+            table = file.read_row_group(group.index, columns=list(names), use_threads=False)
+        for name in names:
+            if name not in table.column_names:  # a split may have no labels
+                table = table.append_column(name, pyarrow.nulls(group.rows))
+        return table_cast(table.select(names), self._some_features(split, names).arrow_schema)
 
     def _read_labels(self, split: str, groups: Sequence[Group], label: str) -> list[Any]:
         places = [(group.file, group.index, label) for group in groups]
         new = [group for group, place in zip(groups, places, strict=True) if place not in self._labels]
-        for group, values in zip(new, in_parallel(lambda g: self._column(split, g, label), new), strict=True):
+        for group, values in zip(new, in_parallel(lambda g: self._columns(split, g, [label])[label], new), strict=True):
             self._labels[group.file, group.index, label] = values
         return [self._labels[place] for place in places]
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hf_bico.comparison.tables import text_table
+from hf_bico.comparison.tables import LESS_IS_BETTER, text_table
 from hf_bico.edge.screen import console_of, is_screen
 from hf_bico.record import JOINED
 from hf_bico.report import Report, format_table
 from hf_bico.results import (
     control_sentence,
+    gain_of,
     headline,
     is_trained,
     is_worse,
@@ -52,6 +53,7 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     result = headline(record)
     if result:
         click.echo(result + "\n")
+    if results(record):
         _print_results(record)
     for sentence in (control_sentence(record), readout_sentence(record)):
         if sentence:
@@ -84,8 +86,8 @@ def _print_results(record: Record) -> None:
 def _marks(record: Record) -> list[str]:
     """Of each result: whether a port is better or worse than the target that it started from."""
     entries = [result.entry for result in results(record)]
-    targets = {entry.protocol: entry.value for entry in entries if entry.model == "target"}
-    gains = [e.value - targets.get(e.protocol, e.value) if e.model == "ported" else 0.0 for e in entries]
+    targets = {entry.protocol: entry for entry in entries if entry.model == "target"}
+    gains = [gain_of(e, targets.get(e.protocol, e)) if e.model == "ported" else 0.0 for e in entries]
     return [BETTER if gain > 0 else WORSE if gain < 0 else "" for gain in gains]
 
 
@@ -95,6 +97,8 @@ def print_compared(comparison: Comparison, folder: Path) -> None:
     click.echo(f"{comparison.title}\n")
     table = live_table(comparison.rows(), comparison.data_sets)
     _print_table(table, text_table(comparison.rows(), comparison.data_sets))
+    if any(row.is_loss for row in comparison.rows()):
+        click.echo(f"\n{LESS_IS_BETTER}")
     if comparison.refusals:
         click.echo(f"\n{comparison.refused()}")
     click.echo(f"\nWritten to {folder}")

@@ -20,6 +20,7 @@ from hf_bico.settings import (
     LABELS,
     LAYERS,
     METHOD_NAMES,
+    OBJECTIVES,
     OPTION_METHODS,
     SAMPLINGS,
     SIGNS,
@@ -68,7 +69,10 @@ rank_option = OUTPUT.option(
     "rank and anything else is exact.",
 )
 token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
-CALIBRATION_DATA = "Calibration data: a Hub id, a folder of images or parquet files; by default what the card says."
+CALIBRATION_DATA = (
+    "Calibration data: a Hub id, or a folder of images or of parquet, JSON, CSV or text files; by default what the "
+    "card says."
+)
 
 
 def folder_option(help: str) -> Callable[[Command], Command]:
@@ -119,6 +123,19 @@ data_options = _together(
     ),
     SAMPLES.option("--image-column", help="The column with the images, when it cannot be found by its type."),
     SAMPLES.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
+    SAMPLES.option(
+        "--text-column",
+        metavar="COLUMN[,COLUMN]",
+        help="The column with the texts, or the two of a pair, when they cannot be found by their names; "
+        "prompt=COLUMN,completion=COLUMN of a prompt and its answer.",
+    ),
+    SAMPLES.option("--caption-column", help="The column with the images' captions, where there are any."),
+    SAMPLES.option(
+        "--max-length",
+        type=int,
+        metavar="TOKENS",
+        help="Most tokens of a text; by default what the tokenizer says, and at most 2048.",
+    ),
     SAMPLES.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
     SAMPLES.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
     SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
@@ -175,6 +192,15 @@ method_options = _together(
         metavar="COPIES",
         help="Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
     ),
+    METHOD.option(
+        "--objective",
+        default="auto",
+        show_default=True,
+        type=Choice(OBJECTIVES),
+        metavar="OBJECTIVE",
+        help=f"The loss whose gradients are lined up; auto: what the models are made for. One of: "
+        f"{', '.join(OBJECTIVES)}.",
+    ),
     METHOD.option("--path-steps", default=2, show_default=True, help="Steps of bico-path."),
     METHOD.option(
         "--signs",
@@ -190,10 +216,11 @@ method_options = _together(
     TRAINING.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
     MEASURING.option(
         "--evaluation",
-        default="zero-shot",
+        default="auto",
         show_default=True,
         type=Choice(EVALUATIONS),
-        help="How models are measured; a probe is a linear classifier fitted to the calibration samples.",
+        help="How models are measured: zero-shot, as the objective asks, or by a probe, a linear classifier fitted to "
+        "the calibration samples; auto: a probe for text-to-text, else zero-shot.",
     ),
 )
 

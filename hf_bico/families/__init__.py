@@ -6,15 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_bico.errors import UnknownFamilyError
-from hf_bico.families.base import TEXT_TOWER, Family, LiveModel, Shapes
+from hf_bico.families.base import TEXT_TOWER, ClipModel, Family, ImageModel, LiveModel, Shapes
+from hf_bico.families.decoders import Decoder
+from hf_bico.families.encoders import Encoder
 from hf_bico.families.generic import Generic, require_same_kind
+from hf_bico.families.gpt2 import Gpt2
 from hf_bico.families.openclip import OpenClip
+from hf_bico.families.t5 import T5
+from hf_bico.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel
 from hf_bico.families.transformers_clip import TransformersClip
+from hf_bico.families.vit import Vit
 
 if TYPE_CHECKING:
     from torch import nn
 
-_KNOWN: tuple[Family, ...] = (OpenClip(), TransformersClip())
+_KNOWN: tuple[Family, ...] = (OpenClip(), TransformersClip(), Decoder(), Gpt2(), T5(), Encoder(), Vit())
 FAMILIES: tuple[Family, ...] = (*_KNOWN, Generic())
 
 
@@ -36,4 +42,17 @@ def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
     )
 
 
-__all__ = ["FAMILIES", "TEXT_TOWER", "Family", "LiveModel", "family_of", "require_same_kind"]
+__all__ = [
+    "FAMILIES",
+    "TEXT_TOWER",
+    "CausalModel",
+    "ClipModel",
+    "EncoderModel",
+    "Family",
+    "ImageModel",
+    "LiveModel",
+    "SequenceModel",
+    "TextModel",
+    "family_of",
+    "require_same_kind",
+]

@@ -18,22 +18,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import BrokenWeightsError, RepoError, UnreadableSampleError, UnsupportedModelError
 from hf_bico.sites import Layout, Site, Tokens
+from hf_bico.texts import Captioned
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from hf_bico.pairing import TextRows
     from hf_bico.statistics import Trace
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 TEXT_TOWER = "text tower"
 """Why the tensors of a CLIP's text side stay behind."""
+VISION_TOWER = "vision tower"
+"""Why those of its sites that read images do, where its text side alone is carried."""
+CLIP_OBJECTIVES = ("zero-shot", "contrastive")
 WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
@@ -53,10 +58,6 @@ class Family(ABC):
     def accepts(self, model: Path | nn.Module) -> bool:
         """Whether this family takes a folder or loaded model that none recognises by its tensors."""
         return False
-
-    def require_zero_shot(self) -> None:
-        """Refuse the zero-shot objective where models of this family have no text side to give it."""
-        return
 
     @abstractmethod
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
@@ -98,7 +99,10 @@ class Family(ABC):
 
 
 class LiveModel(ABC):
-    """A loaded CLIP-like model: image features, text features, and a look at its sites."""
+    """A loaded model: what it makes of samples, and a look at its sites."""
+
+    max_length: int | None = None
+    """Of the texts that it reads, in tokens; None for what it can take."""
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.module = module
@@ -112,55 +116,13 @@ class LiveModel(ABC):
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
-    def pixels(self, images: Sequence[Any]) -> Tensor:
-        """One batch on the model's device: PIL images by its own preprocessing, tensors only resized to fit."""
-        import torch
-
-        if isinstance(images[0], torch.Tensor):
-            if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
-                raise UnreadableSampleError(
-                    "the images are tensors of integers, or of several shapes",
-                    "give PIL images, or float tensors of one shape, prepared as the model takes them",
-                )
-            batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
-        else:
-            batch = self._prepared(images)
-        return batch.to(self.device, self.dtype)
-
-    def _prepared(self, images: Sequence[Any]) -> Tensor:
-        if not all(hasattr(image, "convert") for image in images):
-            raise UnreadableSampleError(
-                f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
-            )
-        try:
-            # RGB first: a processor may leave grey and transparent images as they are
-            batch = self._preprocess([image.convert("RGB") for image in images])
-        except ValueError as error:
-            raise UnreadableSampleError(
-                f"the model's own processor cannot prepare the images: {error}", "check its configuration"
-            ) from error
-        if self.layout.image_size not in (None, tuple(batch.shape[-2:])):
-            raise UnsupportedModelError(
-                f"the processor gives images of {tuple(batch.shape[-2:])} and the model takes {self.layout.image_size}",
-                "use the processor that belongs to the model",
-            )
-        return batch
-
     @abstractmethod
-    def _preprocess(self, images: Sequence[Any]) -> Tensor:
-        """The model's own preprocessing of RGB images, as one batch."""
+    def features(self, samples: Sequence[Any]) -> Tensor:
+        """One row (samples, width) for each sample: what a linear probe reads."""
 
-    @abstractmethod
-    def image_features(self, pixels: Tensor) -> Tensor:
-        """Pooled and projected, not normalised."""
-
-    @abstractmethod
-    def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Pooled and projected, not normalised."""
-
-    @abstractmethod
-    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """exp(logit_scale), and SigLIP's bias where there is one."""
+    def text_rows(self, samples: Sequence[Any]) -> TextRows | None:
+        """The tokens of the samples, where they are texts."""
+        return None
 
     def weight(self, name: str) -> Tensor:
         """The weight of a site as (out, in), as it is now."""
@@ -206,6 +168,75 @@ class LiveModel(ABC):
             return trace.tap(site, inputs[0], output)
 
         stack.callback(module.register_forward_hook(hook).remove)
+
+
+class ImageModel(LiveModel):
+    """A loaded model that reads images."""
+
+    def features(self, samples: Sequence[Any]) -> Tensor:
+        return self.image_features(self.pixels(samples))
+
+    def pixels(self, images: Sequence[Any]) -> Tensor:
+        """One batch on the model's device: PIL images by its own preprocessing, tensors only resized to fit.
+
+        Of captioned images, the images.
+        """
+        import torch
+
+        images = [image.image if isinstance(image, Captioned) else image for image in images]
+        if isinstance(images[0], torch.Tensor):
+            if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
+                raise UnreadableSampleError(
+                    "the images are tensors of integers, or of several shapes",
+                    "give PIL images, or float tensors of one shape, prepared as the model takes them",
+                )
+            batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
+        else:
+            batch = self._prepared(images)
+        return batch.to(self.device, self.dtype)
+
+    def _prepared(self, images: Sequence[Any]) -> Tensor:
+        if not all(hasattr(image, "convert") for image in images):
+            raise UnreadableSampleError(
+                f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
+            )
+        try:
+            # RGB first: a processor may leave grey and transparent images as they are
+            batch = self._preprocess([image.convert("RGB") for image in images])
+        except ValueError as error:
+            raise UnreadableSampleError(
+                f"the model's own processor cannot prepare the images: {error}", "check its configuration"
+            ) from error
+        if self.layout.image_size not in (None, tuple(batch.shape[-2:])):
+            raise UnsupportedModelError(
+                f"the processor gives images of {tuple(batch.shape[-2:])} and the model takes {self.layout.image_size}",
+                "use the processor that belongs to the model",
+            )
+        return batch
+
+    @abstractmethod
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        """The model's own preprocessing of RGB images, as one batch."""
+
+    @abstractmethod
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+
+class ClipModel(ImageModel):
+    """A loaded CLIP-like model: image features and text features."""
+
+    @abstractmethod
+    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The tokens that its text side reads, (prompts, tokens), and which of them are real and no padding."""
+
+    @abstractmethod
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+    @abstractmethod
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """exp(logit_scale), and SigLIP's bias where there is one."""
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:

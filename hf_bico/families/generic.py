@@ -1,18 +1,21 @@
-"""Any two models of one transformers class that no other family knows: sites by module path, losses by the caller.
+"""Any two models of one transformers class that no other family knows: sites by module path.
 
-There is no zero-shot head here, and how tokens are laid out is not known: rows of the two models pair one by one.
+A class that ends in ForCausalLM reads texts and models language. Of all others the loss is the caller's, and how tokens
+are laid out is not known: rows of the two models pair one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import ModelError, UnsupportedModelError
-from hf_bico.families.base import Family, LiveModel, Shapes
+from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes
+from hf_bico.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
     PretrainedModel,
@@ -24,7 +27,8 @@ from hf_bico.families.pretrained import (
     origin_of,
     require_config,
 )
-from hf_bico.sites import Layout, Site
+from hf_bico.families.text_models import CausalModel
+from hf_bico.sites import TEXTS, Layout, Site
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +41,7 @@ class Generic(Family):
     name = "generic"
     library = "transformers"
     config_file = "config.json"
-    processor_files = (*PROCESSOR_FILES, "generation_config.json", "chat_template.jinja")
+    processor_files = (*PROCESSOR_FILES, *TEXT_FILES)
 
     def recognises(self, shapes: Shapes) -> bool:
         return False
@@ -50,20 +54,12 @@ class Generic(Family):
 
         return has_linear(model)
 
-    def require_zero_shot(self) -> None:
-        raise _no_zero_shot()
-
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         from hf_bico.families.module_layout import module_layout, stored_names
 
-        if config.get("quantization_config"):
-            raise UnsupportedModelError(
-                "the weights of this model are quantised, and not kept as its layers multiply by them",
-                "name the model that it was quantised from",
-            )
         skeleton = bare_model(first_architecture(config) or "", config)
         stored = stored_names(skeleton, shapes)
-        layout = module_layout(self.name, skeleton, stored)
+        layout = _of_language(skeleton, module_layout(self.name, skeleton, stored))
         known = set(stored.values())
         layout.others.update((name, "no linear site") for name in shapes if name not in known)
         return layout
@@ -78,29 +74,20 @@ class Generic(Family):
         name = first_architecture(require_config(self, folder)) or ""
         module = load_pretrained(folder, name, device, dtype)
         stored = stored_names(module, FileCheckpoint.in_folder(folder, self.library).shapes)
-        live = GenericModel(module, module_layout(self.name, module, {name: name for name in stored}))
+        live = _live(module, module_layout(self.name, module, {name: name for name in stored}))
         live.folder = folder
         return live
 
     def wrap(self, module: nn.Module) -> LiveModel:
         from hf_bico.families.module_layout import module_layout
 
-        live = GenericModel(module, module_layout(self.name, module))
+        live = _live(module, module_layout(self.name, module))
         live.folder = origin_of(module)
         return live
 
 
-class GenericModel(PretrainedModel):
-    """A loaded model that shows its sites and nothing else: no features, no text side."""
-
-    def image_features(self, pixels: Tensor) -> Tensor:
-        raise _no_zero_shot()
-
-    def text_features(self, prompts: Sequence[str]) -> Tensor:
-        raise _no_zero_shot()
-
-    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        raise _no_zero_shot()
+class _Guarded(PretrainedModel):
+    """A loaded model of whose modules nothing is known but their classes."""
 
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
         """As for every transformers model; and what the site read and wrote must still be there in the end."""
@@ -122,10 +109,49 @@ class GenericModel(PretrainedModel):
         stack.push(unchanged)
 
 
-def _no_zero_shot() -> UnsupportedModelError:
+class GenericModel(_Guarded, ImageModel):
+    """A loaded model that shows its sites and nothing else: no features, no text side."""
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        raise _no_features()
+
+
+class GenericCausalModel(_Guarded, CausalModel):
+    """A loaded decoder that no family knows."""
+
+
+def _live(module: nn.Module, layout: Layout) -> GenericModel | GenericCausalModel:
+    if _models_language(module):
+        return GenericCausalModel(module, _of_language(module, layout))
+    return GenericModel(module, layout)
+
+
+def _models_language(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("ForCausalLM") and hasattr(module, "get_output_embeddings")
+
+
+def _of_language(module: nn.Module, layout: Layout) -> Layout:
+    """The layout of a decoder: every site reads tokens of texts, and the vocabulary's own layer is none."""
+    if not _models_language(module):
+        return layout
+    model: Any = module
+    output = model.get_output_embeddings()
+    path = next((path for path, part in module.named_modules() if part is output), "")
+    sites = tuple(replace(site, text=True) for site in layout.sites if site.name != path)
+    left = {slot.tensor: OUTPUT_EMBEDDINGS for site in layout.sites if site.name == path for slot in site.slots}
+    return replace(
+        layout,
+        sites=sites,
+        others={**layout.others, **left},
+        reads=TEXTS,
+        objectives=("language-modelling",),
+    )
+
+
+def _no_features() -> UnsupportedModelError:
     return UnsupportedModelError(
-        "a generic model has no zero-shot head, which the objective 'auto' needs",
-        "port it from Python, with objective= a callable (model, batch) -> loss",
+        "what the features of a generic model are is not known",
+        "port it from Python, with objective= a callable (model, batch) -> loss, and without a probe",
     )
 
 
@@ -136,4 +162,8 @@ def require_same_kind(base: Layout, target: Layout) -> None:
         raise ModelError(
             f"the base is {names[0]} and the target {names[1]}: between generic models, both are of one class",
             "choose a target of the base's own class",
+        )
+    if base.reads != target.reads:
+        raise ModelError(
+            f"the base reads {base.reads} and the target {target.reads}", "choose a target that reads the same"
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint, folder_name
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
 from hf_bico.families.base import (
+    CLIP_OBJECTIVES,
     TEXT_TOWER,
     WHOLE_MODEL,
+    ClipModel,
     Family,
     LiveModel,
     Shapes,
@@ -22,7 +24,8 @@ from hf_bico.families.base import (
     prefix_before,
     weights_do_not_fit,
 )
-from hf_bico.sites import Axis, Layout, Site, Slot, count_heads, residual_axes
+from hf_bico.families.explicit_attention import explicit_attention
+from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +75,9 @@ class OpenClip(Family):
             width, embedding = shapes[f"{root}proj"]
             weight = Slot(f"{root}proj", transposed=True)
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), weight))
+        texts = _text_prefix(shapes, root)
+        text_sites = [] if texts is None else _text_sites(shapes, texts)
+        sites += text_sites
         patch = shapes[f"{root}conv1.weight"][-1]
         positions = shapes[f"{root}positional_embedding"][0]
         vision = _section(_section(config, "model_cfg"), "vision_cfg")
@@ -82,6 +88,8 @@ class OpenClip(Family):
             *(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others),
             heads=_heads(vision, shapes[f"{root}conv1.weight"][0]),
             residual=_residual(shapes, root, blocks),
+            objectives=CLIP_OBJECTIVES,
+            text_blocks=len({site.block for site in text_sites} - {None}),
         )
 
     def skeleton(self, folder: Path) -> nn.Module:
@@ -162,7 +170,7 @@ class OpenClip(Family):
         return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": own}}))
 
 
-class OpenClipModel(LiveModel):
+class OpenClipModel(ClipModel):
     """A loaded open_clip model, or its visual tower alone."""
 
     transform: Any = None
@@ -189,16 +197,46 @@ class OpenClipModel(LiveModel):
             raise UnsupportedModelError("this vision transformer does not pool its tokens", "use a model that does")
         return features
 
+    @property
+    def text(self) -> Any:
+        """The module that holds the text tower: the model itself, unless the tower is a module of its own."""
+        return getattr(self.module, "text", self.module)
+
     def text_features(self, prompts: Sequence[str]) -> Tensor:
+        ids = self._text_ids(prompts)
         model: Any = self.module
-        if not hasattr(model, "encode_text"):
+        features: Tensor = model.encode_text(ids)
+        return features
+
+    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The row that is pooled counts as real, whatever stands there: some models read a text off its padding."""
+        ids = self._text_ids(prompts)
+        return ids, _real_tokens(ids, self.tokenizer) | self._pooled_tokens(ids)
+
+    def _text_ids(self, prompts: Sequence[str]) -> Tensor:
+        if not hasattr(self.module, "encode_text"):
             raise MissingTextTowerError("the model is a visual tower without a text side", WHOLE_MODEL)
         if self.tokenizer is None:
             raise MissingProcessorError(
                 "a loaded open_clip model does not know its tokenizer", "pass its Hub id or folder instead"
             )
-        features: Tensor = model.encode_text(self.tokenizer(list(prompts)).to(self.device))
-        return features
+        ids: Tensor = self.tokenizer(list(prompts)).to(self.device)
+        return ids
+
+    def _pooled_tokens(self, ids: Tensor) -> Tensor:
+        """Which token of each text is pooled: its end in CLIP's manner, the first or the last in some models."""
+        import torch
+
+        text = self.text
+        how = getattr(text, "text_pool_type", getattr(text, "pool_type", None))
+        end: Any = getattr(text, "text_eos_id", getattr(text, "eos_id", None))
+        pooled = torch.zeros_like(ids, dtype=torch.bool)
+        if how in ("argmax", "eos"):
+            places = ids.argmax(-1) if how == "argmax" else torch.eq(ids, end).int().argmax(-1)
+            pooled[torch.arange(len(ids), device=ids.device), places] = True
+        elif how in ("first", "last"):
+            pooled[:, 0 if how == "first" else -1] = True
+        return pooled
 
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         model: Any = self.module
@@ -206,14 +244,15 @@ class OpenClipModel(LiveModel):
 
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
         if site.block is None:
-            self._watch_projection(site, trace, stack)
+            watch = self._watch_text_projection if site.tower else self._watch_projection
+            watch(site, trace, stack)
             return
-        block = self.visual.transformer.resblocks[site.block]
+        block = (self.text if site.tower else self.visual).transformer.resblocks[site.block]
         if site.role in ("attn.q", "attn.k", "attn.v"):
-            attention = _explicit(block.attn, stack)
+            attention = explicit_attention(block.attn, stack)
             attention.watched[site.role] = (site, trace)
         elif site.role == "attn.out":
-            _explicit(block.attn, stack)  # nn.MultiheadAttention never calls its out_proj as a module
+            explicit_attention(block.attn, stack)  # nn.MultiheadAttention never calls its out_proj as a module
             self._watch_linear(block.attn.out_proj, site, trace, stack)
         else:
             self._watch_linear(block.mlp.c_fc if site.role == "mlp.up" else block.mlp.c_proj, site, trace, stack)
@@ -231,75 +270,19 @@ class OpenClipModel(LiveModel):
         stack.callback(setattr, visual, "proj", projection)
         stack.callback(visual.register_forward_hook(project).remove)
 
+    def _watch_text_projection(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        """open_clip runs a projection that is an nn.Linear as a module: one with the same weight shadows the tensor."""
+        import torch
 
-class ExplicitAttention:
-    """Packed self-attention computed with q, k and v apart, so that each can be watched.
-
-    Stands in for the forward of any module that holds `in_proj_weight`: torch's nn.MultiheadAttention and
-    open_clip's own attention class alike.
-    """
-
-    def __init__(self, attention: Any) -> None:
-        if getattr(attention, "logit_scale", None) is not None:
-            raise UnsupportedModelError(
-                "this vision transformer uses scaled cosine attention, whose q and k cannot be shown apart",
-                "use a model with plain attention",
-            )
-        if getattr(attention, "in_proj_weight", None) is None:
-            raise UnsupportedModelError(
-                "this vision transformer keeps q, k and v in separate tensors of one attention module",
-                "use a model with a packed in_proj_weight",
-            )
-        self.attention = attention
-        self.watched: dict[str, tuple[Site, Trace]] = {}
-        # torch's module takes (query, key, value) and returns a pair; open_clip's takes x and returns a tensor
-        self.returns_pair = "key" in inspect.signature(type(attention).forward).parameters
-        self.batch_first = getattr(attention, "batch_first", True)
-
-    def __call__(self, x: Tensor, key: Any = None, value: Any = None, attn_mask: Any = None, **_: Any) -> Any:
-        from torch.nn import functional
-
-        attention = self.attention
-        if (key is not None and key is not x) or (value is not None and value is not x):
-            raise UnsupportedModelError("this vision transformer uses cross-attention", "use a plain ViT")
-        rows = x if self.batch_first else x.transpose(0, 1)
-        parts = [
-            self._show(role, rows, weight, bias)
-            for role, weight, bias in zip(
-                ("attn.q", "attn.k", "attn.v"),
-                attention.in_proj_weight.chunk(3),
-                (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3),
-                strict=True,
-            )
-        ]
-        q, k, v = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in parts)
-        q, k = _optional(attention, "ln_q")(q), _optional(attention, "ln_k")(k)
-        heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
-        if getattr(attention, "head_scale", None) is not None:
-            heads = heads * attention.head_scale
-        mixed = attention.out_proj(_optional(attention, "ln_inner")(heads.transpose(1, 2).flatten(2)))
-        mixed = mixed if self.batch_first else mixed.transpose(0, 1)
-        return (mixed, None) if self.returns_pair else mixed
-
-    def _show(self, role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from torch.nn import functional
-
-        y = functional.linear(x, weight, bias)
-        if role not in self.watched:
-            return y
-        site, trace = self.watched[role]
-        return trace.tap(site, x, y)
-
-
-def _explicit(attention: Any, stack: ExitStack) -> ExplicitAttention:
-    """The explicit form of this module's forward, put in place once and taken away by `stack`."""
-    current = attention.__dict__.get("forward")
-    if isinstance(current, ExplicitAttention):
-        return current
-    explicit = ExplicitAttention(attention)
-    attention.forward = explicit
-    stack.callback(attention.__dict__.pop, "forward")
-    return explicit
+        text = self.text
+        projection = text.text_projection
+        if not isinstance(projection, torch.nn.Linear):
+            weight = torch.nn.Parameter(projection.detach().T, requires_grad=False)
+            projection = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            projection.weight = weight
+            text.__dict__["text_projection"] = projection
+            stack.callback(text.__dict__.pop, "text_projection")
+        self._watch_linear(projection, site, trace, stack)
 
 
 @contextmanager
@@ -318,18 +301,54 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _optional(module: Any, name: str) -> Any:
-    return getattr(module, name, None) or (lambda x: x)
-
-
 def _visual_prefix(shapes: Shapes) -> str | None:
     prefix = prefix_before(shapes, "class_embedding")
     stem = "transformer.resblocks.0.attn.in_proj_weight"
     return prefix if prefix is not None and f"{prefix}{stem}" in shapes else None
 
 
-def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
-    name = f"blocks.{block}."
+def _text_prefix(shapes: Shapes, root: str) -> str | None:
+    """What stands before the text tower's names, where that is a transformer of open_clip's own that reads tokens."""
+    if not root.endswith("visual."):
+        return None
+    whole = root.removesuffix("visual.")
+    needed = ("token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")
+    for prefix in (whole, f"{whole}text."):
+        # with a class embedding, the tower has a row more than tokens
+        if all(prefix + name in shapes for name in needed) and f"{prefix}cls_emb" not in shapes:
+            return prefix
+    return None
+
+
+def _text_sites(shapes: Shapes, root: str) -> list[Site]:
+    stem = f"{root}transformer.resblocks."
+    blocks = range(count_blocks(shapes, stem))
+    sites = [site for block in blocks for site in _block_sites(shapes, f"{stem}{block}.", block, "text.")]
+    name = f"{root}text_projection"
+    if name in shapes:
+        width, embedding = shapes[name]
+        weight, bias = Slot(name, transposed=True), None
+        sites.append(Site("text.proj", "proj", None, "text.proj", (embedding, width), weight, bias))
+    elif f"{name}.weight" in shapes:  # a projection with a bias is a module
+        embedding, width = shapes[f"{name}.weight"]
+        weight, bias = Slot(f"{name}.weight"), Slot(f"{name}.bias") if f"{name}.bias" in shapes else None
+        sites.append(Site("text.proj", "proj", None, "text.proj", (embedding, width), weight, bias))
+    return [replace(site, text=True, tower=TEXT_SIDE) for site in sites]
+
+
+def _real_tokens(ids: Tensor, tokenizer: Any) -> Tensor:
+    """Which tokens are no padding, by the tokenizer: up to its end token, or all but its padding."""
+    import torch
+
+    end = getattr(tokenizer, "eot_token_id", None)
+    if end is None:
+        return torch.ne(ids, tokenizer.tokenizer.pad_token_id)
+    is_end = torch.eq(ids, end).long()  # open_clip's own tokenizer pads with 0, which is a word too
+    return torch.eq(is_end.cumsum(-1) - is_end, 0)
+
+
+def _block_sites(shapes: Shapes, stem: str, block: int, tower: str = "") -> list[Site]:
+    name = f"{tower}blocks.{block}."
     width = shapes[f"{stem}attn.in_proj_weight"][1]
     sites = []
     for index, role in enumerate(("attn.q", "attn.k", "attn.v")):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
-from hf_bico.families.base import Family, LiveModel, weights_do_not_fit
+from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, weights_do_not_fit
 from hf_bico.sites import Site
 
 if TYPE_CHECKING:
@@ -53,24 +53,27 @@ def require_config(family: Family, folder: Path) -> Mapping[str, Any]:
     return family.read_config(folder)
 
 
-def bare_model(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """A model of this class on the meta device; a ValueError where the configuration does not describe one."""
+def bare_model(name: str, config: Mapping[str, Any], **options: Any) -> nn.Module:
+    """A model of this class, with its `options`, on the meta device.
+
+    A ValueError where the configuration does not describe one.
+    """
     import torch
     from huggingface_hub.errors import StrictDataclassError
 
     model_class = _class(name)
     try:
         with torch.device("meta"):
-            module: nn.Module = model_class(model_class.config_class.from_dict(dict(config)))
+            module: nn.Module = model_class(model_class.config_class.from_dict(dict(config)), **options)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return module.eval()
 
 
-def bare_model_of(folder: Path, name: str, config: Mapping[str, Any]) -> nn.Module:
+def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], **options: Any) -> nn.Module:
     """`bare_model` of a folder's configuration, with an error that names the folder."""
     try:
-        return bare_model(name, config)
+        return bare_model(name, config, **options)
     except ValueError as error:
         raise RepoError(
             f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': {error}",
@@ -78,13 +81,13 @@ def bare_model_of(folder: Path, name: str, config: Mapping[str, Any]) -> nn.Modu
         ) from error
 
 
-def load_pretrained(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A model of this class with a folder's safetensors, none of them made up."""
+def load_pretrained(folder: Path, name: str, device: torch.device, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         module, report = _class(name).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
     except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise weights_do_not_fit(folder, error) from error
@@ -100,37 +103,55 @@ def origin_of(module: nn.Module) -> Path | None:
     return origin if str(origin) != "." and origin.is_dir() else None
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder; it needs no weights beside it."""
+    return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES)
+
+
+def _from_folder(folder: Path, loader: str, what: str, files: Sequence[str]) -> Any:
+    import transformers
+
+    if not any((folder / name).is_file() for name in files):  # transformers would make up an empty one
+        raise MissingProcessorError(
+            f"'{folder_name(folder)}' has no {what}", "copy it from the repo that the model came from"
+        )
+    try:
+        auto = getattr(transformers, loader)
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise MissingProcessorError(
+            f"'{folder_name(folder)}' has no {what} that can be loaded",
+            "copy it from the repo that the model came from",
+        ) from error
+
+
 class PretrainedModel(LiveModel):
     """A loaded transformers model that may know the folder of its processor and tokenizer."""
 
     folder: Path | None = None
     _processor: Any = None
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer beside its weights."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._origin("tokenizer"))
+        return self._tokenizer
 
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         if self._processor is None:
-            self._processor = self._from_folder("AutoImageProcessor", "image processor", PROCESSOR_FILES)
+            what = "image processor"
+            self._processor = _from_folder(self._origin(what), "AutoImageProcessor", what, PROCESSOR_FILES)
         batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return batch
 
-    def _from_folder(self, loader: str, what: str, files: Sequence[str]) -> Any:
-        import transformers
-
+    def _origin(self, what: str) -> Path:
         if self.folder is None:
             raise MissingProcessorError(
                 f"a loaded model does not know its {what}", "pass its Hub id or folder instead of the loaded model"
             )
-        if not any((self.folder / name).is_file() for name in files):  # transformers would make up an empty one
-            raise MissingProcessorError(
-                f"'{folder_name(self.folder)}' has no {what}", "copy it from the repo that the model came from"
-            )
-        try:
-            auto = getattr(transformers, loader)
-            return auto.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise MissingProcessorError(
-                f"'{folder_name(self.folder)}' has no {what} that can be loaded",
-                "copy it from the repo that the model came from",
-            ) from error
+        return self.folder
 
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
         name = site.weight.tensor.removesuffix(".weight")

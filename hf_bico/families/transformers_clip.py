@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingTextTowerError
 from hf_bico.families.base import (
+    CLIP_OBJECTIVES,
     TEXT_TOWER,
-    TOKENIZER_FILES,
     WHOLE_MODEL,
+    ClipModel,
     Family,
     LiveModel,
     Shapes,
@@ -26,7 +28,7 @@ from hf_bico.families.pretrained import (
     origin_of,
     require_config,
 )
-from hf_bico.sites import Axis, Layout, Site, Slot, count_heads, residual_axes
+from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +82,8 @@ class TransformersClip(Family):
         if projection is not None:
             embedding, width = shapes[projection]
             sites.append(Site("proj", "proj", None, "proj", (embedding, width), Slot(projection)))
+        text_sites = _text_sites(shapes, root)
+        sites += text_sites
         patch = shapes[f"{root}embeddings.patch_embedding.weight"][-1]
         positions = shapes[f"{root}embeddings.position_embedding.weight"][0]
         vision = config.get("vision_config") or config
@@ -91,6 +95,8 @@ class TransformersClip(Family):
             *(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others),
             heads=count_heads(width, vision.get("num_attention_heads", _HEADS)),
             residual=_residual(shapes, root, blocks),
+            objectives=CLIP_OBJECTIVES,
+            text_blocks=len({site.block for site in text_sites} - {None}),
         )
 
     def skeleton(self, folder: Path) -> nn.Module:
@@ -114,10 +120,8 @@ class TransformersClip(Family):
         return TransformersClipModel(module, self.layout(shapes, config.to_dict()))
 
 
-class TransformersClipModel(PretrainedModel):
+class TransformersClipModel(PretrainedModel, ClipModel):
     """A loaded transformers CLIP, whole or its vision tower alone."""
-
-    _tokenizer: Any = None
 
     def image_features(self, pixels: Tensor) -> Tensor:
         model: Any = self.module
@@ -126,17 +130,20 @@ class TransformersClipModel(PretrainedModel):
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         model: Any = self.module
-        if not hasattr(model, "text_model"):
-            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
-        if self._tokenizer is None:
-            self._tokenizer = self._from_folder("AutoTokenizer", "tokenizer", TOKENIZER_FILES)
-        longest = model.config.text_config.max_position_embeddings
-        tokens = self._tokenizer(
-            list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
-        ).to(self.device)
-        pooled = model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).pooler_output
+        ids, mask = self.text_tokens(prompts)
+        pooled = model.text_model(input_ids=ids, attention_mask=mask.long()).pooler_output
         features: Tensor = model.text_projection(pooled)
         return features
+
+    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        model: Any = self.module
+        if not hasattr(model, "text_model"):
+            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
+        longest = model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(
+            list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
+        ).to(self.device)
+        return tokens["input_ids"], tokens["attention_mask"].bool()
 
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         model: Any = self.module
@@ -160,8 +167,21 @@ def _projection_name(shapes: Shapes) -> str | None:
     return None if prefix is None else f"{prefix}visual_projection.weight"
 
 
-def _block_sites(shapes: Shapes, stem: str, block: int) -> list[Site]:
-    name = f"blocks.{block}."
+def _text_sites(shapes: Shapes, root: str) -> list[Site]:
+    """Those of the text tower; none where the model is a vision tower alone."""
+    whole = root.removesuffix("vision_model.")
+    stem = f"{whole}text_model.encoder.layers."
+    blocks = range(count_blocks(shapes, stem))
+    sites = [site for block in blocks for site in _block_sites(shapes, f"{stem}{block}.", block, "text.")]
+    projection = f"{whole}text_projection.weight"
+    if sites and projection in shapes:
+        embedding, width = shapes[projection]
+        sites.append(Site("text.proj", "proj", None, "text.proj", (embedding, width), Slot(projection)))
+    return [replace(site, text=True, tower=TEXT_SIDE) for site in sites]
+
+
+def _block_sites(shapes: Shapes, stem: str, block: int, tower: str = "") -> list[Site]:
+    name = f"{tower}blocks.{block}."
     sites = []
     for role, module in _MODULES.items():
         rows, columns = shapes[f"{stem}{module}.weight"]

@@ -82,7 +82,10 @@ class Method:
     keeps_factors: ClassVar[bool] = True
     """Whether a low-rank change stays one."""
     needs_predictions: ClassVar[bool] = False
-    """Whether it needs the zero-shot objective's own predictions, and not just any loss."""
+    """Whether it needs an objective that predicts classes, and not just any loss."""
+
+    one_tower: ClassVar[bool] = False
+    """Whether it carries a CLIP's vision tower alone, unless another is asked for."""
 
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
         """Refuse, by an UnsuitableMethodError, models between which this method cannot carry."""
@@ -126,7 +129,6 @@ class Trainer(Method, ABC):
     """Trains the target instead, for comparison; the source's change is not looked at."""
 
     keeps_factors = False
-    needs_predictions = True
     whole_split: ClassVar[bool]
     """Whether it trains on all of the split, and not on the calibration samples."""
 

@@ -63,7 +63,7 @@ class Finetune(Trainer):
                 learner.changes(),
                 steps=steps,
                 samples=min(len(training), steps * settings.train_batch),
-                validation=learner.accuracy(validation) if validation else None,
+                validation=learner.accuracy(validation),
             )
 
 

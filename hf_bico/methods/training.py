@@ -27,14 +27,14 @@ class Lesson:
     """What a trainer learns from: parameters by name, and the losses of numbered samples.
 
     `parameters` are trained in place and put back afterwards. `loss` gives the sum of the losses of some samples, from
-    one forward pass and with its graph; `accuracy` the share of some samples that the model gets right now. There are
-    `size` samples, numbered from 0. `identity` tells this lesson from others (models, samples, settings): an
-    interrupted training goes on only with the lesson that it began with.
+    one forward pass and with its graph; `accuracy` the share of some samples that the model gets right now, None where
+    nothing is right or wrong. There are `size` samples, numbered from 0. `identity` tells this lesson from others
+    (models, samples, settings): an interrupted training goes on only with the lesson that it began with.
     """
 
     parameters: Mapping[str, nn.Parameter]
     loss: Callable[[Sequence[int]], Tensor]
-    accuracy: Callable[[Sequence[int]], float]
+    accuracy: Callable[[Sequence[int]], float] | None
     size: int
     identity: str = ""
 
@@ -95,9 +95,13 @@ class Learner:
         self.steps += 1
 
     @torch.no_grad()
-    def accuracy(self, samples: Sequence[int]) -> float:
+    def accuracy(self, samples: Sequence[int]) -> float | None:
+        right = self.lesson.accuracy
+        if right is None or not samples:
+            return None
+
         def count(size: int) -> float:
-            return sum(self.lesson.accuracy(part) * len(part) for part in _parts(samples, size))
+            return sum(right(part) * len(part) for part in _parts(samples, size))
 
         return halving_batches(self.batch_size, count) / len(samples)
 

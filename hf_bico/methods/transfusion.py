@@ -34,6 +34,7 @@ class TransFusion(Carrier):
     """
 
     looks_at_data = False
+    one_tower = True
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -52,10 +53,15 @@ class TransFusion(Carrier):
         if self.settings.layers == "similarity":
             raise _unsuitable("it pairs blocks of one number, and --layers similarity may pair others")
         for pair in pairs:
-            if pair.source.name != pair.target.name:
+            if pair.source.name != pair.target.name and not pair.target.tower:
                 raise _unsuitable(f"the target's '{pair.target.name}' is paired with the source's '{pair.source.name}'")
 
     def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+        if any(pair.target.tower for pair in pairs):
+            raise UnsuitableMethodError(
+                "transfusion matches the residual stream of one tower, and a text tower is to be carried too",
+                "carry the vision tower alone with --tower vision, or use --method bico",
+            )
         matching = Matching(_terms(seen.source, seen.target), seen.target.layout.heads or 1)
         self.objectives = matching.run()
         self.permutations = matching.permutations
@@ -176,7 +182,7 @@ def _compared(source: Layout, target: Layout) -> Iterable[tuple[str, object, obj
     yield "blocks", source.blocks, target.blocks
     yield "attention heads", source.heads, target.heads
     theirs = {site.name: site for site in target.sites}
-    for site in source.sites:
+    for site in source.main_sites:
         if site.name in theirs:
             yield f"the shape of '{site.name}'", site.shape, theirs[site.name].shape
     yield "image size", source.image_size, target.image_size
@@ -208,7 +214,7 @@ def _terms(source: Pretrained, target: Pretrained) -> dict[str, Term]:
     """All that both models have, by canonical name, as matrices."""
     ours, theirs = _matrices(source, "the source"), _matrices(target, "the target")
     groups: dict[str, tuple[str | None, str | None]] = {axis.name: (RESIDUAL, None) for axis in target.layout.residual}
-    for site in target.layout.sites:
+    for site in target.layout.main_sites:
         rows, columns = _groups(site)
         groups |= {site.name: (rows, columns), f"{site.name}.bias": (rows, None)}
     return {
@@ -220,16 +226,15 @@ def _terms(source: Pretrained, target: Pretrained) -> dict[str, Term]:
 
 def _matrices(model: Pretrained, whose: str) -> dict[str, Tensor]:
     layout, found = model.layout, {}
-    tensors = {
-        name: model.checkpoint.tensor(name).detach().cpu()
-        for name in sorted(layout.tensors | {axis.tensor for axis in layout.residual})
-    }
+    sites = layout.main_sites
+    names = {slot.tensor for site in sites for slot in site.slots} | {axis.tensor for axis in layout.residual}
+    tensors = {name: model.checkpoint.tensor(name).detach().cpu() for name in sorted(names)}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise NonFiniteWeightsError(
                 f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
             )
-    for site in layout.sites:
+    for site in sites:
         found[site.name] = site.weight.view(tensors[site.weight.tensor])
         if site.bias is not None:
             found[f"{site.name}.bias"] = site.bias.view(tensors[site.bias.tensor])[:, None]

@@ -1,4 +1,4 @@
-"""The task losses that calibration differentiates. Knows features and labels; not files, sites or statistics."""
+"""The zero-shot objective of CLIP-like models: classes are what the model's own text tower makes of their names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.errors import ClassNamesError
-from hf_bico.families import LiveModel
-from hf_bico.statistics import Losses
+from hf_bico.errors import ClassNamesError, UnsupportedModelError
+from hf_bico.families import ClipModel, LiveModel
+from hf_bico.objectives.base import Classifier
 
 PROMPT_BATCH = 256
-MOST_LABELS = 10
-"""So many labels of each sample are differentiated, one backward pass each."""
 
 
 @dataclass(frozen=True)
-class ZeroShotHead:
+class ZeroShotHead(Classifier):
     """Class embeddings of a model's own text tower, with its logit scale and bias."""
 
     classes: Tensor
     scale: Tensor
     bias: Tensor | None
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return [self.classes, self.scale]
 
     def logits(self, features: Tensor) -> Tensor:
         logits = self.scale * functional.normalize(features, dim=-1) @ self.classes.T
@@ -34,6 +36,11 @@ class ZeroShotHead:
 @torch.no_grad()
 def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequence[str]) -> ZeroShotHead:
     """Each class as the normalised mean, over the templates, of its normalised prompt embeddings."""
+    if not isinstance(model, ClipModel):
+        raise UnsupportedModelError(
+            "this model has no text side to be asked by class names",
+            "measure it by a linear probe: --evaluation probe, or 'hf-bico eval --probe N'",
+        )
     prompts = [template.replace("{}", name) for name in class_names for template in templates]
     with model.quiet():
         features = torch.cat([model.text_features(batch) for batch in _chunks(prompts, PROMPT_BATCH)])
@@ -46,37 +53,6 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
         )
     scale, bias = model.logit_scale_and_bias()
     return ZeroShotHead(classes, scale.detach(), None if bias is None else bias.detach())
-
-
-@dataclass(frozen=True)
-class LikelyLabels:
-    """The most likely labels of samples and their probabilities, both (samples, ranks), the likeliest first."""
-
-    labels: Tensor
-    probabilities: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor) -> LikelyLabels:
-        """All labels of few classes; of many, the likeliest."""
-        found = logits.double().softmax(-1).topk(min(logits.shape[-1], MOST_LABELS), dim=-1)
-        return cls(found.indices, found.values)
-
-    def __getitem__(self, samples: slice) -> LikelyLabels:
-        return LikelyLabels(self.labels[samples], self.probabilities[samples])
-
-
-def zero_shot_losses(logits: Tensor, labels: Tensor, likely: LikelyLabels | None) -> Losses:
-    """Cross-entropies summed over the samples, so that batches add up: with the labels, and with the likely ones."""
-    task = functional.cross_entropy(logits, labels, reduction="sum") if bool((labels >= 0).all()) else None
-    if likely is None:
-        return Losses(task)
-    ranks = likely.labels.to(logits.device).T
-    roots = likely.probabilities.to(logits.device).sqrt().to(logits.dtype).T
-    each = (
-        (root * functional.cross_entropy(logits, label, reduction="none")).sum()
-        for label, root in zip(ranks, roots, strict=True)
-    )
-    return Losses(task, tuple(each))
 
 
 def _chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:

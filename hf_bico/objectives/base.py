@@ -1,0 +1,115 @@
+"""What every objective gives: for each model a head, which asks it about samples and measures it in the end.
+
+Knows live models, samples and labels; not files, sites or how samples are drawn.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_bico.families import LiveModel
+from hf_bico.measuring import Batched, accuracy, logits_of
+from hf_bico.statistics import Losses
+
+MOST_LABELS = 10
+"""So many labels of each sample are differentiated, one backward pass each."""
+
+
+@dataclass(frozen=True)
+class LikelyLabels:
+    """The most likely labels of samples and their probabilities, both (samples, ranks), the likeliest first."""
+
+    labels: Tensor
+    probabilities: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> LikelyLabels:
+        """All labels of few classes; of many, the likeliest."""
+        found = logits.double().softmax(-1).topk(min(logits.shape[-1], MOST_LABELS), dim=-1)
+        return cls(found.indices, found.values)
+
+    def __getitem__(self, samples: slice) -> LikelyLabels:
+        return LikelyLabels(self.labels[samples], self.probabilities[samples])
+
+
+@dataclass(frozen=True)
+class Question:
+    """One batch of samples to ask a model about; unknown labels are -1.
+
+    `likely` are the labels that the fine-tuned source finds likely, where they are asked for, and `first` is the number
+    of the first sample among all that are asked about.
+    """
+
+    samples: Sequence[Any]
+    labels: Sequence[int]
+    likely: LikelyLabels | None = None
+    first: int = 0
+
+
+class Head(ABC):
+    """How one model is asked about samples: a loss to differentiate, and a value to measure."""
+
+    @property
+    def metric(self) -> str:
+        return "accuracy"
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What tells it from other heads."""
+        return ()
+
+    @abstractmethod
+    def losses(self, model: LiveModel, asked: Question) -> Losses:
+        """One forward pass over one batch. Losses are SUMS, so that batches add up."""
+
+    @abstractmethod
+    def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
+        """The value of `metric` on the samples."""
+
+
+class Classifier(Head):
+    """A head that tells classes apart by the features of samples."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """(samples, classes)."""
+
+    def losses(self, model: LiveModel, asked: Question) -> Losses:
+        logits = self.logits(model.features(asked.samples))
+        found = class_losses(logits, torch.tensor(asked.labels, device=logits.device), asked.likely)
+        return replace(found, text=model.text_rows(asked.samples))
+
+    def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
+        """The share of samples whose most likely class is their label."""
+        predicted = logits_of(model, self, samples, batch_size).argmax(-1)
+        return accuracy(predicted.tolist(), samples.labels)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Those of the two pretrained models, and of the fine-tuned source."""
+
+    source: Head
+    target: Head
+    tuned: Head
+
+
+def class_losses(logits: Tensor, labels: Tensor, likely: LikelyLabels | None) -> Losses:
+    """Cross-entropies summed over the samples: with the labels, and with the likely ones."""
+    task = functional.cross_entropy(logits, labels, reduction="sum") if bool((labels >= 0).all()) else None
+    if likely is None:
+        return Losses(task)
+    ranks = likely.labels.to(logits.device).T
+    roots = likely.probabilities.to(logits.device).sqrt().to(logits.dtype).T
+    each = (
+        (root * functional.cross_entropy(logits, label, reduction="none")).sum()
+        for label, root in zip(ranks, roots, strict=True)
+    )
+    return Losses(task, tuple(each))

@@ -1,0 +1,103 @@
+"""Objectives of models that write text: language modelling, and answering in words through an own decoder.
+
+Cross-entropies over label tokens, summed for calibration and averaged over the tokens when measured.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_bico.environment import halving_batches
+from hf_bico.errors import ObjectiveError, UnreadableSampleError
+from hf_bico.families import LiveModel
+from hf_bico.families.text_models import CausalModel, SequenceModel
+from hf_bico.measuring import Batched
+from hf_bico.objectives.base import Head, Question
+from hf_bico.pairing import TextRows
+from hf_bico.statistics import Losses
+from hf_bico.texts import Answered, Text
+from hf_bico.tokenising import UNLEARNT, TokenBatch
+
+
+class TokenHead(Head):
+    """A head whose loss is over tokens."""
+
+    @property
+    def metric(self) -> str:
+        return "loss"
+
+    @abstractmethod
+    def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
+        """Logits (samples, tokens, vocabulary), the labels that they should give, and what was read."""
+
+    def losses(self, model: LiveModel, asked: Question) -> Losses:
+        logits, wanted, read = self.run(model, asked.samples, asked.labels)
+        return Losses(_summed(logits, wanted), text=TextRows(read.ids, read.mask))
+
+    def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
+        """The mean loss of a label token."""
+
+        def run(size: int) -> float:
+            total, count = 0.0, 0
+            for some, labels in samples.batches(size):
+                logits, wanted, _ = self.run(model, some, labels)
+                total += float(_summed(logits, wanted))
+                count += int((wanted != UNLEARNT).sum())
+            if not count:
+                raise UnreadableSampleError(
+                    "no token of the samples to measure on is predicted from another",
+                    "use longer texts, or a longer --max-length",
+                )
+            return total / count
+
+        with torch.no_grad(), model.quiet():
+            return halving_batches(batch_size, run)
+
+
+@dataclass(frozen=True)
+class LanguageHead(TokenHead):
+    """Every label token is predicted from those before it."""
+
+    def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
+        if not isinstance(model, CausalModel):
+            raise ObjectiveError(f"a {type(model.module).__name__} does not model language", "choose another objective")
+        batch = model.tokens(samples)
+        # the first token of a text is predicted from nothing, also where padding stands before it
+        wanted = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)
+        return model.logits(batch)[:, :-1], wanted, batch
+
+
+@dataclass(frozen=True)
+class AnswerHead(TokenHead):
+    """The decoder says the word of a sample's class, or its answer, from what the encoder has read."""
+
+    words: tuple[str, ...]
+
+    def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
+        if not isinstance(model, SequenceModel):
+            raise ObjectiveError(f"a {type(model.module).__name__} has no decoder", "choose another objective")
+        batch = model.tokens(samples)
+        answers = model.answers([self._answer(sample, label) for sample, label in zip(samples, labels, strict=True)])
+        return model.logits(batch, answers), answers.labels, batch
+
+    def _answer(self, sample: Any, label: int) -> Text:
+        if isinstance(sample, Answered):
+            return Text(sample.answer)
+        if not 0 <= label < len(self.words):
+            raise ObjectiveError(
+                "a sample has neither an answer nor a label, and text-to-text needs one of them",
+                "use data with labels (--label-column), or with prompts and completions",
+            )
+        return Text(self.words[label])
+
+
+def _summed(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=UNLEARNT, reduction="sum")
