@@ -40,7 +40,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS, Method, Trainer
 from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
-from hf_bico.objectives import Batch
+from hf_bico.objectives import Batch, Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
@@ -100,27 +100,18 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)
-        if drawn is not None and not drawn.data.labelled and drawn.data.columns.teaches_itself:
-            settings = without_labels(settings, measured_by)
-        if drawn is not None and settings.control:
-            require_enough_to_mispair(len(drawn.samples))
         if drawn is not None:
+            if not drawn.data.labelled and drawn.data.columns.teaches_itself:
+                settings = without_labels(settings, measured_by)
+            if settings.control:
+                require_enough_to_mispair(len(drawn.samples))
             require_tokenizers(planned.lineage, [drawn])
     with watch("download"):
         planned = planned.fetched(watch.progress)
     bench = _with_towers(Bench.open(planned, settings, device, watch), method, drawn, asked)
     settings, heads, held_out = bench.settings, None, None
     if drawn is not None:
-        bench.agree_on_length()
-        drawn = bench.chosen(drawn)
-        held_out = _held_out(drawn, method)
-        require_readable(bench, drawn.split, drawn.samples)
-        if _measures(settings, drawn, held_out[1]):
-            require_readable(bench, *held_out)
-        heads = heads_of(bench, drawn.data.class_names, drawn)
-        drawn = bench.labelled(drawn, heads)
-        bench = bench.matched(similar_blocks(bench, drawn.samples)) if settings.layers == "similarity" else bench
-
+        bench, drawn, heads, held_out = _asked_about(bench, drawn, method)
     round = Round(bench, drawn, heads, watch, settings)
     whole = None
     if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
@@ -160,6 +151,21 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
         found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, readout, origin, template)
         record = make_record(bench.planned, settings, drawn, found, _run(started, watch, bench))
     return Ported(ported, report, record, lineage.target, form)
+
+
+def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> tuple[Bench, Drawn, Heads, tuple[str, Samples]]:
+    """The samples as they are used, how the models are asked about them, and what is held out to measure on."""
+    bench.agree_on_length()
+    drawn = bench.chosen(drawn)
+    held_out = _held_out(drawn, method)
+    require_readable(bench, drawn.split, drawn.samples)
+    if _measures(bench.settings, drawn, held_out[1]):
+        require_readable(bench, *held_out)
+    heads = heads_of(bench, drawn.data.class_names, drawn)
+    drawn = bench.labelled(drawn, heads)
+    if bench.settings.layers == "similarity":
+        bench = bench.matched(similar_blocks(bench, drawn.samples))
+    return bench, drawn, heads, held_out
 
 
 def _measures(settings: Settings, drawn: Drawn, samples: Samples) -> bool:

@@ -298,7 +298,7 @@ def test_every_method_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> No
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "t5", "bert"])
 def test_language_models_give_on_the_gpu_what_they_give_on_the_cpu(kind: str, tmp_path: Path) -> None:
-    """The whole port from folders: tokens, masks and losses on the GPU, in float64."""
+    """The whole port from folders: tokens, masks and losses on the GPU, in float64 but for norms, which round."""
     import transformers
     from language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder, write_t5
 
@@ -313,5 +313,5 @@ def test_language_models_give_on_the_gpu_what_they_give_on_the_cpu(kind: str, tm
     ports = [hf_bico.port(tuned, to=target, base=base, data=rows, device=name, **options) for name in ("cuda", "cpu")]
     for name, change in ports[1].task_vector.items():
         error = (ports[0].task_vector[name].cpu() - change.cpu()).norm() / change.norm()
-        assert error < 1e-6, f"{name}: {error:.1e}"
+        assert error < 1e-5, f"{name}: {error:.1e}"
     assert [e.value for e in ports[0].record.evaluation] == pytest.approx([e.value for e in ports[1].record.evaluation])

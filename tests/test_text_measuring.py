@@ -47,7 +47,7 @@ def test_the_loss_does_not_depend_on_padding(kind: str, tmp_path: Path) -> None:
     found = [head.measure(padded(folder, side), Batches(), size) for side in ("left", "right") for size in (1, 4, 9)]
     assert found == pytest.approx([found[0]] * 6, rel=1e-9)
     sums = [head.losses(padded(folder, side), Question(*next(Batches().batches(9)))).task for side in ("left", "right")]
-    assert float(sums[0]) == pytest.approx(float(sums[1]), rel=1e-9)
+    assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-9)
 
 
 def test_both_models_read_as_much_as_the_shorter_takes(tmp_path: Path) -> None:
@@ -86,3 +86,11 @@ def test_eval_measures_a_t5_as_a_port_does(tmp_path: Path) -> None:
     assert (found.metric, found.protocol, found.trained_on) == ("accuracy", "probe", 100)
     plain = {"test": [{"prompt": row["text"], "completion": names[row["label"]]} for row in rows["test"]]}
     assert evaluate_model(ported, plain).metric == "loss"
+
+
+def test_eval_passes_over_texts_without_words(tmp_path: Path) -> None:
+    folder = write_decoder(tmp_path / "model", "llama")
+    blank = [ROWS[0], {"text": " "}, *ROWS[1:4], {"text": ""}]
+    found = evaluate_model(folder, {"test": blank})
+    assert found.n == 4
+    assert found.value == pytest.approx(evaluate_model(folder, {"test": ROWS[:4]}).value)
