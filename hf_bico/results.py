@@ -35,10 +35,17 @@ class Result:
     protocol: str
     entry: EvaluationRecord
 
+    @property
+    def value(self) -> str:
+        """As it is printed."""
+        return value_text(self.entry)
+
 
 def value_text(entry: EvaluationRecord) -> str:
     """A measured value as it is printed."""
-    return f"{entry.value:.3f}" if entry.metric == LOSS else f"{entry.value:.1%}"
+    if entry.metric == LOSS:
+        return f"{entry.value:.3f}"
+    return f"{entry.value:.1%}" if entry.metric == "accuracy" else f"{entry.value:.4g}"
 
 
 def gain_of(value: EvaluationRecord, over: EvaluationRecord) -> float:
