@@ -36,11 +36,6 @@ class HeadPlace:
     def layers(self) -> tuple[str, ...]:
         return (self.out,) if self.hidden is None else (self.hidden, self.out)
 
-    @property
-    def module(self) -> str:
-        """The one module that peft saves whole, where the layers are in one."""
-        return self.out.partition(".")[0]
-
 
 _WITH_HIDDEN = {"hidden": "classifier.dense", "out": "classifier.out_proj", "activation": "tanh"}
 PLACES = {
@@ -189,8 +184,12 @@ class HeadForm:
         """Put the head beside the weights that a full model's folder holds, and into its configuration."""
         from safetensors.torch import load_file
 
-        files = sorted(folder.glob("model*.safetensors"))
-        last = files[-1]
+        *others, last = sorted(folder.glob("model*.safetensors"))
+        for file in others:  # a head of the target's own, for other classes, gives way
+            kept = load_file(file)
+            if kept.keys() & self.tensors.keys():
+                kept = {name: tensor for name, tensor in kept.items() if name not in self.tensors}
+                save_tensors(kept, file, {"format": "pt"})
         save_tensors({**load_file(last), **self.tensors}, last, {"format": "pt"})
         index = folder / "model.safetensors.index.json"
         if index.is_file():

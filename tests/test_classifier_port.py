@@ -19,6 +19,7 @@ import transformers
 from adapters import Base, saved
 from language_toys import fine_tuned, sentences, write_encoder, write_vit
 from rotated_language import InDouble
+from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_bico
@@ -441,3 +442,24 @@ def test_a_head_that_reads_a_pooler_of_its_own_is_not_carried(case: Callable[[st
     alone = found.port(tuned, base=base, to=target, fit_head=True, format="delta", evaluate=True)
     assert {entry.model for entry in alone.record.evaluation} == {"target", "ported", "source"}
     assert (alone.save(tmp_path / "out") / "task_vector.safetensors").is_file()
+
+
+def test_a_head_of_the_targets_own_gives_way_in_whatever_file_it_is(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """A ViT that tells five other classes apart, in shards: the head that is written must be found, and no other."""
+    found = case("vit")
+    whole = found.kind.write(tmp_path / "whole", heads=3, width=24, blocks=3, seed=1, labels=5)
+    target = tmp_path / "target"
+    found.kind.headed.from_pretrained(whole).save_pretrained(target, max_shard_size="20KB")
+    for file in whole.glob("pre*"):
+        shutil.copy(file, target)
+    shards = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert shards["classifier.weight"] != sorted(shards.values())[-1], "the last shard is another one"
+    out = found.port(to=target).save(tmp_path / "out")
+    names = [name for file in out.glob("*.safetensors") for name in load_file(file)]
+    assert names.count("classifier.weight") == names.count("classifier.bias") == 1
+    model, told = found.kind.headed.from_pretrained(out, output_loading_info=True)
+    assert not told["mismatched_keys"]
+    assert tuple(model.classifier.weight.shape) == (3, 24)
+    assert model.config.id2label == dict(enumerate(NAMES))
