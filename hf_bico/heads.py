@@ -12,7 +12,6 @@ from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import DataSet
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.families import LiveModel
-from hf_bico.families.text_models import TextModel
 from hf_bico.measuring import features_of
 from hf_bico.models import Model
 from hf_bico.objectives import (
@@ -30,26 +29,15 @@ from hf_bico.objectives.classification import ClassHead, carried_head, logistic_
 from hf_bico.outcomes import Outcome
 from hf_bico.rounds import Round
 from hf_bico.settings import Settings
-from hf_bico.tokenising import pairable
 
 
 def heads_of(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
     """The heads by the objective of the bench's settings, which is one that its models can give."""
     objective = bench.settings.objective
-    if drawn is not None:
-        _require_pairable(bench, drawn)
     if not isinstance(objective, str):
         own = OwnHead(objective)
         return Heads(own, own, own)
     return _BUILDERS[objective](bench, class_names, drawn)
-
-
-def _require_pairable(bench: Bench, drawn: Drawn) -> None:
-    """Refuse texts that the two models' tokenizers cut differently."""
-    source, target = bench.source, bench.target
-    if isinstance(source, TextModel) and isinstance(target, TextModel):
-        for samples, _ in drawn.samples.batches(bench.settings.batch_size):
-            pairable(source.tokenizer, target.tokenizer, samples)
 
 
 def _zero_shot(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:

@@ -36,11 +36,16 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[Drawn]) -> None:
 
 
 def require_readable(bench: Bench, split: str, samples: Samples) -> None:
-    """Refuse a row in which one of the loaded models finds nothing to learn, by its number."""
-    for model in (bench.source, bench.target):
-        if not isinstance(model, TextModel):
-            continue
-        for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
+    """Refuse a row that the loaded models cut differently, or in which one of them finds nothing to learn.
+
+    The latter is told by its number.
+    """
+    source, target = bench.source, bench.target
+    if not isinstance(source, TextModel) or not isinstance(target, TextModel):
+        return
+    for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
+        pairable(source.tokenizer, target.tokenizer, items)
+        for model in (source, target):
             try:
                 model.tokens(items)
             except UnreadableSampleError as error:
