@@ -10,25 +10,19 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import UnsupportedModelError
-from hf_bico.families.base import Family, LiveModel, Shapes, count_blocks
+from hf_bico.families.base import Shapes, count_blocks
 from hf_bico.families.pretrained import (
-    PretrainedModel,
+    PretrainedFamily,
     bare_model_of,
     first_architecture,
     has_class,
-    load_pretrained,
-    origin_of,
     require_config,
 )
 from hf_bico.sites import TEXTS, Layout, Site, Slot, Tokens
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 TEXT_FILES = ("generation_config.json", "chat_template.jinja")
 """The files beside a language model's weights that are neither configuration nor tokenizer."""
@@ -122,18 +116,15 @@ class Blueprint:
         return name
 
 
-class DescribedFamily(Family):
+class DescribedFamily(PretrainedFamily):
     """A family of transformers models that blueprints describe, one for each spelling of names."""
 
-    library = "transformers"
-    config_file = "config.json"
     processor_files = TEXT_FILES
     blueprints: ClassVar[tuple[Blueprint, ...]]
     reasons: ClassVar[Mapping[str, str]]
     """Why a tensor beside the sites stays behind, by an expression for a part of its name; the first one holds."""
     reads: ClassVar[str] = TEXTS
     objectives: ClassVar[tuple[str, ...]]
-    live: ClassVar[type[PretrainedModel]]
 
     def recognises(self, shapes: Shapes) -> bool:
         return self._found(shapes) is not None
@@ -188,30 +179,10 @@ class DescribedFamily(Family):
     def runs_as(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
         """The class by which a folder's model is run, and what it is told when it is made."""
 
-    def _known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
         name, options = self.runs_as(folder, config, FileCheckpoint.in_folder(folder, self.library).shapes)
         return name, config, options
-
-    def skeleton(self, folder: Path) -> nn.Module:
-        name, config, options = self._known(folder)
-        return bare_model_of(folder, name, config, **options)
-
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        name, _, options = self._known(folder)
-        live = self._live(load_pretrained(folder, name, device, dtype, **options))
-        live.folder = folder
-        return live
-
-    def wrap(self, module: nn.Module) -> LiveModel:
-        live = self._live(module)
-        live.folder = origin_of(module)
-        return live
-
-    def _live(self, module: nn.Module) -> PretrainedModel:
-        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        config: Any = module.config
-        return self.live(module, self.layout(shapes, config.to_dict()))
 
 
 class BackboneFamily(DescribedFamily):

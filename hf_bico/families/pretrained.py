@@ -5,10 +5,11 @@ Knows the library and its manners; not what a model is for, nor its sites.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
@@ -156,3 +157,35 @@ class PretrainedModel(LiveModel):
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
         name = site.weight.tensor.removesuffix(".weight")
         self._watch_linear(self.module.get_submodule(name), site, trace, stack)
+
+
+class PretrainedFamily(Family):
+    """A family whose models transformers loads from a folder, by the class that the family knows."""
+
+    library = "transformers"
+    config_file = "config.json"
+    live: ClassVar[type[PretrainedModel]]
+
+    @abstractmethod
+    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+        """The class by which a folder's model is run, its configuration, and what the class is told when it is made."""
+
+    def skeleton(self, folder: Path) -> nn.Module:
+        name, config, options = self.known(folder)
+        return bare_model_of(folder, name, config, **options)
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+        name, _, options = self.known(folder)
+        live = self._live(load_pretrained(folder, name, device, dtype, **options))
+        live.folder = folder
+        return live
+
+    def wrap(self, module: nn.Module) -> LiveModel:
+        live = self._live(module)
+        live.folder = origin_of(module)
+        return live
+
+    def _live(self, module: nn.Module) -> PretrainedModel:
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        config: Any = module.config
+        return self.live(module, self.layout(shapes, config.to_dict()))

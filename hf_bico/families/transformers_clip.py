@@ -13,8 +13,6 @@ from hf_bico.families.base import (
     TEXT_TOWER,
     WHOLE_MODEL,
     ClipModel,
-    Family,
-    LiveModel,
     Shapes,
     count_blocks,
     patch_tokens,
@@ -22,17 +20,14 @@ from hf_bico.families.base import (
 )
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
+    PretrainedFamily,
     PretrainedModel,
-    bare_model_of,
-    load_pretrained,
-    origin_of,
     require_config,
 )
 from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _MODULES = {
     "attn.q": "self_attn.q_proj",
@@ -62,11 +57,40 @@ _BLOCK_RESIDUAL = {
 _ARCHITECTURES = ("CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel")
 
 
-class TransformersClip(Family):
+class TransformersClipModel(PretrainedModel, ClipModel):
+    """A loaded transformers CLIP, whole or its vision tower alone."""
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        model: Any = self.module
+        pooled: Tensor = getattr(model, "vision_model", model)(pixel_values=pixels).pooler_output
+        return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
+
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        model: Any = self.module
+        ids, mask = self.text_tokens(prompts)
+        pooled = model.text_model(input_ids=ids, attention_mask=mask.long()).pooler_output
+        features: Tensor = model.text_projection(pooled)
+        return features
+
+    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        model: Any = self.module
+        if not hasattr(model, "text_model"):
+            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
+        longest = model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(
+            list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
+        ).to(self.device)
+        return tokens["input_ids"], tokens["attention_mask"].bool()
+
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        model: Any = self.module
+        return model.logit_scale.exp(), None
+
+
+class TransformersClip(PretrainedFamily):
     name = "transformers CLIP"
-    library = "transformers"
-    config_file = "config.json"
     processor_files = PROCESSOR_FILES
+    live = TransformersClipModel
 
     def recognises(self, shapes: Shapes) -> bool:
         return _vision_prefix(shapes) is not None
@@ -99,55 +123,9 @@ class TransformersClip(Family):
             text_blocks=len({site.block for site in text_sites} - {None}),
         )
 
-    def skeleton(self, folder: Path) -> nn.Module:
+    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
-        return bare_model_of(folder, _class_name(config), config)
-
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        name = _class_name(require_config(self, folder))
-        live = self._live(load_pretrained(folder, name, device, dtype))
-        live.folder = folder
-        return live
-
-    def wrap(self, module: nn.Module) -> LiveModel:
-        live = self._live(module)
-        live.folder = origin_of(module)
-        return live
-
-    def _live(self, module: nn.Module) -> TransformersClipModel:
-        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        config: Any = module.config
-        return TransformersClipModel(module, self.layout(shapes, config.to_dict()))
-
-
-class TransformersClipModel(PretrainedModel, ClipModel):
-    """A loaded transformers CLIP, whole or its vision tower alone."""
-
-    def image_features(self, pixels: Tensor) -> Tensor:
-        model: Any = self.module
-        pooled: Tensor = getattr(model, "vision_model", model)(pixel_values=pixels).pooler_output
-        return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
-
-    def text_features(self, prompts: Sequence[str]) -> Tensor:
-        model: Any = self.module
-        ids, mask = self.text_tokens(prompts)
-        pooled = model.text_model(input_ids=ids, attention_mask=mask.long()).pooler_output
-        features: Tensor = model.text_projection(pooled)
-        return features
-
-    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        model: Any = self.module
-        if not hasattr(model, "text_model"):
-            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
-        longest = model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(
-            list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
-        ).to(self.device)
-        return tokens["input_ids"], tokens["attention_mask"].bool()
-
-    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        model: Any = self.module
-        return model.logit_scale.exp(), None
+        return _class_name(config), config, {}
 
 
 def _class_name(config: Mapping[str, Any]) -> str:
