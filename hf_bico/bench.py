@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_bico.budget import CAPTION_TOKENS, MOST_SAMPLES, USUAL_TOKENS, Fit, Held, fit, needs_of
 from hf_bico.checkpoints import align_names
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch, choose_dtype, halving_batches
-from hf_bico.errors import UnsuitableMethodError
-from hf_bico.families import LiveModel
+from hf_bico.environment import Stopwatch, available_memory, choose_dtype, halving_batches
+from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError
+from hf_bico.families import LiveModel, Spread
 from hf_bico.families.blueprints import HEADS
 from hf_bico.families.text_models import TextModel
 from hf_bico.matching import blocks_by_similarity
-from hf_bico.measuring import features_of, logits_of
+from hf_bico.measuring import Batched, features_of, logits_of
 from hf_bico.methods import Carried, Pretrained
 from hf_bico.objectives import Classifier, Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
+from hf_bico.processes import ALONE, Team
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
-from hf_bico.sites import IMAGES, SitePair
+from hf_bico.sites import IMAGES, TEXTS, SitePair
+from hf_bico.sizes import size_text
+from hf_bico.statistics import OF_EXPECTED_LOSSES, Kind
 from hf_bico.task_vector import TaskVector
 from hf_bico.transport import gather, require_plausible, site_delta
 
@@ -42,22 +46,28 @@ class Bench:
     pairs: list[SitePair]
     source: LiveModel
     target: LiveModel
+    device: torch.device
+    """Where the models run and sums are kept."""
+    team: Team = ALONE
+    """The processes that share the work."""
 
     @classmethod
-    def open(cls, planned: Plan, settings: Settings, device: torch.device, watch: Stopwatch) -> Bench:
+    def open(
+        cls, planned: Plan, settings: Settings, device: torch.device, watch: Stopwatch, team: Team = ALONE
+    ) -> Bench:
         """Read the task vector of a plan whose files are here, and load its models."""
         lineage = planned.lineage
         with watch("read"):
-            vector = TaskVector.over(lineage.source, lineage.base)
+            vector = TaskVector.over(lineage.source, lineage.base, None if device.type == "cpu" else device)
             pairs = _changed_pairs(planned, vector)
             require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
         with watch("load"):
             dtype = choose_dtype(settings.dtype)
-            source, target = lineage.base.load(device, dtype), lineage.target.load(device, dtype)
+            source, target = _loaded(planned, settings, device, dtype)
             if target.module is source.module:  # each is changed on its own
                 target = lineage.target.family.wrap(copy.deepcopy(target.module))
             source.max_length = target.max_length = settings.max_length
-        return cls(planned, settings, vector, pairs, source, target)
+        return cls(planned, settings, vector, pairs, source, target, device, team)
 
     def agree_on_length(self) -> None:
         """Let both models read as much of a text as the shorter of them takes: they are measured on the same tokens."""
@@ -97,14 +107,14 @@ class Bench:
         """The draw with those of the candidates that the source's features choose."""
         if not drawn.needs_features:
             return drawn
-        return drawn.chosen(features_of(self.source, drawn.samples, self.settings.batch_size))
+        return drawn.chosen(features_of(self.source, drawn.samples, self.settings.batch))
 
     def labelled(self, drawn: Drawn, heads: Heads) -> Drawn:
         """The draw with the fine-tuned source's predictions as labels where there are none."""
         if drawn.labels != "pseudo" or not isinstance(heads.tuned, Classifier):
             return drawn
         with self.tuning.applied_to(self.source.module):
-            found = logits_of(self.source, heads.tuned, drawn.samples, self.settings.batch_size)
+            found = logits_of(self.source, heads.tuned, drawn.samples, self.settings.batch)
         return drawn.with_labels(found.argmax(-1).tolist())
 
     def copies(self, settings: Settings, samples: int) -> int:
@@ -118,6 +128,52 @@ class Bench:
         source, target = (Pretrained(model.layout, model.checkpoint) for model in (lineage.base, lineage.target))
         return source, target
 
+    def fit(self, kinds: Collection[Kind], samples: Batched, settings: Settings) -> Fit:
+        """How statistics of these kinds are collected within the memory that there is."""
+        checkpoints = [model.checkpoint for model in self.planned.lineage.models[1:]]
+        held = [
+            Held(model.layout, checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
+            for model, checkpoint in zip((self.source, self.target), checkpoints, strict=True)
+        ]
+        of_labels, language = bool(OF_EXPECTED_LOSSES & set(kinds)), settings.objective == "language-modelling"
+        needs = needs_of(
+            *(self.pairs, held[0], held[1]),
+            kinds=kinds,
+            ranks=self.planned.ranks,
+            both_graphs=of_labels,
+            language=language,
+        )
+        needs = replace(needs, weights=(self._weights_of(self.source), self._weights_of(self.target)))
+        limit = settings.memory or available_memory(self.device)
+        found = fit(needs, limit, settings.batch_size, turns=[self.source.visits])
+        if settings.memory is not None and not found.fits:
+            raise MemoryExhaustedError(
+                f"a port between these models takes about {size_text(found.limit)} in the leanest way, and --memory is "
+                f"{size_text(settings.memory)}",
+                "allow more" if settings.device_map else "allow more, or spread the models with --device-map auto",
+            )
+        # weights that are fetched when a block runs would all be kept for the backward pass
+        return replace(found, checkpointing=True) if self.offloaded else found
+
+    def _weights_of(self, model: LiveModel) -> int:
+        """Bytes of its weights on the device, while it runs."""
+        here = self.device.type, self.device.index or 0
+        return sum(
+            parameter.nbytes
+            for parameter in model.module.parameters()
+            if model.visits or (parameter.device.type, parameter.device.index or 0) == here
+        )
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether some weights are in main memory until they are needed."""
+        return any(parameter.is_meta for model in (self.source, self.target) for parameter in model.module.parameters())
+
+    def settled(self, pair: SitePair, carried: Carried) -> Carried:
+        """What was carried in the precision in which it is written."""
+        dtype = self.planned.lineage.target.checkpoint.tensor(pair.target.weight.tensor).dtype
+        return replace(carried, delta=carried.delta.to(torch.promote_types(dtype, torch.float32)))
+
     def gathered(self, carried: dict[str, Carried], alpha: float) -> Deltas:
         """Changes of sites as changes of the target's tensors."""
         return gather(carried, self.pairs, self.planned.lineage.target.checkpoint, alpha)
@@ -125,9 +181,7 @@ class Bench:
 
 def similar_blocks(bench: Bench, samples: Samples) -> list[int]:
     """The source block of each target block by linear CKA of what the blocks read, averaged over a sample's tokens."""
-    source, target = (
-        _block_inputs(model, samples, bench.settings.batch_size) for model in (bench.source, bench.target)
-    )
+    source, target = (_block_inputs(model, samples, bench.settings.batch) for model in (bench.source, bench.target))
     return blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source])
 
 
@@ -152,6 +206,34 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
         return [torch.cat(rows) for rows in found]
 
     return halving_batches(batch_size, run)
+
+
+def _loaded(planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[LiveModel, LiveModel]:
+    """Both models where they run, or where they wait for their turn if there is room for only one at a time."""
+    base, target = planned.lineage.base, planned.lineage.target
+    if settings.device_map is not None:
+        # half of the memory for the two models' weights, half for sums and activations
+        spread = Spread(settings.device_map, None if settings.memory is None else settings.memory // 4)
+        return base.load(device, dtype, spread), target.load(device, dtype, spread)
+    if device.type == "cpu":
+        return base.load(device, dtype), target.load(device, dtype)
+    fitted = planned.fit(
+        settings.memory or available_memory(device), settings.batch_size, settings.max_length, dtype.itemsize
+    )
+    if not fitted.alternating:
+        return base.load(device, dtype), target.load(device, dtype)
+    found = base.load(torch.device("cpu"), dtype), target.load(torch.device("cpu"), dtype)
+    for model in found:
+        model.runs_on, model.visits = device, True
+    return found
+
+
+def _longest(model: LiveModel, samples: Batched) -> int:
+    """The tokens of the longest of the samples, where they are texts; else of a caption."""
+    if model.layout.reads != TEXTS:
+        return CAPTION_TOKENS
+    texts = (model.text_rows(some) for some, _ in samples.batches(MOST_SAMPLES))
+    return max((text.ids.shape[1] for text in texts if text is not None), default=USUAL_TOKENS)
 
 
 def _changed_pairs(planned: Plan, vector: TaskVector) -> list[SitePair]:

@@ -18,6 +18,7 @@ from hf_bico.commands.publishing import card, push
 from hf_bico.edge.ending import FAILED, STOPPED, WRONG, whole_process
 from hf_bico.edge.screen import is_plain
 from hf_bico.edge.sections import SectionedHelp
+from hf_bico.edge.several import require_together
 from hf_bico.spelling import near
 from hf_bico.version import __version__
 
@@ -72,6 +73,8 @@ class _Commands(SectionedHelp, click.Group):
         if self.get_command(ctx, name) is None and not (ctx.resilient_parsing or name.startswith("-")):
             meant = near(name, self.commands)
             ctx.fail(f"No such command '{name}'." + (f" Did you mean '{meant}'?" if meant else ""))
+        if not ctx.resilient_parsing:
+            require_together(name)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -134,6 +134,7 @@ class Deltas(Mapping[str, Tensor]):
     def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Change the parameters; returns them with what they held before."""
         parameters: dict[str, Any] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        parameters |= kept_away(model)
         places = self.places_in(parameters, "the model")
         originals: list[tuple[Tensor, Tensor]] = []
         try:
@@ -152,6 +153,19 @@ class Deltas(Mapping[str, Tensor]):
         vector = type(self)({}, overlap)
         vector.terms = terms
         return vector
+
+
+def kept_away(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that accelerate keeps in main memory until they are needed, by their parameters' names."""
+    found = {}
+    for place, module in model.named_modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]  # several may be chained
+        kept = next((one for one in maps if one is not None), None)
+        for name, parameter in module.named_parameters(place, recurse=False):
+            if parameter.is_meta and kept is not None:
+                found[name] = kept[name.rpartition(".")[2]]
+    return found
 
 
 def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:
@@ -182,25 +196,31 @@ class Difference(ByName[Tensor]):
     overlap: Overlap
     names: dict[str, None]
     """The base's names of the tensors that differ, in order."""
+    device: torch.device | None = None
+    """Where a delta is computed; None for where the fine-tuned tensors are."""
     _last: tuple[str, Tensor] | None = None
     """The latest delta: q, k and v read the same tensor one after the other."""
 
     @classmethod
-    def between(cls, fine_tuned: Checkpoint, base: Checkpoint) -> Difference:
-        shared = overlap(fine_tuned.shapes, base.shapes)
-        changed = (
-            name for name, own in shared.names.items() if _changed(fine_tuned.tensor(own), base.tensor(name), name)
-        )
-        return cls(fine_tuned, base, shared, dict.fromkeys(changed))
+    def between(cls, fine_tuned: Checkpoint, base: Checkpoint, device: torch.device | None = None) -> Difference:
+        found = cls(fine_tuned, base, overlap(fine_tuned.shapes, base.shapes), {}, device)
+        found.names = dict.fromkeys(name for name in found.overlap.names if _changed(*found._pair(name), name))
+        return found
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """A tensor of the fine-tuned model and of the base."""
+        tuned = self.fine_tuned.tensor(self.overlap.names[name])
+        tuned = tuned if self.device is None else tuned.to(self.device)
+        return tuned, self.base.tensor(name).to(tuned.device)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             raise KeyError(name)
         if self._last is None or self._last[0] != name:
-            tuned, start = self.fine_tuned.tensor(self.overlap.names[name]), self.base.tensor(name)
+            tuned, start = self._pair(name)
             wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
             # what a narrower fine-tuned copy lost by rounding is no change
-            start = start.to(tuned.device, tuned.dtype) if _narrower(tuned, start) else start.to(tuned.device)
+            start = start.to(tuned.dtype) if _narrower(tuned, start) else start
             self._last = (name, tuned.to(wide) - start.to(wide))
         return self._last[1]
 
@@ -209,12 +229,12 @@ def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
     if not tuned.is_floating_point():
         return False
     for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise NonFiniteWeightsError(
                 f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
             )
     wide = tuned.dtype if _narrower(tuned, start) else torch.promote_types(tuned.dtype, start.dtype)
-    return not torch.equal(tuned.to(wide), start.to(tuned.device, wide))
+    return not torch.equal(tuned.to(wide), start.to(wide))
 
 
 def _narrower(tensor: Tensor, other: Tensor) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -80,6 +81,20 @@ def halving_batches(size: int, run: Callable[[int], Result]) -> Result:
         size //= 2
 
 
+def ahead(items: Iterator[Result]) -> Iterator[Result]:
+    """The items, each made in a thread of its own while the one before it is used.
+
+    >>> list(ahead(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    end = object()
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        coming = worker.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = worker.submit(next, items, end)
+            yield cast(Result, item)
+
+
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """No TF32 and no autocast, whatever the caller has set: their rounding would show in the maps."""
@@ -116,6 +131,16 @@ def peak_memory(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process can have: of the GPU where it does the work, else of main memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    import psutil
+
+    return int(psutil.virtual_memory().available) + psutil.Process().memory_info().rss
 
 
 def installed_versions() -> dict[str, str]:

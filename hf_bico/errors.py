@@ -195,6 +195,10 @@ class DeviceError(BicoError):
     """The device that was asked for is not there."""
 
 
+class ProcessLostError(BicoError):
+    """A process that the others of the same job need has ended."""
+
+
 class OutputError(BicoError):
     """The result cannot be written."""
 

@@ -80,12 +80,12 @@ def evaluate_model(
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         if training is not None:
-            value = probe_accuracy(live, training, samples, settings.batch_size)
+            value = probe_accuracy(live, training, samples, settings.batch)
             how: dict[str, Any] = {"protocol": "probe", "trained_on": len(training)}
             metric = "accuracy"
         else:
             head = head_of_model(whole, holder, live, measured, settings)
-            value, how, metric = head.measure(live, samples, settings.batch_size), {}, head.metric
+            value, how, metric = head.measure(live, samples, settings.batch), {}, head.metric
     return EvaluationRecord(name, measured.name, split, len(samples), metric, value, **how)
 
 

@@ -17,7 +17,7 @@ from hf_bico.checkpoints import Checkpoint, FileCheckpoint
 from hf_bico.classifiers import HeadForm, JoinedCheckpoint
 from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import NonFiniteWeightsError, OutputError
-from hf_bico.factors import Change, energy
+from hf_bico.factors import Change, energy, is_finite
 from hf_bico.models import Model
 from hf_bico.patching import write_full
 from hf_bico.sites import Site
@@ -112,18 +112,19 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
     """
     stored, lost, total = {}, 0.0, 0.0
     places = vector.places_in(target.shapes, "the target")
+    halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())
     for name, place in places.items():
         delta = vector[name]  # dense: so is what is written
         start = target.tensor(place).to(delta.device)
         changed = add_delta(start, delta, name)
-        if not bool(torch.isfinite(changed).all()):
+        if not is_finite(changed):
             raise NonFiniteWeightsError(
                 f"the change takes '{name}' beyond what {start.dtype} holds", "add less of it with --alpha"
             )
         stored[name] = changed.to(delta.dtype) - start.to(delta.dtype)
-        lost += _rounded_off(start, delta, name)
-        total += energy(delta)
-    halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())
+        if halved:
+            lost += _rounded_off(start, delta, name)
+            total += energy(delta)
     return Deltas(stored), lost / total if halved and total else None
 
 

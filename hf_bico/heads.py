@@ -59,7 +59,7 @@ def _captions(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> 
         raise ValueError("the contrastive objective is asked about samples")
     settings, labelled = bench.settings, drawn.data.labelled
     names = class_names if labelled else ()
-    how = (drawn.samples, settings.batch_size, names, settings.templates)
+    how = (drawn.samples, settings.batch, names, settings.templates)
     source, target = (caption_head(model, *how) for model in (bench.source, bench.target))
     return Heads(source, target, source)
 
@@ -78,7 +78,7 @@ def _classification(bench: Bench, class_names: Sequence[str], drawn: Drawn | Non
     """Heads in closed form on the pretrained models' own features; of the fine-tuned source, the one that it has."""
     if drawn is None:
         raise ValueError("the heads of classifiers are fitted to samples")
-    size, samples = bench.settings.batch_size, drawn.samples
+    size, samples = bench.settings.batch, drawn.samples
     source, target = (features_of(model, samples, size) for model in (bench.source, bench.target))
     own = source_head(bench, class_names)
     labels: Sequence[int] = samples.labels
@@ -140,7 +140,7 @@ def written_head(round: Round, outcome: Outcome) -> WrittenHead | None:
     """
     if round.settings.objective != "classification":
         return None
-    bench, samples, size = round.bench, round.drawn_samples, round.settings.batch_size
+    bench, samples, size = round.bench, round.drawn_samples, round.settings.batch
     trained_with = round.heads.target
     if outcome.trained is not None and isinstance(trained_with, ClassHead):
         return WrittenHead(trained_with, "fitted")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +26,7 @@ def lesson_of(model: LiveModel, head: Head, samples: Samples) -> Lesson:
     """
 
     def some(numbers: Sequence[int]) -> Samples:
-        return replace(
-            samples,
-            indices=tuple(samples.indices[number] for number in numbers),
-            labels=tuple(samples.labels[number] for number in numbers),
-        )
+        return samples.some(numbers)
 
     def loss(numbers: Sequence[int]) -> Tensor:
         [(chosen, labels)] = some(numbers).batches(len(numbers))

@@ -23,7 +23,7 @@ from hf_bico.checkpoints import (
     is_adapter,
 )
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
-from hf_bico.families import FAMILIES, Family, LiveModel, family_of
+from hf_bico.families import FAMILIES, Family, LiveModel, Spread, family_of
 from hf_bico.families.refusals import require_dense
 from hf_bico.hub.client import Hub
 from hf_bico.hub.faults import is_offline
@@ -76,11 +76,11 @@ class Model(Opened):
         """What the model is loaded with, and another one like it written with."""
         return self.family.side_names
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> LiveModel:
+    def load(self, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
         """The live model; a module that the caller loaded is used where and as it is."""
         if self.folder is None:
             return self.family.wrap(self.module)
-        live = self.family.load(self.folder, device, dtype)
+        live = self.family.load(self.folder, device, dtype, spread)
         if [(site.name, site.shape) for site in live.layout.sites] != [(s.name, s.shape) for s in self.layout.sites]:
             raise BrokenWeightsError(
                 f"'{self.name}' holds other layers than its configuration says", "copy or download the model again"

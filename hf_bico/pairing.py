@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,15 +30,20 @@ def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
     """
     if len(source.ids) != len(target.ids):
         raise ValueError(f"{len(source.ids)} texts of the source and {len(target.ids)} of the target do not pair")
+    masks = [side.mask.cpu() for side in (source, target)]
+    ids = [side.ids.cpu() for side in (source, target)]
+    if torch.equal(*masks) and torch.equal(ids[0] * masks[0], ids[1] * masks[1]):
+        places = masks[0].flatten().nonzero().squeeze(1)
+        return places.to(source.ids.device), places.to(target.ids.device)
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for number, masks in enumerate(zip(source.mask.cpu(), target.mask.cpu(), strict=True)):
-        places = [mask.nonzero().squeeze(1) for mask in masks]
-        ids = [side.ids[number].cpu()[place] for side, place in zip((source, target), places, strict=True)]
-        if not torch.equal(*ids):
-            places = [place[kept] for place, kept in zip(places, _in_both(*ids), strict=True)]
-        for side, place, all_found in zip((source, target), places, found, strict=True):
-            all_found.append(place + number * side.ids.shape[1])
-    return torch.cat(found[0]), torch.cat(found[1])
+    for number, both in enumerate(zip(*masks, strict=True)):
+        own = [mask.nonzero().squeeze(1) for mask in both]
+        tokens = [side[number][place] for side, place in zip(ids, own, strict=True)]
+        if not torch.equal(*tokens):
+            own = [place[kept] for place, kept in zip(own, _in_both(*tokens), strict=True)]
+        for side, place, all_found in zip(ids, own, found, strict=True):
+            all_found.append(place + number * side.shape[1])
+    return torch.cat(found[0]).to(source.ids.device), torch.cat(found[1]).to(target.ids.device)
 
 
 def _in_both(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +79,26 @@ def pair_rows(
     prefix = min(source_tokens.prefix, target_tokens.prefix)
     if source_tokens.prefix != target_tokens.prefix:
         prefix = min(prefix, 1)
-    source_patches = resize(source[:, source_tokens.prefix :], source_tokens.grid, target_tokens.grid)
-    source = torch.cat([source[:, :prefix], source_patches], dim=1)
-    target = torch.cat([target[:, :prefix], target[:, target_tokens.prefix :]], dim=1)
-    return source.flatten(0, 1), target.flatten(0, 1)
+    if source_tokens.grid != target_tokens.grid:
+        resizing = _resizing(source_tokens, prefix, target_tokens.grid, source.device)
+        source = resizing @ source.double()
+    else:
+        source = _without_others(source, source_tokens, prefix)
+    return source.flatten(0, 1), _without_others(target, target_tokens, prefix).flatten(0, 1)
+
+
+def _without_others(rows: Tensor, tokens: Tokens, prefix: int) -> Tensor:
+    """(samples, tokens, width) with so many of the prefix tokens alone."""
+    return rows if tokens.prefix == prefix else torch.cat([rows[:, :prefix], rows[:, tokens.prefix :]], dim=1)
+
+
+@lru_cache(maxsize=8)
+def _resizing(tokens: Tokens, prefix: int, grid: tuple[int, int], device: torch.device) -> Tensor:
+    """What turns all tokens of a sample into so many prefix tokens and patches on another grid, as a matrix."""
+    count = tokens.prefix + tokens.grid[0] * tokens.grid[1]
+    each = torch.eye(count, dtype=torch.float64, device=device)
+    patches = resize(each[None, tokens.prefix :], tokens.grid, grid)[0]
+    return torch.cat([each[:prefix], patches])
 
 
 def resize(patches: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:

@@ -6,8 +6,10 @@ Computes and returns data classes; prints and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from threading import Thread
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.ported import Ported, with_held
+from hf_bico.processes import ALONE, Team, join, local_device, process_count
 from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, RunRecord
 from hf_bico.recording import Findings, make_record
@@ -93,7 +96,8 @@ def port(
 def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = silent) -> Ported:
     """Do what was planned: sample, download, calibrate, align, transport, evaluate."""
     started, watch = datetime.now(UTC), Stopwatch(progress)
-    device = choose_device(settings.device)
+    device = choose_device(local_device(settings.device))
+    team = join(device)
     planned, asked, measured_by = matched(planned, settings.layers), settings.objective, settings.evaluation
     settings = _settled(planned, settings)
     method = METHODS[settings.method](settings)
@@ -108,17 +112,21 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
             require_tokenizers(planned.lineage, [drawn])
     with watch("download"):
         planned = planned.fetched(watch.progress)
-    bench = _with_towers(Bench.open(planned, settings, device, watch), method, drawn, asked)
+    _hash_meanwhile(planned.lineage)
+    bench = _with_towers(Bench.open(planned, settings, device, watch, team), method, drawn, asked)
     settings, heads, held_out = bench.settings, None, None
     if drawn is not None:
         bench, drawn, heads, held_out = _asked_about(bench, drawn, method)
-    round = Round(bench, drawn, heads, watch, settings)
+    round = Round(bench, drawn, heads, watch, settings, keeps=False)
     whole = None
     if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
         whole = training_samples(drawn, *held_out)
     outcome = outcome_of(method, round, whole)
+    team.leave()
+    bench.team = ALONE  # each process has all that was carried, and one is enough for the rest
+    settings = settings if team.is_first else replace(settings, evaluate=False, control=False)
     lineage = bench.planned.lineage
-    with watch("transport"):
+    with watch("form"):
         ported = _over_target(outcome.changes, lineage)
         usual = planned.format if method.keeps_factors else "full"
         format = settings.format or ("adapter" if settings.rank is not None else usual)
@@ -135,7 +143,7 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
         if drawn is not None and held_out is not None and _measures(settings, drawn, held_out[1]):
-            how = (settings.evaluation, settings.batch_size)
+            how = (settings.evaluation, settings.batch)
             yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *how)
             evaluation = _evaluate(yardstick, round, form, read_by, watch.progress)
             for name, others in _variants(method, round, outcome, drawn):
@@ -149,8 +157,18 @@ def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = 
         template = None if drawn is None else uses_template(bench, drawn.samples)
         readout = outcome.readout
         found = Findings(bench.vector, report, tuple(evaluation), copies, outcome.trained, readout, origin, template)
-        record = make_record(bench.planned, settings, drawn, found, _run(started, watch, bench))
+        record = make_record(bench.planned, settings, drawn, found, _run(started, watch, round, team))
     return Ported(ported, report, record, lineage.target, form)
+
+
+def _hash_meanwhile(lineage: Lineage) -> None:
+    """Find the files' SHA-256, which the record tells in the end, while the GPU is busy."""
+
+    def find() -> None:
+        with suppress(OSError):  # what cannot be read is told by who reads it
+            _ = [model.sha256 for model in lineage.models]  # each keeps its own
+
+    Thread(target=find, daemon=True).start()
 
 
 def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> tuple[Bench, Drawn, Heads, tuple[str, Samples]]:
@@ -221,16 +239,17 @@ def _with_towers(bench: Bench, method: Method, drawn: Drawn | None, asked: Any) 
     return found
 
 
-def _run(started: datetime, watch: Stopwatch, bench: Bench) -> RunRecord:
-    device = bench.source.device
+def _run(started: datetime, watch: Stopwatch, round: Round, team: Team) -> RunRecord:
+    bench = round.bench
+    device = bench.device
     return RunRecord(
         started=started.isoformat(timespec="seconds"),
         seconds=watch.seconds,
         peak_memory=peak_memory(device),
         device=device_name(device),
         dtype=str(bench.source.dtype).removeprefix("torch."),
-        batch_size=bench.settings.batch_size,
-        processes=1,
+        batch_size=round.batch_size or bench.settings.batch,
+        processes=team.size,
         versions=installed_versions(),
     )
 
@@ -244,6 +263,10 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
         raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
     if not settings.predicts and (method.needs_predictions or settings.readout):
         raise no_predictions("--readout" if settings.readout else settings.method)
+    if process_count() > 1 and isinstance(method, Trainer):
+        raise UnsuitableMethodError(
+            f"{settings.method} trains, which several processes do not share", "use one process"
+        )
     if settings.own_objective and isinstance(method, Trainer):
         raise UnsuitableMethodError(
             f"{settings.method} trains by an objective of the models' own", "leave the objective out, or use bico"
@@ -332,7 +355,7 @@ def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> I
         yield "target, readout", with_readout(UNTOUCHED, round).changes
     if round.settings.control:
         plain = replace(round.settings, readout=False)
-        mispaired = Round(round.bench, drawn, round.heads, round.watch, plain, mispaired=True)
+        mispaired = Round(round.bench, drawn, round.heads, round.watch, plain, mispaired=True, keeps=False)
         yield "control", outcome_of(method, mispaired).changes
 
 

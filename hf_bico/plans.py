@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
+from hf_bico.budget import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Fit, Held, Limits, fit, machine_memory, needs_of
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
@@ -19,7 +21,7 @@ from hf_bico.markdown import markdown_table
 from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage
-from hf_bico.sites import Site, SitePair
+from hf_bico.sites import TEXTS, Site, SitePair
 from hf_bico.sizes import size_text
 
 
@@ -43,6 +45,7 @@ class Plan:
     """The base's tensors that an adapter changes, where that is known; of a fine-tuned model, any may be."""
     asked_format: str | None = None
     asked_rank: int | float | None = None
+    limits: Limits = field(default_factory=Limits)
 
     def __repr__(self) -> str:
         source, base, target = self.lineage.models
@@ -69,6 +72,10 @@ class Plan:
     def in_form(self, format: str | None, rank: int | float | None) -> Plan:
         """The same plan for a result of another form."""
         return replace(self, asked_format=format, asked_rank=rank)
+
+    def within(self, limits: Limits) -> Plan:
+        """The same plan within other limits."""
+        return replace(self, limits=limits)
 
     @property
     def main_pairs(self) -> tuple[SitePair, ...]:
@@ -105,19 +112,38 @@ class Plan:
         places = {name: place for place, name in enumerate(base.checkpoint.shapes)}
         return replace(self, pairs=kept, left={name: left[name] for name in sorted(left, key=places.__getitem__)})
 
+    def fit(
+        self,
+        memory: int | None = None,
+        batch_size: int | None = None,
+        tokens: int | None = None,
+        itemsize: int = FLOAT32,
+        turns: Sequence[bool] = (False, True),
+    ) -> Fit:
+        """How it would be done with so much memory, and what it would take at its peak: an estimate.
+
+        Of texts, those of `tokens` tokens are reckoned with, and of an adapter's maps all that may be asked for.
+        `turns` says whether the models stay on the device, or are there in turn: in the order in which that is tried.
+        """
+        base, target = (
+            Held(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model))
+            for model in (self.lineage.base, self.lineage.target)
+        )
+        language = "language-modelling" in self.lineage.base.layout.objectives[:1]
+        needs = needs_of(self.main_pairs or self.pairs, base, target, ranks=self.ranks, language=language)
+        return fit(needs, memory, batch_size, turns)
+
+    @cached_property
+    def fitted(self) -> Fit:
+        """How it would be done within the limits that are asked for, else in this machine's main memory."""
+        asked = self.limits
+        turns = (False,) if asked.memory is None else (False, True)  # in main memory, both models always are
+        return self.fit(asked.memory or machine_memory(), asked.batch_size, asked.tokens, asked.itemsize, turns)
+
     @property
     def memory_bytes(self) -> int:
-        """Both models in float32, the float64 covariances and maps, and the ported vector: an estimate.
-
-        Activations of a batch come on top; they depend on the batch size.
-        """
-        models = 4 * (_elements(self.lineage.base) + _elements(self.lineage.target))
-        inputs = {(p.source.input, p.target.input): (p.source.shape[1], p.target.shape[1]) for p in self.pairs}
-        outputs = [(pair.source.shape[0], pair.target.shape[0]) for pair in self.pairs]
-        covariances = sum(a * b for a, b in [*inputs.values(), *outputs])
-        carried = 4 * sum(pair.target.shape[0] * pair.target.shape[1] for pair in self.pairs)
-        # each covariance stands beside the map made from it
-        return models + 2 * 8 * covariances + carried
+        """What it takes at its peak: an estimate."""
+        return self.fitted.bytes
 
     @property
     def download_bytes(self) -> int:
@@ -185,7 +211,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes < machine_memory()
+        return self.fitted.fits
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -210,6 +236,13 @@ class Plan:
             "download_bytes": self.download_bytes,
             "memory_bytes": self.memory_bytes,
             "machine_bytes": machine_memory(),
+            "memory": {
+                "limit": self.limits.memory,
+                "batch_size": self.fitted.batch_size,
+                "passes": self.fitted.passes,
+                "checkpointing": self.fitted.checkpointing,
+                "in_turn": self.fitted.alternating,
+            },
             "format": self.format,
             "ranks": sorted(set(self.ranks.values())),
             "output_bytes": self.output_bytes,
@@ -246,13 +279,27 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
     if planned.extra:
         named = ", ".join(planned.extra[:3])
         rows.append(("extra", f"{len(planned.extra)} tensors of the source are not in the base: {named}"))
-    fits = "fits" if planned.fits else "does NOT fit"
     return [
         *rows,
         ("fetches", f"{size_text(planned.download_bytes)} of models{', and samples' if lineage.data_repo else ''}"),
-        ("memory", f"about {size_text(planned.memory_bytes)} and a batch's activations: {fits} this machine"),
+        ("memory", _memory(planned)),
         ("writes", _written_form(planned)),
     ]
+
+
+def _memory(planned: Plan) -> str:
+    """How much it takes, how it is done with so little, and whether there is as much."""
+    found, limit = planned.fitted, planned.limits.memory
+    ways = [
+        f" in {found.passes} passes" if found.passes > 1 else "",
+        " with activation checkpointing" if found.checkpointing else "",
+        " with one model at a time on the GPU" if found.alternating else "",
+    ]
+    where = "this machine" if limit is None else f"the {size_text(limit)} of --memory"
+    how = " and".join(way for way in ways if way)
+    if not found.fits:
+        return f"about {size_text(found.limit)}{how}: does NOT fit {where}"
+    return f"about {size_text(found.bytes)}{how}: fits {where}"
 
 
 def _written_form(planned: Plan) -> str:
@@ -330,11 +377,8 @@ def _named(name: str, commit: str | None) -> dict[str, str]:
     return {"id": name} if commit is None else {"id": name, "commit": commit}
 
 
-def machine_memory() -> int:
-    """Bytes of main memory."""
-    import psutil
-
-    return int(psutil.virtual_memory().total)
+def _tokens(model: Model) -> int:
+    return USUAL_TOKENS if model.layout.reads == TEXTS else CAPTION_TOKENS
 
 
 def _elements(model: Model) -> int:

@@ -19,6 +19,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.markdown import markdown_table, plain
 from hf_bico.models import Model
 from hf_bico.output import whole_folder
+from hf_bico.processes import is_first_process
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import OutputRecord, Record, SiteRecord
@@ -79,10 +80,12 @@ class Ported:
         """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
 
         `format` is "full", "adapter" (of a `rank`) or "delta"; by default what the port was asked for. `repo`, and a
-        branch of it, are what the card is for when it will be pushed.
+        branch of it, are what the card is for when it will be pushed. Of several processes only the first writes.
         """
         form = self._in_form(format, rank)
         folder = expanded(folder)
+        if not is_first_process():
+            return folder
         with whole_folder(folder, overwrite) as scratch:
             record = self.write_weights(scratch, form, repo, revision)
             record.write(scratch)
@@ -114,6 +117,8 @@ class Ported:
         private, create_pr, revision, message, overwrite, force.
         """
         wanted = PushOptions(**options)
+        if not is_first_process():
+            raise UsageError("only the first of several processes pushes", "push where the variable RANK is 0")
         with tempfile.TemporaryDirectory() as scratch:
             folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision, rank=rank)
             return push_folder(folder, repo_id, wanted, Hub(token), kept=False)

@@ -1,22 +1,24 @@
 """The polar factor of cross-covariances: the orthogonal map that best lines up two sets of rows.
 
-Knows matrices only: not where they come from, nor what the maps are used for.
+Knows covariances and rows only: not where they come from, nor what the maps are used for.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from hf_bico.isometries import SeenPart, decomposed, seen_parts
 
 CUT = 1e-6
 """Singular values below this share of the largest count as unseen."""
 
 BATCH_BYTES = 2**27
-"""How much one batch of covariances may take."""
+"""How much one batch of covariances may take; the solver takes `isometries.WORKSPACE` times as much."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,49 @@ class OrthogonalMap:
     """R with X_A R ~ X_B: the polar factor of C = X_A^T X_B, float64.
 
     `seen` is U V^T over the singular values above the cut, a partial isometry that is unique; `matrix` is what
-    is applied: `seen` itself, or its arbitrary completion by the null space (`svd`). `score` is the nuclear norm
-    of C over |X_A| |X_B|: 1 when an orthogonal map carries the rows of A onto those of B exactly, up to scale.
+    is applied: `seen` itself, or its arbitrary completion by the null space (`svd`). `score` is the sum of those
+    singular values over |X_A| |X_B|: 1 when an orthogonal map carries the rows of A onto those of B exactly, up to
+    scale. `way` says how it was found, in the words of `hf_bico.isometries`.
     """
 
     matrix: Tensor
     seen: Tensor
     rank: int
     score: float
+    way: str = "svd"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """X_A and X_B themselves, in place of their covariance: the small space where the rows are few."""
+
+    source: Tensor
+    target: Tensor
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.source.double().mT @ self.target.double()
+
+    @property
+    def few(self) -> bool:
+        """Fewer rows than either side is wide."""
+        return len(self.source) < min(self.source.shape[1], self.target.shape[1])
+
+
+Statistic = Tensor | Rows
 
 
 def polar(
-    covariances: Sequence[Tensor],
+    covariances: Sequence[Statistic],
     norms: Sequence[float],
     completion: str = "drop",
     cut: float = CUT,
+    consume: bool = False,
 ) -> list[OrthogonalMap]:
     """The maps of many cross-covariances, on their device; those of equal shape are solved in one batch.
 
-    `norms` are |X_A| |X_B|, one a covariance.
+    `norms` are |X_A| |X_B|, one a covariance. `consume` empties the list that was given, so that a covariance that
+    nobody else holds is freed as soon as its batch is made.
 
     >>> rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
     >>> rows = torch.randn(9, 3, dtype=torch.float64)
@@ -51,31 +77,61 @@ def polar(
     >>> torch.allclose(found.matrix, rotation), found.rank, round(found.score, 6)
     (True, 3, 1.0)
     """
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, covariance in enumerate(covariances):
-        by_shape[covariance.shape].append(index)
+    waiting = dict(enumerate(covariances))
+    if consume and isinstance(covariances, list):
+        covariances.clear()
     maps: dict[int, OrthogonalMap] = {}
-    for indices in (chunk for group in by_shape.values() for chunk in _chunks(group, covariances[group[0]])):
-        batch = torch.stack([covariances[index].double() for index in indices])
-        for index, found in zip(indices, _polar_of_batch(batch, completion, cut), strict=True):
-            matrix, seen, rank, nuclear = found
-            score = nuclear / norms[index] if norms[index] > 0 else 0.0
-            maps[index] = OrthogonalMap(matrix, seen, rank, score)
-    return [maps[index] for index in range(len(covariances))]
+    for indices in _batches(waiting):
+        batch = [waiting.pop(index) for index in indices]
+        solved = _dropped(batch, cut) if completion == "drop" else _completed(batch, cut)
+        for index, (part, matrix) in zip(indices, solved, strict=True):
+            score = part.nuclear / norms[index] if norms[index] > 0 else 0.0
+            maps[index] = OrthogonalMap(matrix, part.matrix, part.rank, score, part.way)
+    return [maps[index] for index in range(len(maps))]
 
 
-def _chunks(indices: list[int], one: Tensor) -> list[list[int]]:
-    """Small matrices many at a time, large ones one by one: the solver needs several times a batch's memory."""
-    size = max(1, BATCH_BYTES // (8 * one.numel()))
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+def _batches(waiting: dict[int, Statistic]) -> list[list[int]]:
+    """Indices of equal shape; small matrices many at a time, large ones one by one."""
+    alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
+    sizes: dict[tuple[torch.Size, ...], int] = {}
+    for index, one in waiting.items():
+        tensors = [one.source, one.target] if isinstance(one, Rows) else [one]
+        shapes = tuple(tensor.shape for tensor in tensors)
+        alike[shapes].append(index)
+        sizes[shapes] = 8 * sum(tensor.numel() for tensor in tensors)
+    batches = []
+    for shapes, indices in alike.items():
+        count = max(1, BATCH_BYTES // sizes[shapes])
+        batches += [indices[start : start + count] for start in range(0, len(indices), count)]
+    return batches
 
 
-def _polar_of_batch(batch: Tensor, completion: str, cut: float) -> list[tuple[Tensor, Tensor, int, float]]:
-    left, values, right = torch.linalg.svd(batch, full_matrices=False)
-    # a zero matrix has seen nothing: its singular values are not above a cut of zero
-    kept = values > cut * values[:, :1]
-    seen = (left * kept.unsqueeze(-2)) @ right
-    matrix = seen if completion == "drop" else left @ right
-    ranks = kept.sum(-1).tolist()
-    nuclear = values.sum(-1).tolist()
-    return list(zip(matrix, seen, ranks, nuclear, strict=True))
+def _dropped(batch: list[Statistic], cut: float) -> list[tuple[SeenPart, Tensor]]:
+    """The seen parts, applied as they are."""
+    few = all(isinstance(one, Rows) and one.few for one in batch)
+    parts = _of_few_rows(batch, cut) if few else seen_parts(_stacked(batch), cut)
+    return [(part, part.matrix) for part in parts]
+
+
+def _of_few_rows(batch: list[Statistic], cut: float) -> list[SeenPart]:
+    """C = Q_A (T_A T_B^T) Q_B^T with orthonormal Q: its seen part lies between the bases."""
+    rows = [one for one in batch if isinstance(one, Rows)]
+    batch.clear()
+    source, inner = torch.linalg.qr(torch.stack([one.source.double() for one in rows]).mT)
+    target, outer = torch.linalg.qr(torch.stack([one.target.double() for one in rows]).mT)
+    parts = seen_parts(inner @ outer.mT, cut)
+    bases = zip(parts, source, target, strict=True)
+    return [replace(part, matrix=left @ part.matrix @ right.mT) for part, left, right in bases]
+
+
+def _completed(batch: list[Statistic], cut: float) -> list[tuple[SeenPart, Tensor]]:
+    """The seen parts, and U V^T over all singular values, which is arbitrary where there are none."""
+    parts, left, right = decomposed(_stacked(batch), cut)
+    return list(zip(parts, left @ right, strict=True))
+
+
+def _stacked(batch: list[Statistic]) -> Tensor:
+    """One tensor of all covariances, which takes their place."""
+    covariances = torch.stack([one.covariance if isinstance(one, Rows) else one.double() for one in batch])
+    batch.clear()
+    return covariances

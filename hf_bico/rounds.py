@@ -1,32 +1,38 @@
 """A round: one draw of samples as the two models see it, and how methods carry the task vector by it.
 
-Its statistics are collected once, whatever the number of methods that read them. Neither measures nor writes.
+Its statistics are collected once, whatever the number of methods that read them, within the memory that there is, and
+shared out over the processes that do the job. Neither measures nor writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_bico.bench import Bench
+from hf_bico.budget import Fit, solved_together
+from hf_bico.collecting import Side, collect
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch, halving_batches
-from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
+from hf_bico.environment import Stopwatch, ahead, halving_batches
+from hf_bico.errors import DataUnknownError, MemoryExhaustedError, UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
 from hf_bico.measuring import logits_of
 from hf_bico.methods import Carried, Carrier, Seen
 from hf_bico.objectives import Classifier, Head, Heads, LikelyLabels, Question, ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Pass, Side, Statistics, collect
+from hf_bico.sites import SitePair
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Statistics
 from hf_bico.transport import joined, site_delta
+from hf_bico.watching import Pass
 
 
 def require_enough_to_mispair(samples: int) -> None:
@@ -41,6 +47,8 @@ class Round:
     As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
     one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
     from different wrong pairings, or they would still agree with each other.
+
+    Its statistics are kept for other methods, unless it `keeps` none: then each sum goes when its map is found.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Round:
         settings: Settings,
         *,
         mispaired: bool = False,
+        keeps: bool = True,
     ) -> None:
         self.bench = bench
         self._heads = heads
@@ -59,6 +68,9 @@ class Round:
         self.settings = settings
         self.copies = 0 if drawn is None else bench.copies(settings, len(drawn.samples))
         self.mispaired = mispaired
+        self.keeps = keeps
+        self.batch_size: int | None = None
+        """That of the last pass over the samples."""
         self._drawn = drawn
         self._seen = Statistics()
 
@@ -95,41 +107,73 @@ class Round:
         if not isinstance(head, Classifier):
             raise no_predictions(self.settings.method)
         with self.bench.tuning.applied_to(self.bench.source.module):
-            return logits_of(self.bench.source, head, self.samples, self.settings.batch_size)
+            return logits_of(self.bench.source, head, self.samples, self.settings.batch)
 
     def see(self, kinds: Collection[Kind]) -> Statistics:
         """The statistics at the two pretrained models; what was not seen yet is collected in one pass."""
         missing = set(kinds) - self._seen.kinds
         if missing:
-            self._seen.update(self._collected(missing))
+            self._seen.update(self._collected(missing, self.bench.pairs))
         return self._seen
 
     def carry(self, method: Carrier) -> dict[str, Carried]:
         """The task vector at every pair of sites, in the target's coordinates."""
-        bench, parts = self.bench, list[dict[str, Carried]]()
+        parts = list[dict[str, Carried]]()
         for step in range(method.steps):
-            statistics = self._along(step / method.steps, parts, method.kinds) if step else self.see(method.kinds)
-            with self.watch("align"):
-                method.prepare(bench.pairs, Seen(*bench.pretrained, statistics))
-            with self.watch("transport"):
-                parts.append(
-                    {
-                        pair.target.name: method.carry(
-                            pair, site_delta(bench.vector, pair.source).scaled(1 / method.steps)
-                        )
-                        for pair in bench.pairs
-                    }
+            found: dict[str, Carried] = {}
+            for pairs in self._passes_of(method):
+                seen = (
+                    self._along(step / method.steps, parts, method.kinds, pairs) if step else self._start(method, pairs)
                 )
+                found |= self._carried(method, pairs, seen)
+            parts.append(self.bench.team.gathered(found))
         return joined(parts)
 
-    def _along(self, share: float, parts: Sequence[dict[str, Carried]], kinds: Collection[Kind]) -> Statistics:
+    def _carried(self, method: Carrier, pairs: Sequence[SitePair], statistics: Statistics) -> dict[str, Carried]:
+        """This process's part of the pairs, some at a time; sums that nobody else reads are let go of on the way."""
+        bench, found = self.bench, dict[str, Carried]()
+        groups = solved_together(pairs) if method.by_site else [list(pairs)]
+        own = bench.team.share(groups) if method.by_site else groups
+        if statistics is not self._seen:
+            statistics.drop(pair for group in groups if group not in own for pair in group)
+        for group in own:
+            with self.watch("align"):
+                method.prepare(group, Seen(*bench.pretrained, statistics))
+            if statistics is not self._seen:
+                statistics.drop(group)
+            with self.watch("transport"):
+                for pair in group:
+                    delta = site_delta(bench.vector, pair.source).scaled(1 / method.steps)
+                    found[pair.target.name] = bench.settled(pair, method.carry(pair, delta))
+        return found
+
+    def _passes_of(self, method: Carrier) -> list[list[SitePair]]:
+        """The pairs that each pass over the samples adds up: all of them, or as many as there is memory for."""
+        if not method.by_site:
+            return [self.bench.pairs]
+        groups, counts = solved_together(self.bench.pairs), self.fit(method.kinds).groups
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        return [
+            [pair for group in groups[start : start + count] for pair in group]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+
+    def _start(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
+        """The statistics of some pairs at the pretrained models; kept if they are of all, and others read them."""
+        if self.keeps and len(pairs) == len(self.bench.pairs):
+            return self.see(method.kinds)
+        return self._collected(method.kinds, pairs) if method.kinds else Statistics()
+
+    def _along(
+        self, share: float, parts: Sequence[dict[str, Carried]], kinds: Collection[Kind], pairs: Sequence[SitePair]
+    ) -> Statistics:
         """The statistics with a share of the task vector in the source, and what became of it in the target."""
         bench = self.bench
         so_far = bench.gathered(joined(parts), alpha=1.0).renamed(bench.planned.lineage.target.layout.own_names)
         with ExitStack() as stack:
             stack.enter_context((share * bench.tuning).applied_to(bench.source.module))
             stack.enter_context(so_far.applied_to(bench.target.module))
-            return self._collected(kinds)
+            return self._collected(kinds, pairs)
 
     def readout(self, changes: Deltas) -> Readout:
         """The correction of the final projection of the target with these changes.
@@ -161,17 +205,33 @@ class Round:
                 rows.append(trace.inputs[projection.input])
             return torch.cat(rows)
 
-        return halving_batches(self.settings.batch_size, run)
+        return halving_batches(self.settings.batch, run)
 
-    def _collected(self, kinds: Collection[Kind]) -> Statistics:
-        bench = self.bench
-        source, target = (Side(model, model.layout.tokens) for model in (bench.source, bench.target))
+    def fit(self, kinds: Collection[Kind]) -> Fit:
+        """How the statistics are collected within the memory that there is, as often in every process."""
+        return self.bench.team.agreed(self.bench.fit(kinds, self.samples, self.settings))
+
+    def _collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair]) -> Statistics:
+        bench, fitted = self.bench, self.fit(kinds)
 
         def collected(turn: int, some: Collection[Kind]) -> Statistics:
-            def run(size: int) -> Statistics:
-                return collect(bench.pairs, source, target, self._passes(size, set(some), turn), some)
+            def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:
+                self.batch_size = size
+                source, target = (
+                    Side(model, model.layout.tokens, thrifty, fitted.lean, stays=not model.visits)
+                    for model in (bench.source, bench.target)
+                )
+                return collect(pairs, source, target, self._passes(size, set(some), turn), some, bench.device)
 
-            return halving_batches(self.settings.batch_size, run)
+            try:
+                found = halving_batches(fitted.batch_size, run)
+            except MemoryExhaustedError:
+                if fitted.checkpointing:
+                    raise
+                found = halving_batches(1, partial(run, thrifty=True))
+            bench.team.add_up(found.tensors)
+            found.require_finite()
+            return found
 
         with self.watch("calibrate"):
             if not self.mispaired:
@@ -184,21 +244,36 @@ class Round:
             return found
 
     def _passes(self, size: int, kinds: set[Kind], turn: int) -> Iterator[tuple[Pass, Pass]]:
-        """For each batch, a pass of the source's and of the target's pretrained model.
+        """For each batch of this process's samples, a pass of the source's and of the target's pretrained model.
 
         The source sees the samples from number `turn` on.
         """
+        drawn = self.drawn_samples
+        own = self.bench.team.share(tuple(range(len(drawn))))
+        mine = self._copied(drawn.some(own))
+        both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
+        if turn:
+            both = zip(self._copied(drawn.rotated(turn).some(own)).batches(size), mine.batches(size), strict=True)
+        models = (self.bench.source, self.bench.target)
+        batches = (
+            [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both
+        )
+        likely = [self._likely(kinds, number) for number in (turn, 0)]  # now: it runs a model
+        first = own[0] * (1 + self.copies) if own else 0
+        return self._asking(ahead(batches), likely, range(first, first + len(mine)))
+
+    def _asking(
+        self, batches: Iterator[Sequence[Any]], likely: Sequence[LikelyLabels | None], places: range
+    ) -> Iterator[tuple[Pass, Pass]]:
+        """The passes of these batches, whose samples are at these places among all that are asked about."""
         sides = (_asked(self.bench.source, self.heads.source), _asked(self.bench.target, self.heads.target))
-        turned = self._copied(self.drawn_samples.rotated(turn)) if turn else self.samples
-        sources, targets = turned.batches(size), self.samples.batches(size)
-        likely = [self._likely(kinds, number) for number in (turn, 0)]
-        done = 0
-        for batches in zip(sources, targets, strict=True):
-            self.watch.progress("calibrate", done, len(self.samples))
-            here = slice(done, done + len(batches[0][1]))
+        done = places.start
+        for both in batches:
+            self.watch.progress("calibrate", done - places.start, len(places))
+            here = slice(done, done + len(both[0][1]))
             questions = [
-                Question(*batch, None if found is None else found[here], here.start)
-                for batch, found in zip(batches, likely, strict=True)
+                Question(batch[0], batch[1], None if found is None else found[here], here.start)
+                for batch, found in zip(both, likely, strict=True)
             ]
             yield sides[0](questions[0]), sides[1](questions[1])
             done = here.stop

@@ -40,6 +40,8 @@ DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_SAMPLES = 100
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
+USUAL_BATCH = 32
+DEVICE_MAPS = ("auto", "balanced", "sequential")
 FEW_SAMPLES, COPIES = 50, 7
 """Below so many samples, bico-path adds so many altered copies of each."""
 
@@ -70,7 +72,10 @@ class Settings:
     Result: `format` is "full", a model, "adapter", for peft, or "delta", the change alone; by default a LoRA gives an
     adapter and anything else a full model. `rank` is an adapter's: a whole number, or a share of each layer's energy
     such as 0.95; by default a LoRA keeps its rank and anything else is exact.
-    Run: `batch_size` samples at a time on `device` in `dtype`; `evaluate` measures on held-out samples, by
+    Run: on `device` in `dtype`, with at most `memory` bytes of it (or a text such as "8GB"; by default what is free):
+    where models and sums do not fit together, the samples are gone through several times. `batch_size` samples at a
+    time; by default as many as are quick, and fit. `device_map` "auto" spreads models that are too large for one GPU
+    over all, and the main memory, by accelerate; `evaluate` measures on held-out samples, by
     `evaluation` "zero-shot" (as the objective asks, without fitting anything), by a linear "probe" that is fitted to
     the calibration samples, or "both"; "auto" is a probe for text-to-text, else zero-shot. `control` also measures a
     port whose two models saw different samples; `force` goes on although the base looks wrong.
@@ -110,7 +115,9 @@ class Settings:
     class_names: Sequence[str] | None = None
     templates: Sequence[str] = DEFAULT_TEMPLATES
     max_download: int = DEFAULT_DOWNLOAD
-    batch_size: int = 32
+    batch_size: int | None = None
+    memory: int | None = None
+    device_map: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     evaluate: bool = True
@@ -127,9 +134,9 @@ class Settings:
                 meant = "per_class" if name == "k" else name
                 remedy = did_you_mean(meant, known, f"the options are: {', '.join(known)}")
                 raise UsageError(f"there is no option '{name}'", remedy)
-        limit = options.get("max_download")
-        size = {"max_download": read_size(limit, "max_download")} if isinstance(limit, str) else {}
-        return cls(**{**options, **size})
+        sizes = {name: options.get(name) for name in ("max_download", "memory")}
+        read = {name: read_size(size, name) for name, size in sizes.items() if isinstance(size, str)}
+        return cls(**{**options, **read})
 
     def __post_init__(self) -> None:
         _require_one_of("method", self.method, METHOD_NAMES)
@@ -140,6 +147,8 @@ class Settings:
         _require_one_of("evaluation", self.evaluation, EVALUATIONS)
         self._require_layers()
         _require_one_of("dtype", self.dtype, DTYPES)
+        if self.device_map is not None:
+            _require_one_of("device-map", self.device_map, DEVICE_MAPS)
         if self.tower is not None:
             _require_one_of("tower", self.tower, TOWERS)
         if self.format is not None:
@@ -159,6 +168,7 @@ class Settings:
             ("-n", self.n, 1),
             ("-k", self.per_class, 1),
             ("--batch-size", self.batch_size, 1),
+            ("--memory", self.memory, 1),
             ("--augment", self.augment, 0),
             ("--max-length", self.max_length, 1),
             ("--path-steps", self.path_steps, 1),
@@ -202,6 +212,11 @@ class Settings:
         if self.augment is not None:
             return self.augment
         return COPIES if self.method == "bico-path" and samples < FEW_SAMPLES else 0
+
+    @property
+    def batch(self) -> int:
+        """How many samples are run at a time where nothing is differentiated."""
+        return self.batch_size or USUAL_BATCH
 
     @property
     def own_objective(self) -> bool:

@@ -140,13 +140,16 @@ class TaskVector(Deltas):
         return vector
 
     @classmethod
-    def over(cls, source: Model | Adapter, base: Model) -> TaskVector:
-        """What a model or an adapter changes of its base, both of them on this machine."""
+    def over(cls, source: Model | Adapter, base: Model, device: torch.device | None = None) -> TaskVector:
+        """What a model or an adapter changes of its base, both of them on this machine.
+
+        Differences are computed on `device`: the CPU if nothing is said.
+        """
         changes: Deltas | Difference
         if isinstance(source, Adapter):
             changes = source.deltas(base)
         else:
-            changes = Difference.between(source.checkpoint, base.checkpoint)
+            changes = Difference.between(source.checkpoint, base.checkpoint, device)
         about: dict[str, Any] = {"library": base.family.library}
         for part, model in (("source", source), ("base", base)):
             about |= {part: model.name, **({f"{part}_commit": model.commit} if model.commit else {})}

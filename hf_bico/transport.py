@@ -41,6 +41,11 @@ def _read(vector: Deltas, slot: Slot) -> Any:
     return None if is_zero(part) else part
 
 
+def _energy(vector: Deltas, slot: Slot) -> float:
+    change = _read(vector, slot)
+    return 0.0 if change is None else energy(change)
+
+
 def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
     """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give.
 
@@ -67,7 +72,7 @@ def _ratio(vector: Deltas, slot: Slot, base: Checkpoint) -> float:
     if change is None:
         return 0.0
     start: Tensor = slot.view(base.tensor(slot.tensor))
-    own = energy(start)
+    own = energy(start.to(change.device))
     return sqrt(energy(change) / own) if own else inf
 
 
@@ -117,11 +122,12 @@ def account(
     vector: Deltas, carried: Mapping[str, Carried], pairs: Iterable[SitePair], left: Mapping[str, str]
 ) -> Report:
     """Where the task vector's energy went: into which sites, how much unseen, and what stayed behind."""
-    total = sum(vector.energy(name) for name in vector)
+    energies = {name: vector.energy(name) for name in vector}
+    total = sum(energies.values())
     sites = []
     for pair in pairs:
         result = carried[pair.target.name]
-        changes = [_read(vector, slot) for slot in pair.source.slots]
+        changed = [slot for slot in pair.source.slots if slot.tensor in vector]
         r_in, r_out = result.input_map, result.output_map
         sites.append(
             SiteRecord(
@@ -130,7 +136,7 @@ def account(
                 source=pair.source.name,
                 shape_source=pair.source.shape,
                 shape_target=pair.target.shape,
-                energy=sum(energy(change) for change in changes if change is not None) / total,
+                energy=sum(energies[s.tensor] if s.rows is None else _energy(vector, s) for s in changed) / total,
                 rank_in=None if r_in is None else r_in.rank,
                 rank_out=None if r_out is None else r_out.rank,
                 score_in=None if r_in is None else r_in.score,
@@ -138,5 +144,5 @@ def account(
                 unseen=result.unseen,
             )
         )
-    stayed = [LeftRecord(name, reason, vector.energy(name) / total) for name, reason in left.items() if name in vector]
+    stayed = [LeftRecord(name, reason, energies[name] / total) for name, reason in left.items() if name in energies]
     return Report(tuple(sites), tuple(stayed))

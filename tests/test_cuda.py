@@ -6,6 +6,9 @@ Needs torch, transformers, peft and safetensors only. Run it with `pytest -m cud
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ import torch
 from torch import nn
 
 import hf_bico
+from hf_bico.budget import Limits
+from hf_bico.collecting import Side, collect
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import Bico, Seen
 from hf_bico.settings import METHOD_NAMES, Settings
-from hf_bico.statistics import Kind, Losses, Side, Statistics, collect
+from hf_bico.statistics import Kind, Statistics
+from hf_bico.watching import Losses
 
 pytestmark = [
     pytest.mark.cuda,
@@ -101,7 +107,7 @@ def statistics_on(device: str, dtype: torch.dtype, models: list[nn.Module], coun
             yield (lambda: run(source)), (lambda: run(target))
 
     sides = [Side(model, model.layout.tokens) for model in (source, target)]
-    statistics = collect(pairs, *sides, batches(), Bico.kinds)
+    statistics = collect(pairs, *sides, batches(), Bico.kinds, torch.device(device))
     method = Bico(Settings())
     method.prepare(pairs, Seen(PRETRAINED, PRETRAINED, statistics))
     return statistics, method
@@ -315,3 +321,90 @@ def test_language_models_give_on_the_gpu_what_they_give_on_the_cpu(kind: str, tm
         error = (ports[0].task_vector[name].cpu() - change.cpu()).norm() / change.norm()
         assert error < 1e-5, f"{name}: {error:.1e}"
     assert [e.value for e in ports[0].record.evaluation] == pytest.approx([e.value for e in ports[1].record.evaluation])
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A fine-tuned Qwen2, its base and a target."""
+    import transformers
+    from language_toys import fine_tuned, write_decoder
+
+    place = tmp_path_factory.mktemp("decoders")
+    base, target = (write_decoder(place / name, width=width, seed=seed, kind="qwen2") for name, width, seed in PAIR)
+    return fine_tuned(base, place / "tuned", transformers.AutoModelForCausalLM), base, target
+
+
+def decoder_port(models: tuple[Path, Path, Path], **options: Any) -> hf_bico.Ported:
+    from language_toys import sentences
+
+    tuned, base, target = models
+    rows = [{"text": text} for text in sentences(24)]
+    return hf_bico.port(tuned, to=target, base=base, data=rows, n=16, device="cuda", evaluate=False, **options)
+
+
+def furthest(one: hf_bico.Ported, other: hf_bico.Ported) -> float:
+    """The largest relative difference of a tensor's change."""
+    pairs = ((change.cpu(), other.task_vector[name].cpu()) for name, change in one.task_vector.items())
+    return max(float((mine - theirs).norm() / mine.norm()) for mine, theirs in pairs)
+
+
+def test_models_that_take_turns_on_the_gpu_give_the_same(
+    decoders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = decoder_port(decoders)
+    planned = hf_bico.plan(decoders[0], to=decoders[2], base=decoders[1])
+    limits = (int(planned.memory_bytes * share / 50) for share in range(50, 0, -1))
+    fits = ((limit, planned.within(Limits(memory=limit)).fitted) for limit in limits)
+    limit = next(limit for limit, found in fits if found.alternating and found.fits)
+    visited: list[str] = []
+    moved = nn.Module.to
+
+    def to(module: nn.Module, *where: Any, **how: Any) -> nn.Module:
+        visited.append(str(where[0]) if where else "")
+        return moved(module, *where, **how)
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    # the plan reckons with longer texts than these are
+    monkeypatch.setattr("hf_bico.bench.fit", lambda *_, **__: planned.within(Limits(memory=limit)).fitted)
+    assert furthest(usual, decoder_port(decoders, memory=limit)) < 1e-5
+    assert visited.count("cuda") >= 2
+    assert visited[-1] == "cpu"
+
+
+def test_weights_that_stay_in_main_memory_give_the_same(decoders: tuple[Path, Path, Path]) -> None:
+    """By accelerate, which brings them to the GPU when they are needed."""
+    pytest.importorskip("accelerate")
+    usual = decoder_port(decoders)
+    assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
+    size = (decoders[1] / "model.safetensors").stat().st_size
+    try:
+        spread = decoder_port(decoders, device_map="auto", memory=2 * size)
+    except hf_bico.BicoError as error:
+        pytest.skip(str(error))
+    assert furthest(usual, spread) < 1e-5
+
+
+SHARED = """
+import sys
+import hf_bico
+from language_toys import sentences
+tuned, base, target, out = sys.argv[1:]
+rows = [{"text": text} for text in sentences(24)]
+ported = hf_bico.port(tuned, to=target, base=base, data=rows, n=15, device="cuda", evaluate=False)
+ported.save(out)
+"""
+
+
+def test_two_processes_share_one_gpu(decoders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    script = tmp_path / "script.py"
+    script.write_text(SHARED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = []
+    for name, launcher in (("alone", [sys.executable]), ("together", together)):
+        words = [*launcher, str(script), *map(str, decoders), str(tmp_path / name)]
+        subprocess.run(words, check=True, env=environment, timeout=120)
+        found.append(load_file(tmp_path / name / "model.safetensors"))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])

@@ -20,6 +20,7 @@ from toys import WRITERS, Toy, random_rows, random_state
 
 import hf_bico
 from hf_bico import families
+from hf_bico.collecting import Side, collect
 from hf_bico.errors import (
     BrokenWeightsError,
     ModelError,
@@ -36,7 +37,8 @@ from hf_bico.models import Model
 from hf_bico.pairing import pair_rows
 from hf_bico.pipeline import Batch
 from hf_bico.sites import MOST_ROLES, OTHER_ROLES, TEXTS, role_labels
-from hf_bico.statistics import Kind, Losses, Side, collect
+from hf_bico.statistics import Kind
+from hf_bico.watching import Losses
 
 CLASSES, VOCABULARY, SIZE = 4, 40, 16
 CPU = torch.device("cpu")

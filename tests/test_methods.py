@@ -557,7 +557,7 @@ def sums_of(statistics: Statistics) -> dict[tuple[Any, ...], Tensor]:
     found: dict[tuple[Any, ...], Tensor] = {}
     for kind, sums in statistics.sums.items():
         for key, one in sums.items():
-            found |= {(kind, key, part): getattr(one, part) for part in ("total", "energy_source", "energy_target")}
+            found |= {(kind, key, part): tensor for part, tensor in enumerate(one.tensors)}
     for name, gradient in statistics.target_gradients.items():
         found |= {(name, part): getattr(gradient, part) for part in ("weight", "bias", "weight_votes", "bias_votes")}
     return found

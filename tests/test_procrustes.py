@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import scipy.linalg
 import torch
 
-from hf_bico.procrustes import polar
+from hf_bico import procrustes
+from hf_bico.procrustes import Rows, polar
 
 
 def with_spectrum(rows: int, columns: int, values: list[float], seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -95,3 +98,63 @@ def test_batches_of_mixed_shapes_come_back_in_order() -> None:
     for matrix, found in zip(matrices, together, strict=True):
         [alone] = polar([matrix], [1.0])
         assert torch.allclose(found.matrix, alone.matrix, atol=1e-12)
+
+
+@pytest.mark.parametrize("completion", ["drop", "svd"])
+@pytest.mark.parametrize("count", [1, 5, 8, 30])
+def test_rows_are_worth_their_covariance(count: int, completion: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    # falling scales: some directions of the covariance are below the cut
+    scales = torch.logspace(0, -6, count, dtype=torch.float64)[:, None]
+    source = scales * torch.randn(count, 8, dtype=torch.float64, generator=generator)
+    target = torch.randn(count, 11, dtype=torch.float64, generator=generator)
+    norm = float(source.norm() * target.norm())
+    [whole] = polar([source.T @ target], [norm], completion)
+    [found] = polar([Rows(source, target)], [norm], completion)
+    assert found.rank == whole.rank
+    assert found.score == pytest.approx(whole.score)
+    assert torch.allclose(found.seen, whole.seen, atol=1e-9)
+    if completion == "svd":
+        assert torch.allclose(found.matrix @ found.matrix.T, torch.eye(8, dtype=torch.float64), atol=1e-12)
+
+
+def test_few_rows_are_exact_where_their_covariance_is_rounded() -> None:
+    """Ill-conditioned rows, whose map is known: each row of A goes to the row of B at its place."""
+    generator = torch.Generator().manual_seed(6)
+    frames = [torch.linalg.qr(torch.randn(40, 4, dtype=torch.float64, generator=generator))[0].T for _ in range(2)]
+    scales = torch.tensor([1.0, 1e-2, 2e-6, 1e-8], dtype=torch.float64)[:, None]
+    [found] = polar([Rows(scales * frames[0], frames[1])], [1.0])
+    assert found.rank == 3
+    assert torch.allclose(found.seen, frames[0][:3].T @ frames[1][:3], atol=1e-9)
+
+
+def test_rows_and_covariances_mix_and_come_back_in_order() -> None:
+    generator = torch.Generator().manual_seed(7)
+    source, target = (torch.randn(3, size, dtype=torch.float64, generator=generator) for size in (6, 5))
+    mixed = [source.T @ target, Rows(source, target), target.T @ source, Rows(target, source)]
+    found = polar(mixed, [1.0] * 4)
+    assert [one.matrix.shape for one in found] == [(6, 5), (6, 5), (5, 6), (5, 6)]
+    assert torch.allclose(found[0].matrix, found[1].matrix, atol=1e-10)
+    assert torch.allclose(found[2].matrix, found[3].matrix, atol=1e-10)
+
+
+def test_consumed_covariances_are_freed_and_others_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [torch.randn(size, size, dtype=torch.float64) for size in (3, 4, 3)]
+    copies = [matrix.clone() for matrix in matrices]
+    kept = polar(matrices, [1.0] * 3)
+    assert all(torch.equal(matrix, copy) for matrix, copy in zip(matrices, copies, strict=True))
+    alive = [weakref.ref(matrix) for matrix in matrices]
+    del copies
+    seen_alive = []
+
+    def watched(batch: torch.Tensor, cut: float) -> list[object]:
+        seen_alive.append(sum(one() is not None for one in alive))
+        return solve(batch, cut)
+
+    solve = procrustes.seen_parts
+    monkeypatch.setattr(procrustes, "seen_parts", watched)
+    found = polar(matrices, [1.0] * 3, consume=True)
+    assert matrices == []
+    # the two of one shape are gone while they are solved, the third while it is
+    assert seen_alive == [1, 0]
+    assert all(torch.equal(one.matrix, other.matrix) for one, other in zip(found, kept, strict=True))

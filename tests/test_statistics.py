@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_bico.collecting import Side, collect
 from hf_bico.pairing import pair_rows
 from hf_bico.sites import Site, SitePair, Slot, Tokens
-from hf_bico.statistics import CrossCovariance, Kind, Losses, Side, Trace, collect
+from hf_bico.statistics import CrossCovariance, Kind
+from hf_bico.watching import Losses, Trace
 
 
 def numbered(samples: int, tokens: int) -> torch.Tensor:
@@ -69,9 +71,9 @@ class TwoReaders:
         ]
 
     @contextmanager
-    def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:
-        self.trace = Trace()
-        yield self.trace
+    def observed(self, sites: Sequence[Site], trace: Trace) -> Iterator[Trace]:
+        self.trace = trace
+        yield trace
 
     def weight(self, name: str) -> torch.Tensor:
         return self.weights[[site.name for site in self.sites].index(name)]
@@ -102,8 +104,8 @@ def test_a_shared_input_is_counted_once() -> None:
 def test_sum_over_batches_is_the_sum_over_all() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(30, 4, generator=generator), 3 * torch.randn(30, 5, generator=generator)
-    sums = CrossCovariance.zeros(4, 5, torch.device("cpu"))
+    sums = CrossCovariance((4, 5), torch.device("cpu"))
     for start in range(0, 30, 7):
         sums.add(x[start : start + 7], y[start : start + 7])
     assert torch.allclose(sums.total, x.double().T @ y.double(), atol=1e-12)
-    assert abs(sums.norms - float(x.double().norm() * y.double().norm())) < 1e-9
+    assert abs(float(sums.norms) - float(x.double().norm() * y.double().norm())) < 1e-9

@@ -18,7 +18,7 @@ from terminals import Seen, run_in_terminal
 from hf_bico.cli import main
 from hf_bico.tables import BEST, WORSE, Line, Table
 
-STAGES = ("sample", "download", "read", "load", "calibrate", "align", "transport", "evaluate", "record")
+STAGES = ("sample", "download", "read", "load", "calibrate", "align", "transport", "form", "evaluate", "record")
 CLOCK = r"\d:\d\d:\d\d"
 
 

@@ -11,6 +11,7 @@ from language_toys import sentences, write_decoder, write_t5
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.collecting import Side, collect
 from hf_bico.families import CausalModel, LiveModel, SequenceModel
 from hf_bico.families.text_models import mean_of_real
 from hf_bico.models import Model
@@ -18,8 +19,9 @@ from hf_bico.objectives.base import Question
 from hf_bico.objectives.language import AnswerHead, LanguageHead
 from hf_bico.pairing import TextRows
 from hf_bico.sites import Site, SitePair, Slot
-from hf_bico.statistics import Kind, Losses, Side, Trace, collect
+from hf_bico.statistics import Kind
 from hf_bico.texts import Text
+from hf_bico.watching import Losses, Trace
 
 SAMPLES = [Text(text) for text in sentences(4)]
 WORDS = ("no", "yes")
@@ -106,8 +108,8 @@ class OneReader:
         self.flat = flat
 
     @contextmanager
-    def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:
-        self.trace = Trace()
+    def observed(self, sites: Sequence[Site], trace: Trace) -> Iterator[Trace]:
+        self.trace = trace
         yield self.trace
 
     def weight(self, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from toys import WRITERS, Toy, open_clip_config, random_state
 
 import hf_bico
 from hf_bico.cards.plots import alignment_picture
+from hf_bico.collecting import Side, collect
 from hf_bico.contrastive import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
@@ -31,7 +32,8 @@ from hf_bico.models import Model
 from hf_bico.pairing import TextRows
 from hf_bico.planning import UNMATCHED, matched
 from hf_bico.settings import Settings
-from hf_bico.statistics import Kind, Losses, Pass, Side, collect
+from hf_bico.statistics import Kind
+from hf_bico.watching import Losses, Pass
 
 TOY = Toy(width=16, blocks=3, text_blocks=2)
 CAPTIONS = ["a photo of a zero", "the digit seven", "dark on light", "a blurry one from a form", "the digit seven"]

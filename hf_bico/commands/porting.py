@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hf_bico.budget import FLOAT32, FLOAT64, Limits
 from hf_bico.edge.completing import complete_data, complete_folder, complete_model
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import (
@@ -24,6 +25,7 @@ from hf_bico.edge.options import (
     format_option,
     hub_options,
     last_name,
+    memory_options,
     method_options,
     output_options,
     push_options,
@@ -35,8 +37,11 @@ from hf_bico.edge.options import (
     typed_line,
 )
 from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
+from hf_bico.edge.several import go_on_alone, require_device_for_each
 from hf_bico.errors import LineageError
+from hf_bico.processes import is_first_process
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank
+from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
     from hf_bico.plans import Plan
@@ -107,6 +112,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
     push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
     with edge() as at:
+        require_device_for_each(options["device"])
         push = read_push(options)
         settings = read_settings(options)
         require_used(settings.method)
@@ -121,6 +127,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             planned, needs_data = _as_asked(make_plan(source, target, **where), settings)
             _show_plan(planned, as_json, quiet, command, needs_data)
             return
+        if not is_first_process():  # which prints, writes and pushes
+            push_to, quiet = None, True
         if push_to is not None:
             from hf_bico.push_checks import require_hidden, require_pushable
 
@@ -144,6 +152,9 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 
         with shown_progress(quiet or as_json) as progress:
             ported = carry_out(planned, settings, hub, progress)
+            if not is_first_process():
+                return
+            go_on_alone()
             ported.save(folder, overwrite=overwrite, repo=push_to, revision=push.revision)
         at.interrupted = f"the result is in {folder}"
         if own_checkpoint:
@@ -174,6 +185,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 @SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
 @format_option
 @rank_option
+@memory_options
 @hub_options
 @output_options
 def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
@@ -182,12 +194,14 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
     \b
     Examples:
       hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
-      hf-bico plan my-finetune --base model-A --to model-B
+      hf-bico plan my-finetune --base model-A --to model-B --memory 8GB
     """
     command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
     command += ["--data", data] if data else []
     command += ["--format", options["format"]] if options["format"] else []
     command += ["--rank", options["rank"]] if options["rank"] else []
+    command += ["--memory", options["memory"]] if options["memory"] else []
+    command += ["--batch-size", str(options["batch_size"])] if options["batch_size"] else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
     with edge():
         from hf_bico.hub.client import Hub
@@ -196,7 +210,9 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
         hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
         planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
         rank = None if options["rank"] is None else read_rank(options["rank"])
-        shown = planned.in_form(Settings(format=options["format"], rank=rank).format, rank)
+        memory = None if options["memory"] is None else read_size(options["memory"], "--memory")
+        settings = Settings(format=options["format"], rank=rank, memory=memory, batch_size=options["batch_size"])
+        shown = planned.in_form(settings.format, settings.rank).within(_limits(settings))
         _show_plan(shown, options["as_json"], options["quiet"], shlex.join(command))
 
 
@@ -246,7 +262,7 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     from hf_bico.choosing import settled
     from hf_bico.planning import matched
 
-    planned = matched(planned, settings.layers)
+    planned = matched(planned, settings.layers).within(_limits(settings))
     if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
         if planned.lineage.data is not None:
             settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
@@ -261,6 +277,12 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"
     return planned.in_form(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
+
+
+def _limits(settings: Settings) -> Limits:
+    """What the plan's estimate of memory reads of the settings."""
+    size = {"float64": FLOAT64, "bfloat16": FLOAT64 // 4}.get(settings.dtype, FLOAT32)
+    return Limits(settings.memory, settings.batch_size, settings.max_length, size)
 
 
 def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:

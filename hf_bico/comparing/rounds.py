@@ -49,7 +49,7 @@ class DrawnRounds:
         probed_on = self.subject.samples if self._drawn is None else self._drawn.samples
         yardstick = Yardstick(
             *(self.subject.name, self.subject.split, self.subject.prepared, probed_on),
-            *(evaluation, self._settings.batch_size),
+            *(evaluation, self._settings.batch),
         )
         for record in self._records(yardstick, name, variant):
             protocol = LOSS if record.metric == LOSS else record.protocol

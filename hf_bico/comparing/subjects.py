@@ -128,5 +128,5 @@ def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subj
     require_readable(bench, split, samples)
     prepared: Batched = samples
     if isinstance(bench.target, ImageModel):
-        prepared = Prepared.by(bench.target, samples, bench.settings.batch_size)
+        prepared = Prepared.by(bench.target, samples, bench.settings.batch)
     return Subject(data, heads, settled, split, samples, prepared)

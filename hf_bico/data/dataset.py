@@ -156,6 +156,11 @@ class Samples:
     def first(self, count: int) -> Samples:
         return replace(self, indices=self.indices[:count], labels=self.labels[:count])
 
+    def some(self, positions: Sequence[int]) -> Samples:
+        """Those at these positions."""
+        chosen = tuple(self.indices[position] for position in positions)
+        return replace(self, indices=chosen, labels=tuple(self.labels[position] for position in positions))
+
     def rotated(self, turn: int) -> Samples:
         """The same samples in the same order, but from another one on."""
         return replace(

@@ -43,7 +43,8 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
 
 
 def _verdict(planned: Plan, needs_data: bool) -> str:
-    problems = [] if planned.fits else ["the models do not fit this machine's memory"]
+    where = "this machine's memory" if planned.limits.memory is None else "--memory"
+    problems = [] if planned.fits else [f"the models do not fit {where}"]
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."

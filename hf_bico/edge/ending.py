@@ -17,6 +17,7 @@ from typing import NoReturn
 import click
 
 from hf_bico.edge.screen import is_plain
+from hf_bico.edge.several import LAUNCHER_ENDED, EndedByLauncher, named, speaks_for, take_part
 from hf_bico.errors import BicoError, UsageError
 
 FAILED, WRONG, STOPPED = 1, 2, 130
@@ -58,7 +59,7 @@ def edge() -> Iterator[Edge]:
     try:
         _quiet_libraries()
         yield at
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, EndedByLauncher) as error:
         if len(_open) > 1:
             raise
         _end(error, at.interrupted, as_json)
@@ -69,35 +70,47 @@ def edge() -> Iterator[Edge]:
 @contextmanager
 def whole_process(as_json: bool) -> Iterator[None]:
     """The same for what happens outside of any command: a wrong command line, or a stop before it was read."""
+    take_part(lambda: _say_stopped(EndedByLauncher(), "nothing was written", as_json))
     try:
         yield
     except click.ClickException as error:
-        error.show()
+        if speaks_for(error):
+            error.show()
         if as_json:
             context = error.ctx if isinstance(error, click.UsageError) else None
             command = "hf-bico" if context is None else context.command_path
             _as_object(type(error).__name__, error.format_message(), f"see '{command} --help'")
         sys.exit(error.exit_code)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, EndedByLauncher) as error:
         _end(error, "nothing was done", as_json)
 
 
 def _end(error: BaseException, interrupted: str, as_json: bool) -> NoReturn:
     """Say what happened, and leave with its exit code; what click itself ends by is left to it."""
-    if isinstance(error, KeyboardInterrupt | click.Abort):
-        click.echo(f"Interrupted: {interrupted}.", err=True)
-        if as_json:
-            _as_object("KeyboardInterrupt", f"interrupted: {interrupted}", "run the same command again")
-        sys.exit(STOPPED)
+    if isinstance(error, KeyboardInterrupt | click.Abort | EndedByLauncher):
+        _say_stopped(error, interrupted, as_json)
+        sys.exit(FAILED if isinstance(error, EndedByLauncher) else STOPPED)
     closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
     if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or os.environ.get(_DEBUG) == "1":
         raise error
     if not isinstance(error, BicoError):
         error = Unexpected(error)
-    tell(error)
+    if speaks_for(error):
+        tell(error)
     if as_json:
         _as_object(error.kind if isinstance(error, Unexpected) else type(error).__name__, error.cause, error.remedy)
     sys.exit(WRONG if isinstance(error, UsageError) else FAILED)
+
+
+def _say_stopped(error: BaseException, interrupted: str, as_json: bool) -> None:
+    """One line, of the process that speaks."""
+    by_launcher = isinstance(error, EndedByLauncher)
+    why = f"stopped: {LAUNCHER_ENDED}; {interrupted}" if by_launcher else f"interrupted: {interrupted}"
+    if speaks_for(error):
+        said = named(why)
+        click.echo(f"{said[0].upper()}{said[1:]}.", err=True)
+    if as_json:
+        _as_object("ProcessLostError" if by_launcher else "KeyboardInterrupt", why, "run the same command again")
 
 
 class Unexpected(BicoError):
@@ -116,7 +129,7 @@ def tell(error: BicoError) -> None:
     """Two lines on stderr."""
     colour = False if is_plain(sys.stderr) else None
     # what a stranger's file says is in it too: no control characters reach the terminal
-    cause, remedy = _printable(error.cause), _printable(error.remedy)
+    cause, remedy = _printable(named(error.cause)), _printable(error.remedy)
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {cause}", err=True, color=colour)
     click.echo(f"{click.style('Remedy:', bold=True)} {remedy}", err=True, color=colour)
 

@@ -14,6 +14,7 @@ from hf_bico.edge.sections import GENERAL, HUB, MEASURING, METHOD, MODELS, OUTPU
 from hf_bico.errors import UsageError
 from hf_bico.settings import (
     COMPLETIONS,
+    DEVICE_MAPS,
     DTYPES,
     EVALUATIONS,
     FORMATS,
@@ -113,6 +114,15 @@ push_options = _together(
     HUB.option("--message", help="Commit message."),
 )
 
+memory_options = _together(
+    RUNNING.option(
+        "--batch-size",
+        type=int,
+        help="Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs out.",
+    ),
+    RUNNING.option("--memory", metavar="SIZE", help="Most memory of the device to use, such as 8GB; by default all."),
+)
+
 data_options = _together(
     SAMPLES.option("--config", help="Configuration of the data set, where it has several."),
     SAMPLES.option(
@@ -139,11 +149,11 @@ data_options = _together(
     SAMPLES.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
     SAMPLES.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
     SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
+    memory_options,
     RUNNING.option(
-        "--batch-size",
-        default=32,
-        show_default=True,
-        help="Samples at a time; halved by itself when the GPU's memory runs out.",
+        "--device-map",
+        type=Choice(DEVICE_MAPS),
+        help="Spread models that are too large for one GPU over all and the main memory, by accelerate.",
     ),
     device_option,
     RUNNING.option(
@@ -231,7 +241,9 @@ def read_settings(options: dict[str, Any]) -> Settings:
         options["rank"] = read_rank(options["rank"])
     if "layers" in options:
         options["layers"] = _layers(options["layers"])
-    options["max_download"] = read_size(options["max_download"], "--max-download")
+    for name in ("max_download", "memory"):
+        if options.get(name) is not None:
+            options[name] = read_size(options[name], f"--{name.replace('_', '-')}")
     if "no_eval" in options:
         options["evaluate"] = not options.pop("no_eval")
     for name in ("class_names", "templates"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_bico.errors import UnknownFamilyError
-from hf_bico.families.base import TEXT_TOWER, ClipModel, Family, ImageModel, LiveModel, Shapes
+from hf_bico.families.base import TEXT_TOWER, ClipModel, Family, ImageModel, LiveModel, Shapes, Spread
 from hf_bico.families.decoders import Decoder
 from hf_bico.families.encoders import Encoder
 from hf_bico.families.generic import Generic, require_same_kind
@@ -52,6 +52,7 @@ __all__ = [
     "ImageModel",
     "LiveModel",
     "SequenceModel",
+    "Spread",
     "TextModel",
     "family_of",
     "require_same_kind",

@@ -10,9 +10,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from pathlib import Path
+from posixpath import commonpath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.checkpoints import folder_name
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hf_bico.pairing import TextRows
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,6 +44,17 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model that is too large for one device is spread over several: a rule of accelerate's.
+
+    `memory` is the most that each GPU may take of it, in bytes.
+    """
+
+    rule: str
+    memory: int | None = None
 
 
 class Family(ABC):
@@ -81,8 +95,8 @@ class Family(ABC):
         """The model's modules without weights, on the meta device, by the names that `load` gives them."""
 
     @abstractmethod
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
-        """The model of a folder, ready to run."""
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        """The model of a folder, ready to run; `spread` over several devices where it is too large for one."""
 
     @abstractmethod
     def wrap(self, module: nn.Module) -> LiveModel:
@@ -103,6 +117,11 @@ class LiveModel(ABC):
 
     max_length: int | None = None
     """Of the texts that it reads, in tokens; None for what it can take."""
+    runs_on: torch.device | None = None
+    """Where it runs, if its weights are not there all the time."""
+    visits: bool = False
+    """Whether its weights are moved there when it runs, and away when it has run."""
+    _visiting: int = 0
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.module = module
@@ -110,7 +129,7 @@ class LiveModel(ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return self.runs_on or next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,25 +139,34 @@ class LiveModel(ABC):
     def features(self, samples: Sequence[Any]) -> Tensor:
         """One row (samples, width) for each sample: what a linear probe reads."""
 
+    def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples with all done that needs no weights and takes time."""
+        return samples
+
     def text_rows(self, samples: Sequence[Any]) -> TextRows | None:
         """The tokens of the samples, where they are texts."""
         return None
 
     def weight(self, name: str) -> Tensor:
         """The weight of a site as (out, in), as it is now."""
+        from hf_bico.deltas import kept_away
+
         slot = self.layout.site(name).weight
-        found: Tensor = slot.view(self.module.get_parameter(slot.tensor).detach())
+        parameter: Tensor = self.module.get_parameter(slot.tensor)
+        if parameter.is_meta:
+            parameter = kept_away(self.module)[slot.tensor]
+        found: Tensor = slot.view(parameter.detach())
         return found
 
     @contextmanager
-    def observed(self, sites: Sequence[Site]) -> Iterator[Trace]:
+    def observed(self, sites: Sequence[Site], trace: Trace | None = None) -> Iterator[Trace]:
         """Watch the given sites, by name, during the forward passes inside the `with`.
 
         The outputs stay the same up to rounding, and the model is left as it was found.
         """
-        from hf_bico.statistics import Trace
+        from hf_bico.watching import Trace
 
-        trace = Trace()
+        trace = Trace() if trace is None else trace
         own = {site.name: site for site in self.layout.sites}
         with self.quiet(), ExitStack() as stack:
             for site in sites:
@@ -152,12 +180,67 @@ class LiveModel(ABC):
         training = [module for module in self.module.modules() if module.training]
         try:
             self.module.eval().requires_grad_(False)
-            yield
+            with self._visit():
+                yield
         finally:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
             for module in training:
                 module.training = True
+
+    @contextmanager
+    def _visit(self) -> Iterator[None]:
+        """The weights where the model runs, inside the `with`."""
+        if not self.visits:
+            yield
+            return
+        self._visiting += 1
+        try:
+            self.module.to(self.runs_on)
+            yield
+        finally:
+            self._visiting -= 1
+            if not self._visiting:
+                self.module.to("cpu")
+
+    @contextmanager
+    def checkpointed(self, trace: Trace, whole_blocks: bool = True) -> Iterator[None]:
+        """Keep only what enters each block, or its MLP, for the backward pass, which runs it once more.
+
+        Inside the `with` only.
+        """
+        from torch.utils.checkpoint import checkpoint
+
+        def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), trace.recomputing()
+
+        # nothing is drawn at random in evaluation mode
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": again}
+        with ExitStack() as stack:
+            for block in self._parts(whole_blocks):
+                own, forward = block.__dict__.get("forward"), block.forward
+                block.forward = partial(checkpoint, forward, **options)
+                stack.callback(_put_forward, block, own)
+            yield
+
+    def _parts(self, whole_blocks: bool) -> list[Any]:
+        """The smallest modules that hold all sites of a block, or of its MLP."""
+        places: dict[tuple[str, int | None], list[str]] = {}
+        names = self.layout.own_names
+        for site in self.layout.sites:
+            if site.block is not None and (whole_blocks or site.role.startswith("mlp.")):
+                module = names.get(site.weight.tensor, site.weight.tensor).rpartition(".")[0]
+                places.setdefault((site.tower, site.block), []).append(module.replace(".", "/"))
+        found = [self._running(commonpath(paths).replace("/", ".")) for paths in places.values()]
+        return [self.module.get_submodule(path) for path in dict.fromkeys(found) if path]
+
+    def _running(self, path: str) -> str:
+        """The module at this path, or the nearest above it that is more than a list of modules, and runs."""
+        from torch import nn
+
+        while isinstance(self.module.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            path = path.rpartition(".")[0]
+        return path
 
     @abstractmethod
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
@@ -181,19 +264,29 @@ class ImageModel(LiveModel):
 
         Of captioned images, the images.
         """
+        return self._pixels([image.image if isinstance(image, Captioned) else image for image in images]).to(
+            self.device, self.dtype
+        )
+
+    def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples with their images prepared, as tensors; captions stay with them."""
+        pixels = self._pixels([sample.image if isinstance(sample, Captioned) else sample for sample in samples])
+        return [
+            replace(sample, image=image) if isinstance(sample, Captioned) else image
+            for sample, image in zip(samples, pixels, strict=True)
+        ]
+
+    def _pixels(self, images: Sequence[Any]) -> Tensor:
         import torch
 
-        images = [image.image if isinstance(image, Captioned) else image for image in images]
-        if isinstance(images[0], torch.Tensor):
-            if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
-                raise UnreadableSampleError(
-                    "the images are tensors of integers, or of several shapes",
-                    "give PIL images, or float tensors of one shape, prepared as the model takes them",
-                )
-            batch = _fit_to(torch.stack(list(images)), self.layout.image_size)
-        else:
-            batch = self._prepared(images)
-        return batch.to(self.device, self.dtype)
+        if not isinstance(images[0], torch.Tensor):
+            return self._prepared(images)
+        if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
+            raise UnreadableSampleError(
+                "the images are tensors of integers, or of several shapes",
+                "give PIL images, or float tensors of one shape, prepared as the model takes them",
+            )
+        return _fit_to(torch.stack(list(images)), self.layout.image_size)
 
     def _prepared(self, images: Sequence[Any]) -> Tensor:
         if not all(hasattr(image, "convert") for image in images):
@@ -237,6 +330,22 @@ class ClipModel(ImageModel):
     @abstractmethod
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """exp(logit_scale), and SigLIP's bias where there is one."""
+
+
+def _put_forward(module: Any, forward: Any) -> None:
+    """Give a module its own forward back, or that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def require_whole(family: Family, spread: Spread | None) -> None:
+    """Refuse to spread a model of a family that only one device takes."""
+    if spread is not None:
+        raise UnsupportedModelError(
+            f"models of the family {family.name} are not spread over several devices", "leave --device-map out"
+        )
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:

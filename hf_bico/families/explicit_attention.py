@@ -12,7 +12,7 @@ from hf_bico.sites import Site
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 
 class ExplicitAttention:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import ModelError, UnsupportedModelError
-from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes
+from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes, Spread, require_whole
 from hf_bico.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 
 class Generic(Family):
@@ -68,7 +68,8 @@ class Generic(Family):
         config = require_config(self, folder)
         return bare_model_of(folder, first_architecture(config) or "", config)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        require_whole(self, spread)
         from hf_bico.families.module_layout import module_layout, stored_names
 
         name = first_architecture(require_config(self, folder)) or ""

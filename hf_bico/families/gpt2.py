@@ -22,7 +22,7 @@ from hf_bico.sites import Site
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 _PACKED = "attn.c_attn"
 _GPT2 = Blueprint(

@@ -19,9 +19,11 @@ from hf_bico.families.base import (
     Family,
     LiveModel,
     Shapes,
+    Spread,
     count_blocks,
     patch_tokens,
     prefix_before,
+    require_whole,
     weights_do_not_fit,
 )
 from hf_bico.families.explicit_attention import explicit_attention
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 _ATTENTION_BIAS = "attn.in_proj_bias"
 _HEAD_WIDTH = 64
@@ -121,7 +123,8 @@ class OpenClip(Family):
             "copy the file again, or use the open_clip release that it was made for",
         )
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        require_whole(self, spread)
         import open_clip
         import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2

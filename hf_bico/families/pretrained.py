@@ -11,16 +11,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hf_bico.budget import machine_memory
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
-from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, weights_do_not_fit
+from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, Spread, weights_do_not_fit
 from hf_bico.sites import Site
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from hf_bico.statistics import Trace
+    from hf_bico.watching import Trace
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -82,20 +83,38 @@ def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], **options:
         ) from error
 
 
-def load_pretrained(folder: Path, name: str, device: torch.device, dtype: torch.dtype, **options: Any) -> nn.Module:
+def load_pretrained(
+    folder: Path, name: str, device: torch.device, dtype: torch.dtype, spread: Spread | None = None, **options: Any
+) -> nn.Module:
     """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         module, report = _class(name).from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+            **({} if spread is None else _spread(spread)),
         )
     except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise weights_do_not_fit(folder, error) from error
     if report["missing_keys"]:  # transformers has made these up at random
         raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
-    loaded: nn.Module = module.to(device).eval()
+    loaded: nn.Module = (module if spread is not None else module.to(device)).eval()
     return loaded
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    """What transformers is told about it; what no GPU has room for stays in main memory, and is not put on disk."""
+    import torch
+
+    if spread.memory is None:
+        return {"device_map": spread.rule}
+    gpus: dict[int | str, int] = dict.fromkeys(range(torch.cuda.device_count()), spread.memory)
+    return {"device_map": spread.rule, "max_memory": {**gpus, "cpu": machine_memory()}}
 
 
 def origin_of(module: nn.Module) -> Path | None:
@@ -174,10 +193,11 @@ class PretrainedFamily(Family):
         name, config, options = self.known(folder)
         return bare_model_of(folder, name, config, **options)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype) -> LiveModel:
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
         name, _, options = self.known(folder)
-        live = self._live(load_pretrained(folder, name, device, dtype, **options))
+        live = self._live(load_pretrained(folder, name, device, dtype, spread, **options))
         live.folder = folder
+        live.runs_on = None if spread is None else device
         return live
 
     def wrap(self, module: nn.Module) -> LiveModel:

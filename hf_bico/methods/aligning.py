@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.factors import between, energy
-from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta
+from hf_bico.methods.base import Carried, Carrier, MapFacts, Seen, SiteDelta
 from hf_bico.procrustes import OrthogonalMap, polar
 from hf_bico.sites import SitePair
 from hf_bico.statistics import Kind, key_of
@@ -24,9 +24,10 @@ Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
 class Aligner(Carrier):
     """R_in from rows of `input_kind` and R_out from rows of `output_kind`; a side without a kind is padded or cropped.
 
-    `maps` holds (R_in, R_out) by target site once prepared.
+    `maps` holds (R_in, R_out) by target site for the pairs that were prepared last.
     """
 
+    by_site = True
     input_kind: ClassVar[Kind | None]
     output_kind: ClassVar[Kind | None]
 
@@ -36,7 +37,8 @@ class Aligner(Carrier):
     def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
         wanted = {(kind, key_of(kind, pair)): seen.statistics.of(kind, pair) for pair in pairs for kind in self.kinds}
         sums = list(wanted.values())
-        found = polar([one.total for one in sums], [one.norms for one in sums], self.settings.completion)
+        norms = torch.stack([one.norms for one in sums]).tolist()
+        found = polar([one.evidence for one in sums], norms, self.settings.completion)
         maps: dict[Any, OrthogonalMap] = dict(zip(wanted, found, strict=True))
 
         def of(kind: Kind | None, pair: SitePair) -> OrthogonalMap | None:
@@ -48,6 +50,7 @@ class Aligner(Carrier):
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
         maps = self.maps[pair.target.name]
+        delta = delta.to(next(one.matrix.device for one in maps if one is not None))
         (r_in, seen_in), (r_out, seen_out) = (
             _matrices(found, pair.source.shape[axis], pair.target.shape[axis], maps)
             for found, axis in zip(maps, (1, 0), strict=True)
@@ -61,7 +64,8 @@ class Aligner(Carrier):
                 unseen = max(0.0, 1.0 - energy(seen) / energy(delta.weight))
         if delta.bias is not None:
             bias = delta.bias.to(r_out) @ r_out
-        return Carried(SiteDelta(weight, bias), *maps, unseen)
+        of_input, of_output = (None if found is None else MapFacts(found.rank, found.score) for found in maps)
+        return Carried(SiteDelta(weight, bias), of_input, of_output, unseen)
 
 
 def _matrices(found: OrthogonalMap | None, source: int, target: int, maps: Maps) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from hf_bico.checkpoints import Checkpoint
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.factors import Change
-from hf_bico.procrustes import OrthogonalMap
 from hf_bico.progress import Progress
 from hf_bico.settings import Settings
 from hf_bico.sites import Layout, SitePair
@@ -33,6 +32,12 @@ class SiteDelta:
     def is_zero(self) -> bool:
         return self.weight is None and self.bias is None
 
+    def to(self, *how: Any) -> SiteDelta:
+        """On another device, or in another dtype."""
+        return SiteDelta(
+            None if self.weight is None else self.weight.to(*how), None if self.bias is None else self.bias.to(*how)
+        )
+
     def scaled(self, factor: float) -> SiteDelta:
         if factor == 1:
             return self
@@ -42,15 +47,23 @@ class SiteDelta:
 
 
 @dataclass(frozen=True)
+class MapFacts:
+    """What is told of an orthogonal map: its numerical rank, and how well it lines up the rows."""
+
+    rank: int
+    score: float
+
+
+@dataclass(frozen=True)
 class Carried:
-    """A site's change in the target's coordinates.
+    """A site's change in the target's coordinates, and what is told of the maps that brought it there.
 
     `unseen` is the share of the weight change's energy that lay where calibration saw nothing.
     """
 
     delta: SiteDelta
-    input_map: OrthogonalMap | None = None
-    output_map: OrthogonalMap | None = None
+    input_map: MapFacts | None = None
+    output_map: MapFacts | None = None
     unseen: float | None = None
 
 
@@ -93,7 +106,9 @@ class Method:
 
 
 class Carrier(Method, ABC):
-    """Carries the source's changes, site by site: `prepare` sees all pairs once, `carry` handles one.
+    """Carries the source's changes, site by site: `prepare` sees pairs, `carry` handles one of them.
+
+    Where `by_site`, a pair needs nothing but its own statistics, and `prepare` sees some pairs at a time; else all.
 
     With `steps` above 1 that is done so many times, each with a part of the change, and each time with statistics from
     further along the way: the source has taken its earlier parts, and the target what became of them.
@@ -101,6 +116,7 @@ class Carrier(Method, ABC):
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()
     """The statistics that it needs."""
+    by_site: ClassVar[bool] = False
 
     @property
     def steps(self) -> int:

@@ -19,13 +19,14 @@ from hf_bico.statistics import Kind, ParameterGradient
 class GradFix(Carrier):
     kinds = frozenset({Kind.TARGET_GRADIENTS})
     keeps_factors = False
+    by_site = True
     _gradients: Mapping[str, ParameterGradient]
 
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
         require_same_shapes("gradfix", pairs)
 
     def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
-        self._gradients = seen.statistics.target_gradients
+        self._gradients = {pair.target.name: seen.statistics.target_gradients[pair.target.name] for pair in pairs}
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
         found = self._gradients[pair.target.name]

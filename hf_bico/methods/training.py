@@ -64,7 +64,7 @@ class Learner:
 
     def __init__(self, lesson: Lesson, settings: Settings) -> None:
         self.lesson = lesson
-        self.batch_size = settings.batch_size
+        self.batch_size = settings.batch
         self.steps = 0
         self.before = {name: parameter.detach().clone() for name, parameter in lesson.parameters.items()}
         # of a parameter that is wide enough, this is the parameter's own memory

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hf_bico.families import LiveModel
 from hf_bico.measuring import Batched, accuracy, logits_of
-from hf_bico.statistics import Losses
+from hf_bico.watching import Losses
 
 MOST_LABELS = 10
 """So many labels of each sample are differentiated, one backward pass each."""

@@ -20,8 +20,8 @@ from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
 from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.pairing import TextRows
-from hf_bico.statistics import Losses
 from hf_bico.texts import Captioned
+from hf_bico.watching import Losses
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from hf_bico.families.text_models import CausalModel, SequenceModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
 from hf_bico.pairing import TextRows
-from hf_bico.statistics import Losses
 from hf_bico.texts import Answered, Text
 from hf_bico.tokenising import UNLEARNT, TokenBatch
+from hf_bico.watching import Losses
 
 
 class TokenHead(Head):

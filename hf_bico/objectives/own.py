@@ -15,8 +15,8 @@ from hf_bico.families.text_models import TextModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
 from hf_bico.pairing import TextRows
-from hf_bico.statistics import Losses
 from hf_bico.tokenising import TokenBatch
+from hf_bico.watching import Losses
 
 
 @dataclass(frozen=True)

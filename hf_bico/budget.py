@@ -1,0 +1,342 @@
+"""The memory budget of a port: what it needs, and how it is done within a limit.
+
+Sums up models, covariances, a batch's activations and the solver's work from shapes alone. An estimate that is held
+against measured peaks; knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+from hf_bico.sites import Layout, Site, SitePair
+
+LEAST_ACTIVATIONS = 250_000_000
+"""What the activations of one batch may take in any case."""
+ACTIVATIONS = 0.25
+"""What they may take where nothing else decides, as a share of models and sums: larger batches are hardly faster."""
+BATCH = 8
+"""What starting a batch costs, in samples: of ViT-B/16 on an H200 as much as ten of them, of larger models less."""
+MOST_SAMPLES = 32
+"""Batches are not larger than this unless it is asked for."""
+FLOAT64, FLOAT32 = 8, 4
+GRAPH = 0.9
+"""What autograd keeps of a block, as a share of what its sites read and write; measured on CLIP, BERT and Qwen2."""
+LOGITS = 14
+"""Bytes that the loss of a language model takes for each logit: the logits, their softmax and its gradient."""
+SOLVER_BYTES = 2**27
+"""How much one batch of covariances may take that is solved together; a single large one may take more."""
+SOLVER_COPIES = 12
+"""Matrices of a covariance's size that the solver holds at its peak, itself included."""
+USUAL_TOKENS = 512
+"""Of a text, while nothing else is known."""
+CAPTION_TOKENS = 77
+"""Of what the text side of a CLIP reads."""
+SPARE = 0.05
+"""The share of a limit that is left to the allocator and the libraries' own work space."""
+USUAL_KINDS = ("inputs", "gradients")
+"""Which sums are reckoned with, while the method is not known."""
+
+
+def machine_memory() -> int:
+    """Bytes of main memory."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is asked for: the most memory, the batch size, the tokens of a text, and the bytes of a number."""
+
+    memory: int | None = None
+    batch_size: int | None = None
+    tokens: int | None = None
+    itemsize: int = FLOAT32
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one model holds for one sample of a batch, in bytes."""
+
+    graph: int
+    """What the backward pass needs."""
+    thrifty: int
+    """The same with activation checkpointing: what enters each block, and one block's work."""
+    shown_inputs: int
+    shown_outputs: int
+    """What the watched sites read and write, each once."""
+    lean: int | None = None
+    """As `graph`, but with what enters the MLPs alone; None where there are none."""
+
+    def kept(self, checkpointing: bool, lean: bool) -> int:
+        """What it keeps for the backward pass."""
+        if checkpointing:
+            return self.thrifty
+        return self.lean if lean and self.lean is not None else self.graph
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a port needs, in bytes: models, the sums of each group of pairs, one sample, and the carried change."""
+
+    weights: tuple[int, int]
+    sums: tuple[int, ...]
+    """Of the covariances of each group of pairs that can be solved on its own."""
+    solver: int
+    carried: int
+    """What was carried so far stays where it was found."""
+    samples: tuple[Sample, Sample]
+    both_graphs: bool = False
+    """Whether the two models' graphs are needed at once, as for labels that are gone through one by one."""
+
+    def of_models(self, alternating: bool) -> int:
+        return max(self.weights) if alternating else sum(self.weights)
+
+    texts: bool = False
+    """Whether inputs wait for the end of the target's forward pass: then it is known which rows are real tokens."""
+
+    def of_sample(self, checkpointing: bool, lean: bool = False) -> int:
+        """The activations of one sample at the peak."""
+        source, target = self.samples
+        graphs = [one.kept(checkpointing, lean) for one in self.samples]
+        shown = source.shown_inputs + source.shown_outputs
+        if self.both_graphs:
+            return max(1, sum(graphs) + 2 * shown + target.shown_inputs)
+        # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
+        waiting = source.shown_inputs + target.shown_inputs if self.texts else 0
+        return max(1, shown, graphs[0] + source.shown_inputs, graphs[1] + source.shown_outputs + waiting)
+
+    @property
+    def can_be_lean(self) -> bool:
+        return any(one.lean is not None for one in self.samples)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a port is done within a limit, and what it is expected to take at its peak."""
+
+    batch_size: int
+    groups: tuple[int, ...]
+    """How many groups of pairs each pass over the samples adds up."""
+    alternating: bool
+    """Whether the models are on the device in turn."""
+    checkpointing: bool
+    bytes: int
+    fits: bool = True
+    lean: bool = False
+    """Whether MLPs run once more in the backward pass: larger batches are worth it."""
+
+    @property
+    def passes(self) -> int:
+        return len(self.groups)
+
+    @property
+    def limit(self) -> int:
+        """The least limit that allows it."""
+        return ceil(self.bytes / (1 - SPARE))
+
+    @property
+    def work(self) -> float:
+        """What the passes cost, in forward passes of one sample: backward counts twice, and each batch has its own."""
+        return self.passes * (4.0 if self.checkpointing else 3.6 if self.lean else 3.0) * (1 + BATCH / self.batch_size)
+
+
+def fit(
+    needs: Needs, limit: int | None = None, batch_size: int | None = None, turns: Sequence[bool] = (False, True)
+) -> Fit:
+    """The quickest way to do it within the limit, or the leanest where none fits.
+
+    The choice is between smaller batches, several passes over the samples and activation checkpointing; a batch size
+    that is asked for is kept while it fits in any way. `turns` says whether both models stay on the device, or are
+    there in turn: in the order in which that is tried.
+    """
+    room = None if limit is None else int(limit * (1 - SPARE))
+    ways: list[Fit] = []
+    for alternating in [False] if needs.both_graphs else turns:
+        found = [
+            _fit(needs, room, size, alternating, checkpointing, lean)
+            for checkpointing, lean in ((False, False), (False, True), (True, False))
+            if (not lean or needs.can_be_lean) and (not checkpointing or room is not None)
+            for size in _sizes(needs, batch_size, checkpointing, lean, halved=room is not None)
+        ]
+        fitting = [one for one in found if one.fits]
+        if batch_size is not None:
+            largest = max((one.batch_size for one in fitting), default=0)
+            fitting = [one for one in fitting if one.batch_size == largest]
+        if fitting:
+            return min(fitting, key=lambda one: one.work)
+        ways += found
+    return min(ways, key=lambda one: one.bytes)
+
+
+def _sizes(needs: Needs, asked: int | None, checkpointing: bool, lean: bool, halved: bool) -> list[int]:
+    """The batch sizes that come into question, the largest first."""
+    room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))))
+    size = asked or max(1, min(MOST_SAMPLES, room // needs.of_sample(checkpointing, lean)))
+    return [size >> step for step in range(size.bit_length())] if halved else [size]
+
+
+def _fit(needs: Needs, room: int | None, size: int, alternating: bool, checkpointing: bool, lean: bool) -> Fit:
+    models, activations = needs.of_models(alternating), size * needs.of_sample(checkpointing, lean)
+    sums, waiting = sum(needs.sums), 0
+    groups: tuple[int, ...] = (len(needs.sums),)
+
+    def peak() -> int:
+        return models + waiting + max(sums + activations, max(sums, needs.carried - waiting) + needs.solver)
+
+    if room is not None and peak() > room:
+        waiting = needs.carried  # what earlier passes have found
+        groups = _groups(needs.sums, room - models - waiting - max(activations, needs.solver))
+        sums = max(_in_groups(needs.sums, groups), default=0)
+    return Fit(size, groups, alternating, checkpointing, peak(), room is None or peak() <= room, lean)
+
+
+def _groups(sums: Sequence[int], room: int) -> tuple[int, ...]:
+    """How many groups each pass takes: as many as there is room for, at least one."""
+    counts, used = [0], 0
+    for size in sums:
+        if counts[-1] and used + size > room:
+            counts.append(0)
+            used = 0
+        counts[-1] += 1
+        used += size
+    return tuple(counts)
+
+
+def _in_groups(sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
+    found, start = [], 0
+    for count in counts:
+        found.append(sum(sizes[start : start + count]))
+        start += count
+    return found
+
+
+def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
+    """The pairs in groups that share no sum: those of a block, and whatever reads the same activation."""
+    groups: list[list[SitePair]] = []
+    place: dict[object, int] = {}
+    for pair in pairs:
+        keys = [("reads", pair.source.input, pair.target.input)]
+        if pair.target.block is not None:
+            keys.append(("block", pair.target.tower, str(pair.target.block)))
+        number = next((place[key] for key in keys if key in place), len(groups))
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(pair)
+        place.update(dict.fromkeys(keys, number))
+    return groups
+
+
+def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
+    """Of the float64 sums of these pairs, inputs that are shared counted once."""
+    read = {(pair.source.input, pair.target.input): pair for pair in pairs}
+    elements = 0
+    for kind in kinds:
+        if kind == "target gradients":  # the sum, and the votes
+            elements += sum(2 * pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs)
+            continue
+        axis = 1 if "inputs" in kind or kind == "input gradients" else 0
+        met = read.values() if kind == "inputs" else pairs
+        elements += sum(pair.source.shape[axis] * pair.target.shape[axis] for pair in met)
+    return FLOAT64 * elements
+
+
+def solver_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
+    """The solver's work space, beside the covariances themselves."""
+    largest = max((pair.source.shape[axis] * pair.target.shape[axis] for pair in pairs for axis in (0, 1)), default=0)
+    return SOLVER_COPIES * max(FLOAT64 * largest, min(SOLVER_BYTES, sum_bytes(pairs, kinds)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """One of the two models as the budget sees it: its tensors, its precision, and how many rows a sample has."""
+
+    layout: Layout
+    shapes: Mapping[str, tuple[int, ...]]
+    itemsize: int = FLOAT32
+    tokens: int = USUAL_TOKENS
+    """Of a text, where it reads any."""
+
+    @property
+    def weights(self) -> int:
+        return self.itemsize * sum(prod(shape) for shape in self.shapes.values())
+
+    def rows(self, site: Site) -> int:
+        """How many rows of a site belong to one sample."""
+        if site.text:
+            return self.tokens
+        tokens = self.layout.tokens
+        return USUAL_TOKENS if tokens is None else tokens.prefix + prod(tokens.grid)
+
+    def bytes_of(self, sites: Iterable[Site]) -> tuple[int, int]:
+        """What these sites read, each activation once, and what they write, for one sample."""
+        sites = list(sites)
+        read = {site.input: site.shape[1] * self.rows(site) for site in sites}
+        return self.itemsize * sum(read.values()), self.itemsize * sum(
+            site.shape[0] * self.rows(site) for site in sites
+        )
+
+    def sample(self, watched: Sequence[Site], language: bool) -> Sample:
+        """What it holds for one sample while these sites are watched."""
+        towers = {site.tower for site in watched}
+        running = [site for site in self.layout.sites if site.tower in towers]
+        graph = int(GRAPH * sum(self.bytes_of(running)))
+        first = {(site.tower, site.block): site for site in reversed(running)}
+        entering = self.itemsize * sum(site.shape[1] * self.rows(site) for site in first.values())
+        loss = LOGITS * self.tokens * self._vocabulary if language else 0
+        thrifty = min(graph, entering + graph // max(1, len(first)))
+        return Sample(graph + loss, thrifty + loss, *self.bytes_of(watched), self._lean(running, graph, loss))
+
+    def _lean(self, running: Sequence[Site], graph: int, loss: int) -> int | None:
+        """What is kept of all but the MLPs, what enters these, and one of them while it runs once more."""
+        inside = [site for site in running if site.role.startswith("mlp.")]
+        if not inside:
+            return None
+        hidden = int(GRAPH * sum(self.bytes_of(inside)))
+        entering = self.bytes_of(site for site in inside if site.role != "mlp.down")[0]
+        places = len({(site.tower, site.block) for site in inside})
+        return min(graph, graph - hidden + entering + hidden // places) + loss
+
+    @property
+    def _vocabulary(self) -> int:
+        """The longest table of embeddings."""
+        carried = self.layout.tensors
+        return max(
+            (shape[0] for name, shape in self.shapes.items() if name not in carried and len(shape) == 2), default=0
+        )
+
+
+def needs_of(
+    pairs: Sequence[SitePair],
+    source: Held,
+    target: Held,
+    *,
+    kinds: Collection[str] = USUAL_KINDS,
+    ranks: Mapping[str, int] | None = None,
+    both_graphs: bool = False,
+    language: bool = False,
+) -> Needs:
+    """What carrying these pairs needs, by sums of these kinds.
+
+    `ranks` are those of a LoRA by the source's tensors, and `language` says whether the loss is over a vocabulary.
+    """
+    groups = solved_together(pairs)
+    return Needs(
+        weights=(source.weights, target.weights),
+        sums=tuple(sum_bytes(group, kinds) for group in groups),
+        solver=max((solver_bytes(group, kinds) for group in groups), default=0),
+        carried=FLOAT32 * sum(_carried(pair, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs),
+        samples=(
+            source.sample([pair.source for pair in pairs], language),
+            target.sample([pair.target for pair in pairs], language),
+        ),
+        both_graphs=both_graphs,
+        texts=any(pair.target.text for pair in pairs),
+    )
+
+
+def _carried(pair: SitePair, rank: int | None) -> int:
+    """The numbers of one change in the target's coordinates: two factors, or a matrix."""
+    return prod(pair.target.shape) if rank is None else rank * sum(pair.target.shape)

@@ -1,0 +1,296 @@
+"""Collecting statistics: both models run over the same batches, and what their sites show is paired and added up.
+
+The source runs first, and what its sites show is kept for one batch. The target's rows meet it as soon as they are
+known, are added up and are gone: inputs during the forward pass, gradients during the backward pass. Knows sites and
+sums; neither the models' libraries nor the task.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_bico.environment import exact_float32
+from hf_bico.errors import ObjectiveError
+from hf_bico.pairing import TextRows, pair_rows, pair_tokens
+from hf_bico.sites import Site, SitePair, Tokens
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics, key_of
+from hf_bico.watching import Heard, Losses, Observable, Pass, Stream
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models, as calibration sees it."""
+
+    model: Observable
+    tokens: Tokens | None
+    checkpointing: bool = False
+    """Whether blocks run once more in the backward pass, and keep less for it."""
+    lean: bool = False
+    """Whether their MLPs do."""
+    stays: bool = True
+    """Whether its weights stay where it runs, and are not moved there for each batch."""
+
+
+def collect(
+    pairs: Sequence[SitePair],
+    source: Side,
+    target: Side,
+    batches: Iterable[tuple[Pass, Pass]],
+    kinds: Collection[Kind],
+    device: torch.device | None = None,
+) -> Statistics:
+    """Run every batch through both models once, or the target alone where that is enough, and add up what is asked.
+
+    The sums are kept on `device`: the CPU if nothing is said.
+    """
+    asked = _Asked(pairs, source, target, frozenset(kinds))
+    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"))
+    with exact_float32(), asked.watched():
+        for source_pass, target_pass in batches:
+            asked.add(_Batch(asked, statistics), source_pass, target_pass)
+    return statistics
+
+
+class _Asked:
+    """What is asked of which models."""
+
+    def __init__(self, pairs: Sequence[SitePair], source: Side, target: Side, kinds: frozenset[Kind]) -> None:
+        self.sides, self.kinds = (source, target), kinds
+        self.streams = Stream(), Stream()
+        self.sites = list({pair.source.name: pair.source for pair in pairs}.values()), [pair.target for pair in pairs]
+        self.pair_of = {pair.target.name: pair for pair in pairs}
+        by_input = {key_of(Kind.INPUTS, pair): pair for pair in reversed(pairs)}
+        self.readers: dict[str, list[SitePair]] = {}
+        """For each input of the target, one pair for each input of the source that it meets."""
+        for pair in by_input.values():
+            self.readers.setdefault(pair.target.input, []).append(pair)
+        self.inputs_met = Counter(pair.source.input for pair in by_input.values())
+        self.sites_met = Counter(pair.source.name for pair in pairs)
+        self.of_task, self.of_expected = bool(OF_TASK_LOSS & kinds), bool(OF_EXPECTED_LOSSES & kinds)
+        self.graph = self.of_task or self.of_expected
+        self.weights: dict[str, tuple[Tensor, Tensor]] = {}
+        """Of both sites of each pair, where gradients pass through them."""
+        if Kind.INPUT_GRADIENTS in kinds:
+            for pair in pairs:
+                both = source.model.weight(pair.source.name), target.model.weight(pair.target.name)
+                self.weights[pair.target.name] = both
+        self.pairs_gradients = bool({Kind.GRADIENTS, Kind.INPUT_GRADIENTS} & kinds)
+
+    def add(self, batch: _Batch, source_pass: Pass, target_pass: Pass) -> None:
+        """Run both models over one batch."""
+        if self.kinds == {Kind.TARGET_GRADIENTS}:
+            with self._target(batch, target_pass):
+                pass
+            return
+        reads = {Kind.INPUTS, Kind.WEIGHTED_INPUTS} & self.kinds
+        writes = batch.source_writes if Kind.OUTPUTS in self.kinds else None
+        stream = self.streams[0]
+        stream.listen(batch.source_reads if reads else None, writes)
+        with self._run(0, source_pass) as losses:
+            batch.source_text = losses.text
+            if self.pairs_gradients:
+                stream.differentiate(losses.task, batch.source_gradient, keep=self.of_expected)
+            if self.of_expected:  # one label after the other, in both graphs
+                with self._target(batch, target_pass) as (theirs, other):
+                    for pair in zip(losses.expected, theirs.expected, strict=True):
+                        batch.forget_gradients()
+                        stream.differentiate(pair[0], batch.source_gradient, keep=True)
+                        other.differentiate(pair[1], batch.target_expected, keep=True)
+                batch.weigh_inputs()
+        if not self.of_expected:
+            with self._target(batch, target_pass):
+                pass
+
+    @contextmanager
+    def _target(self, batch: _Batch, run: Pass) -> Iterator[tuple[Losses, Stream]]:
+        """The target's pass, and the gradients of its task loss."""
+        stream = self.streams[1]
+        stream.listen(batch.target_reads, batch.target_writes if Kind.OUTPUTS in self.kinds else None)
+        with self._run(1, run) as losses:
+            batch.heard(losses.text)
+            if self.of_task:
+                stream.differentiate(losses.task, batch.target_gradient, keep=self.of_expected)
+            yield losses, stream
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the models that stay where they run, over all batches."""
+        with ExitStack() as stack:
+            for number, side in enumerate(self.sides):
+                if side.stays and (number or self.kinds != {Kind.TARGET_GRADIENTS}):
+                    stack.enter_context(self._observed(number))
+            yield
+
+    @contextmanager
+    def _observed(self, number: int) -> Iterator[None]:
+        side, stream = self.sides[number], self.streams[number]
+        thrifty = self.graph and (side.checkpointing or side.lean)
+        checkpointed = side.model.checkpointed(stream, side.checkpointing) if thrifty else nullcontext()
+        with side.model.observed(self.sites[number], stream), checkpointed:
+            yield
+
+    @contextmanager
+    def _run(self, number: int, run: Pass) -> Iterator[Losses]:
+        """One pass of one of the models."""
+        there = nullcontext() if self.sides[number].stays else self._observed(number)
+        with there, torch.set_grad_enabled(self.graph):
+            losses = run()
+            self.streams[number].require(self.sites[number])
+            yield losses
+
+
+class _Batch:
+    """One batch: what the source's sites showed, until the target's rows have met it."""
+
+    source_text: TextRows | None = None
+
+    def __init__(self, asked: _Asked, statistics: Statistics) -> None:
+        self.asked, self.statistics = asked, statistics
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._met: Counter[tuple[str, str]] = Counter()
+        self._target_inputs: dict[str, Tensor] = {}
+        self._target_text: TextRows | None = None
+        self._heard = False
+        self._waiting: list[tuple[Heard, Site, Tensor]] = []
+        self._energies: dict[str, tuple[Tensor, Tensor]] = {}
+
+    # what the source shows is kept
+
+    def source_reads(self, site: Site, x: Tensor) -> None:
+        self._inputs[site.input] = x
+
+    def source_writes(self, site: Site, y: Tensor) -> None:
+        self._outputs[site.name] = y
+
+    def source_gradient(self, site: Site, gradient: Tensor) -> None:
+        self._gradients[site.name] = gradient
+
+    def forget_gradients(self) -> None:
+        """Those of another loss come."""
+        self._gradients.clear()
+
+    # what the target shows is added up
+
+    def target_reads(self, site: Site, x: Tensor) -> None:
+        kinds = self.asked.kinds
+        if {Kind.TARGET_GRADIENTS, Kind.WEIGHTED_INPUTS} & kinds:
+            self._target_inputs[site.input] = x
+        if Kind.INPUTS not in kinds or self._is_early(self.target_reads, site, x):
+            return
+        for pair in self.asked.readers[site.input]:
+            self._add(Kind.INPUTS, pair, *self._rows(pair, self._inputs[pair.source.input], x))
+            last = self._is_last(Kind.INPUTS, pair.source.input, self.asked.inputs_met)
+            if last and Kind.WEIGHTED_INPUTS not in kinds:
+                del self._inputs[pair.source.input]
+
+    def target_writes(self, site: Site, y: Tensor) -> None:
+        if self._is_early(self.target_writes, site, y):
+            return
+        pair = self.asked.pair_of[site.name]
+        self._add(Kind.OUTPUTS, pair, *self._rows(pair, self._outputs[pair.source.name], y))
+        if self._is_last(Kind.OUTPUTS, pair.source.name, self.asked.sites_met):
+            del self._outputs[pair.source.name]
+
+    def target_gradient(self, site: Site, gradient: Tensor) -> None:
+        pair, kinds = self.asked.pair_of[site.name], self.asked.kinds
+        if Kind.TARGET_GRADIENTS in kinds:
+            self._add_target(site, gradient)
+        if pair.source.name not in self._gradients:
+            return
+        rows = self._rows(pair, self._gradients[pair.source.name], gradient)
+        if self._is_last(Kind.GRADIENTS, pair.source.name, self.asked.sites_met):
+            del self._gradients[pair.source.name]
+        if Kind.GRADIENTS in kinds:
+            self._add(Kind.GRADIENTS, pair, *rows)
+        if Kind.INPUT_GRADIENTS in kinds:  # what passes through this site to its input
+            weights = self.asked.weights[site.name]
+            first, second = (one.double() @ two.to(one.device).double() for one, two in zip(rows, weights, strict=True))
+            self._add(Kind.INPUT_GRADIENTS, pair, first, second)
+
+    def target_expected(self, site: Site, gradient: Tensor) -> None:
+        """Gradients with one of the labels; their energies weigh the inputs in the end."""
+        pair = self.asked.pair_of[site.name]
+        if pair.source.name not in self._gradients:
+            return
+        rows = self._rows(pair, self._gradients[pair.source.name], gradient)
+        if Kind.EXPECTED_GRADIENTS in self.asked.kinds:
+            self._add(Kind.EXPECTED_GRADIENTS, pair, *rows)
+        first, second = (one.double().square().sum(-1) for one in rows)
+        if site.name in self._energies:
+            before = self._energies[site.name]
+            first, second = before[0] + first, before[1] + second
+        self._energies[site.name] = first, second
+
+    def weigh_inputs(self) -> None:
+        """Inputs, each row weighted by the norm of the gradients there over all labels."""
+        if Kind.WEIGHTED_INPUTS not in self.asked.kinds:
+            return
+        for name, energies in self._energies.items():
+            pair = self.asked.pair_of[name]
+            rows = self._rows(pair, self._inputs[pair.source.input], self._target_inputs[pair.target.input])
+            first, second = (one.double() * two.sqrt().unsqueeze(-1) for one, two in zip(rows, energies, strict=True))
+            self._add(Kind.WEIGHTED_INPUTS, pair, first, second)
+
+    def heard(self, text: TextRows | None) -> None:
+        """The target's forward pass is over, and with it is known which rows are real tokens."""
+        self._target_text, self._heard = text, True
+        self._tokens = None if self.source_text is None or text is None else pair_tokens(self.source_text, text)
+        waiting, self._waiting = self._waiting, []
+        for take, site, rows in waiting:
+            take(site, rows)
+
+    def _is_early(self, take: Heard, site: Site, rows: Tensor) -> bool:
+        """Rows of texts wait until it is known which of them are real tokens."""
+        early = site.text and not self._heard
+        if early:
+            self._waiting.append((take, site, rows))
+        return early
+
+    def _is_last(self, kind: Kind, name: str, uses: Counter[str]) -> bool:
+        """Whether what the source showed here has met all of the target's rows that it belongs with."""
+        self._met[kind, name] += 1
+        return self._met[kind, name] == uses[name] and not self.asked.of_expected
+
+    def _add(self, kind: Kind, pair: SitePair, source: Tensor, target: Tensor) -> None:
+        self.statistics.of(kind, pair).add(source, target)
+
+    def _add_target(self, site: Site, gradients: Tensor) -> None:
+        inputs, text = self._target_inputs[site.input], self._target_text
+        if site.text and text is not None:
+            inputs, gradients = (_by_text(rows, text) for rows in (inputs, gradients))
+            if gradients.ndim == 3:
+                gradients = gradients * text.mask.to(gradients).unsqueeze(-1)
+        self.statistics.target_gradients[site.name].add(inputs, gradients)
+
+    def _rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Both flattened to (rows, width); of text sites real tokens alone, and pooled rows by sample."""
+        if not pair.source.text:
+            return pair_rows(source, target, *(side.tokens for side in self.asked.sides))
+        source, target = _by_text(source, self.source_text), _by_text(target, self._target_text)
+        if source.ndim == 2:
+            return source, target
+        if self._tokens is None:
+            raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
+        first, second = (
+            rows.flatten(0, 1)[place.to(rows.device)]
+            for rows, place in zip((source, target), self._tokens, strict=True)
+        )
+        return first, second
+
+
+def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:
+    """(samples, tokens, width), also where a module takes the tokens of all texts as one list; pooled rows as they are.
+
+    Where every text is one token, the two are the same.
+    """
+    if text is None or rows.ndim != 2 or len(rows) != text.ids.numel():
+        return rows
+    return rows.reshape(*text.ids.shape, -1)

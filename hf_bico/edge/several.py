@@ -1,0 +1,115 @@
+"""A command as one of several processes: the first speaks for all, and all end when one has.
+
+Knows launchers and signals; not the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from types import FrameType
+
+import click
+
+from hf_bico.errors import ProcessLostError, UsageError
+from hf_bico.processes import is_first_process, process_count, process_rank
+
+TOGETHER = ("port", "plan")
+"""The commands that several processes can run together."""
+_A_MOMENT = 2.0
+"""Seconds: what the first process says too need not be said again, and the launcher ends the others when it has."""
+_GRACE = 4.0
+"""Seconds from a signal to the end of a process that waits inside of torch, where no exception reaches it."""
+LAUNCHER_ENDED = "another process of this job, or its launcher, has ended"
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class EndedByLauncher(BaseException):
+    """SIGTERM: what a launcher sends to the other processes when one has ended, or when it is stopped itself."""
+
+
+def require_together(command: str) -> None:
+    """Refuse a command that every one of several processes would run from its beginning to its end."""
+    if process_count() > 1 and command not in TOGETHER:
+        raise UsageError(
+            f"'{command}' runs in one process, and {process_count()} were started",
+            "start it without torchrun or accelerate launch",
+        )
+
+
+def require_device_for_each(device: str) -> None:
+    """Refuse a device with a number, on which all processes would meet."""
+    if process_count() > 1 and ":" in device:
+        raise UsageError(
+            f"--device {device} is one device, and {process_count()} processes were started",
+            "leave --device out: each process takes a GPU of its own",
+        )
+
+
+def take_part(last_words: Callable[[], None]) -> None:
+    """Behave as one of several processes, from here on; alone, nothing is different.
+
+    The last words are those of a process that waits for others inside of torch, and is told to end.
+    """
+    if process_count() == 1:
+        return
+    if not is_first_process():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # of stdout
+        warnings.simplefilter("ignore")
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.detach())
+    _at_signals(_stop)
+    threading.Thread(target=_end_for_certain, args=(told, last_words), daemon=True).start()
+
+
+def go_on_alone() -> None:
+    """From here on this process waits for no other: told to end, it takes the time to leave nothing half done."""
+    if process_count() > 1:
+        signal.set_wakeup_fd(-1)
+
+
+def speaks_for(error: BaseException) -> bool:
+    """Whether this process says why it ends: the first, and any other for what the first does not say too.
+
+    The others wait a moment, in which the launcher ends them if the first has failed alike. That a process is lost is
+    said by the second too: the first may be the one.
+    """
+    if is_first_process():
+        _at_signals(signal.SIG_IGN)  # it is ending already
+        return True
+    if isinstance(error, ProcessLostError | EndedByLauncher):
+        return process_rank() == 1
+    _at_signals(signal.SIG_DFL)
+    time.sleep(_A_MOMENT)
+    return not isinstance(error, KeyboardInterrupt | click.Abort | click.ClickException)
+
+
+def named(cause: str) -> str:
+    """A cause with the process that it is of, unless that is the first."""
+    return cause if is_first_process() else f"process {process_rank() + 1} of {process_count()}: {cause}"
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _at_signals(signal.SIG_IGN)  # a launcher repeats itself, and what is unwound now must not be stopped
+    raise KeyboardInterrupt if number == signal.SIGINT else EndedByLauncher
+
+
+def _at_signals(do: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    if process_count() > 1 and threading.current_thread() is threading.main_thread():  # no other may
+        for number in _STOPPING:
+            signal.signal(number, do)
+
+
+def _end_for_certain(told: socket.socket, last_words: Callable[[], None]) -> None:
+    """End a process that has been told to and cannot: torch lets no signal through while it waits for others."""
+    while told.recv(1)[0] not in _STOPPING:
+        pass
+    time.sleep(_GRACE)
+    last_words()
+    os._exit(1)
