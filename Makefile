@@ -5,7 +5,7 @@ READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test docs notebooks cards lint format clean
+.PHONY: demo test bench docs notebooks cards lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
@@ -18,6 +18,9 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 
 test: lint  ## linters, types, then every test, one thread each so that the workers do not fight over the cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+bench: $(READY)  ## what a port costs on this machine, beside the obvious implementation and the floor; minutes
+	$(BIN)/python benchmarks/speed.py
 
 docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
 	OMP_NUM_THREADS=1 $(BIN)/python tests/pages.py
