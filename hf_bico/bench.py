@@ -16,7 +16,7 @@ from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, available_memory, choose_dtype, halving_batches
-from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError
+from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel, Spread
 from hf_bico.families.blueprints import HEADS
 from hf_bico.families.text_models import TextModel
@@ -63,7 +63,7 @@ class Bench:
             require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
         with watch("load"):
             dtype = choose_dtype(settings.dtype)
-            source, target = _loaded(planned, settings, device, dtype)
+            source, target = _loaded(planned, settings, device, dtype, team)
             if target.module is source.module:  # each is changed on its own
                 target = lineage.target.family.wrap(copy.deepcopy(target.module))
             source.max_length = target.max_length = settings.max_length
@@ -107,7 +107,7 @@ class Bench:
         """The draw with those of the candidates that the source's features choose."""
         if not drawn.needs_features:
             return drawn
-        return drawn.chosen(features_of(self.source, drawn.samples, self.settings.batch))
+        return drawn.chosen(self.team.agreed(features_of(self.source, drawn.samples, self.settings.batch)))
 
     def labelled(self, drawn: Drawn, heads: Heads) -> Drawn:
         """The draw with the fine-tuned source's predictions as labels where there are none."""
@@ -115,7 +115,7 @@ class Bench:
             return drawn
         with self.tuning.applied_to(self.source.module):
             found = logits_of(self.source, heads.tuned, drawn.samples, self.settings.batch)
-        return drawn.with_labels(found.argmax(-1).tolist())
+        return drawn.with_labels(self.team.agreed(found.argmax(-1).tolist()))
 
     def copies(self, settings: Settings, samples: int) -> int:
         """How many altered copies of each of so many samples are used; of texts, none unless they are asked for."""
@@ -145,7 +145,7 @@ class Bench:
         )
         needs = replace(needs, weights=(self._weights_of(self.source), self._weights_of(self.target)))
         limit = settings.memory or available_memory(self.device)
-        found = fit(needs, limit, settings.batch_size, turns=[self.source.visits])
+        found = fit(needs, limit, settings.calibration_batch or settings.batch_size, turns=[self.source.visits])
         if settings.memory is not None and not found.fits:
             raise MemoryExhaustedError(
                 f"a port between these models takes about {size_text(found.limit)} in the leanest way, and --memory is "
@@ -182,7 +182,7 @@ class Bench:
 def similar_blocks(bench: Bench, samples: Samples) -> list[int]:
     """The source block of each target block by linear CKA of what the blocks read, averaged over a sample's tokens."""
     source, target = (_block_inputs(model, samples, bench.settings.batch) for model in (bench.source, bench.target))
-    return blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source])
+    return bench.team.agreed(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
 
 
 def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[Tensor]:
@@ -208,14 +208,20 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
     return halving_batches(batch_size, run)
 
 
-def _loaded(planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[LiveModel, LiveModel]:
+def _loaded(
+    planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype, team: Team
+) -> tuple[LiveModel, LiveModel]:
     """Both models where they run, or where they wait for their turn if there is room for only one at a time."""
     base, target = planned.lineage.base, planned.lineage.target
     if settings.device_map is not None:
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise UsageError("--device-map uses the GPUs, and --device is cpu", "leave one of the two out")
+        if team.size > 1:
+            raise UsageError("--device-map spreads models over all GPUs, and so would every process", "use one process")
         # half of the memory for the two models' weights, half for sums and activations
-        spread = Spread(settings.device_map, None if settings.memory is None else settings.memory // 4)
+        spread = Spread(settings.device_map, (settings.memory or available_memory(device)) // 4)
         return base.load(device, dtype, spread), target.load(device, dtype, spread)
-    if device.type == "cpu":
+    if device.type == "cpu" or None in (base.folder, target.folder):  # a module that was passed stays where it is
         return base.load(device, dtype), target.load(device, dtype)
     fitted = planned.fit(
         settings.memory or available_memory(device), settings.batch_size, settings.max_length, dtype.itemsize

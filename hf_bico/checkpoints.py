@@ -11,7 +11,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -35,6 +34,7 @@ ADAPTER_PICKLE = "adapter_model.bin"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
+HASHED_AT_ONCE = 2**24
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -210,11 +210,12 @@ def sha256_of(files: Iterable[Path]) -> dict[str, str]:
 
 
 def _sha256(file: Path) -> str:
-    """In one step, during which other threads of Python are not held up."""
-    if file.stat().st_size == 0:
-        return hashlib.sha256().hexdigest()
-    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as whole:
-        return hashlib.sha256(whole).hexdigest()
+    """In large pieces: during each of them other threads of Python are not held up."""
+    found = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(HASHED_AT_ONCE):
+            found.update(piece)
+    return found.hexdigest()
 
 
 _HEADS = ("classifier", "cls_classifier", "distillation_classifier", "classification_head", "score")

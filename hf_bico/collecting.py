@@ -122,6 +122,8 @@ class _Asked:
     def watched(self) -> Iterator[None]:
         """Watch the models that stay where they run, over all batches."""
         with ExitStack() as stack:
+            for stream in self.streams:
+                stack.callback(stream.listen)  # lets go of the last batch, and of the sums
             for number, side in enumerate(self.sides):
                 if side.stays and (number or self.kinds != {Kind.TARGET_GRADIENTS}):
                     stack.enter_context(self._observed(number))

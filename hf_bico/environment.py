@@ -140,7 +140,9 @@ def available_memory(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device)
     import psutil
 
-    return int(psutil.virtual_memory().available) + psutil.Process().memory_info().rss
+    own = psutil.Process().memory_info()
+    # pages of files are available all the same
+    return int(psutil.virtual_memory().available) + own.rss - getattr(own, "shared", 0)
 
 
 def installed_versions() -> dict[str, str]:

@@ -75,6 +75,8 @@ def evaluate_model(
         samples = measured.samples(split, measured.first_of(split, unused, count))
     else:
         measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names, reads)
+    if settings.memory is not None or settings.device_map is not None:
+        raise UsageError("memory and device_map are of ports", "leave them out, or use a smaller batch_size")
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     live.max_length = settings.max_length
     changes = None if vector is None else vector.renamed(whole.layout.own_names)

@@ -90,7 +90,8 @@ def energy(change: Change) -> float:
 def is_finite(change: Change) -> bool:
     parts = (change.left, change.right) if isinstance(change, Factors) else (change,)
     # the two ends show a NaN too, and are found in half of the time
-    return all(bool(end.isfinite()) for part in parts if part.numel() for end in torch.aminmax(part))
+    wide = (part if part.dtype.itemsize > 1 else part.float() for part in parts if part.numel())
+    return all(bool(end.isfinite()) for part in wide for end in torch.aminmax(part))
 
 
 def is_zero(change: Change) -> bool:

@@ -279,7 +279,8 @@ def _peers_alive() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise ProcessLostError(
-            "another process of this job has ended", "look at its own message above; start the job again"
+            f"another process of this job has ended, or cannot be reached ({str(error).splitlines()[0][:120]})",
+            "look at its own message above; start the job again",
         ) from error
 
 

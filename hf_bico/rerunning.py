@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,8 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     options: dict[str, Any] = {
         "method": record.method.name,
         "alpha": record.method.alpha,
-        "batch_size": record.run.batch_size,
+        "batch_size": _asked_batch(record.command),
+        "calibration_batch": record.run.batch_size,
         "dtype": record.run.dtype,
         "device": device,
         "format": record.output.format if record.output else None,
@@ -124,6 +126,13 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         return Settings(**options)
     except UsageError as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
+
+
+def _asked_batch(command: str) -> int | None:
+    """The batch size that was asked for, where one was: else all but calibration has the usual one."""
+    words = shlex.split(command)
+    given = words[words.index("--batch-size") + 1] if "--batch-size" in words else ""
+    return int(given) if given.isdecimal() else None
 
 
 def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def _differences(then: Record, now: Record) -> list[str]:
     for what, was, is_now in (
         ("hf-bico", then.hf_bico, now.hf_bico),
         ("device", then.run.device, now.run.device),
+        ("number of processes", then.run.processes, now.run.processes),
         *((name, version, now.run.versions.get(name)) for name, version in then.run.versions.items()),
     ):
         if was != is_now:

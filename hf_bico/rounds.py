@@ -73,6 +73,7 @@ class Round:
         """That of the last pass over the samples."""
         self._drawn = drawn
         self._seen = Statistics()
+        self._fits: dict[frozenset[Kind], Fit] = {}
 
     @property
     def heads(self) -> Heads:
@@ -208,8 +209,11 @@ class Round:
         return halving_batches(self.settings.batch, run)
 
     def fit(self, kinds: Collection[Kind]) -> Fit:
-        """How the statistics are collected within the memory that there is, as often in every process."""
-        return self.bench.team.agreed(self.bench.fit(kinds, self.samples, self.settings))
+        """How the statistics are collected within the memory that there is: found once, the same in every process."""
+        asked = frozenset(kinds)
+        if asked not in self._fits:
+            self._fits[asked] = self.bench.team.agreed(self.bench.fit(asked, self.samples, self.settings))
+        return self._fits[asked]
 
     def _collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair]) -> Statistics:
         bench, fitted = self.bench, self.fit(kinds)
@@ -223,11 +227,13 @@ class Round:
                 )
                 return collect(pairs, source, target, self._passes(size, set(some), turn), some, bench.device)
 
+            found: Statistics | None = None
             try:
                 found = halving_batches(fitted.batch_size, run)
             except MemoryExhaustedError:
                 if fitted.checkpointing:
                     raise
+            if found is None:  # out of the except: the error holds on to what the failed pass held
                 found = halving_batches(1, partial(run, thrifty=True))
             bench.team.add_up(found.tensors)
             found.require_finite()

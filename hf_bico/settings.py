@@ -74,11 +74,12 @@ class Settings:
     such as 0.95; by default a LoRA keeps its rank and anything else is exact.
     Run: on `device` in `dtype`, with at most `memory` bytes of it (or a text such as "8GB"; by default what is free):
     where models and sums do not fit together, the samples are gone through several times. `batch_size` samples at a
-    time; by default as many as are quick, and fit. `device_map` "auto" spreads models that are too large for one GPU
-    over all, and the main memory, by accelerate; `evaluate` measures on held-out samples, by
-    `evaluation` "zero-shot" (as the objective asks, without fitting anything), by a linear "probe" that is fitted to
-    the calibration samples, or "both"; "auto" is a probe for text-to-text, else zero-shot. `control` also measures a
-    port whose two models saw different samples; `force` goes on although the base looks wrong.
+    time; by default as many as are quick, and fit; `calibration_batch` of them in calibration, to repeat a port
+    exactly. `device_map` "auto" spreads models that are too large for one GPU over all, and the main memory, by
+    accelerate. `evaluate` measures on held-out samples, by `evaluation` "zero-shot" (as the objective asks, without
+    fitting anything), by a linear "probe" that is fitted to the calibration samples, or "both"; "auto" is a probe for
+    text-to-text, else zero-shot. `control` also measures a port whose two models saw different samples; `force` goes on
+    although the base looks wrong.
     """
 
     config: str | None = None
@@ -116,6 +117,7 @@ class Settings:
     templates: Sequence[str] = DEFAULT_TEMPLATES
     max_download: int = DEFAULT_DOWNLOAD
     batch_size: int | None = None
+    calibration_batch: int | None = None
     memory: int | None = None
     device_map: str | None = None
     device: str = "auto"
@@ -169,6 +171,7 @@ class Settings:
             ("-k", self.per_class, 1),
             ("--batch-size", self.batch_size, 1),
             ("--memory", self.memory, 1),
+            ("calibration_batch", self.calibration_batch, 1),
             ("--augment", self.augment, 0),
             ("--max-length", self.max_length, 1),
             ("--path-steps", self.path_steps, 1),

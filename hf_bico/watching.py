@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class Trace:
 
     def tap(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
         """Note what `site` read and wrote; returns y, which requires grad from here on."""
-        starts = torch.is_grad_enabled() and not y.requires_grad
-        if starts:
+        if torch.is_grad_enabled() and not y.requires_grad:
             y.requires_grad_()
         if self._again:
             return y
@@ -39,10 +38,10 @@ class Trace:
                 f"the objective ran '{site.name}' more than once on one batch", "run the model once, on the whole batch"
             )
         self._done.add(site.name)
-        self._note(site, x.detach(), y, starts)
+        self._note(site, x.detach(), y)
         return y
 
-    def _note(self, site: Site, x: Tensor, y: Tensor, starts: bool) -> None:
+    def _note(self, site: Site, x: Tensor, y: Tensor) -> None:
         self.inputs[site.input] = x
         self.outputs[site.name] = y
 
@@ -88,11 +87,10 @@ class Stream(Trace):
         """Begin another pass, and hand on what its sites read and write."""
         self._reads, self._writes = reads, writes
         self._gradients: Heard | None = None
-        self._starts: list[Tensor] = []
         self._read: set[str] = set()
         self._done = set()
 
-    def _note(self, site: Site, x: Tensor, y: Tensor, starts: bool) -> None:
+    def _note(self, site: Site, x: Tensor, y: Tensor) -> None:
         if self._reads is not None and site.input not in self._read:
             self._read.add(site.input)
             self._reads(site, x)
@@ -100,8 +98,6 @@ class Stream(Trace):
             self._writes(site, y.detach())
         if y.requires_grad:
             y.register_hook(lambda gradient: self._gradient(site, gradient))
-        if starts:
-            self._starts.append(y)
 
     def _gradient(self, site: Site, gradient: Tensor) -> None:
         if self._gradients is not None:
@@ -116,9 +112,23 @@ class Stream(Trace):
             raise ValueError("a pass gave no loss to differentiate")
         self._gradients = gradients
         try:
-            torch.autograd.grad(loss, self._starts, retain_graph=keep, allow_unused=True)
+            torch.autograd.grad(loss, _leaves(loss), retain_graph=keep, allow_unused=True)
         finally:
             self._gradients = None
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Whatever the loss was computed from that requires grad: the outputs of the first sites, or what came before."""
+    found, seen, waiting = [], set[Any](), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [parent for parent, _ in node.next_functions]
+    return found
 
 
 class Observable(Protocol):

@@ -11,10 +11,12 @@ from hub import Hub
 from hub_scenes import BASE, DATA, SOURCE, TARGET, publish
 
 import hf_bico
+from hf_bico import budget, rerunning
 from hf_bico.errors import RecordError, RepoNotFoundError
 from hf_bico.hub.references import recorded_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import push_folder
+from hf_bico.settings import Settings
 
 REPO = "user/vit-b16-plus-eurosat"
 ANY = PushOptions(force=True, private=False)
@@ -60,6 +62,26 @@ def test_every_choice_is_in_the_record(hub: Hub, tmp_path: Path, options: dict[s
     again = hf_bico.rerun(folder, device="cpu")
     assert again.same
     assert again.differences == []
+
+
+@pytest.mark.parametrize("asked", [None, 5])
+def test_batches_are_repeated_as_they_were(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    """Calibration chooses its own; the rest has those that were asked for, or the usual ones."""
+    publish(hub, tmp_path / "scene")
+    monkeypatch.setattr(budget, "MOST_SAMPLES", 2)
+    seen: list[Settings] = []
+    carry_out = rerunning.carry_out
+
+    def watched(planned: Any, settings: Settings, *rest: Any) -> Any:
+        seen.append(settings)
+        return carry_out(planned, settings, *rest)
+
+    ported = hf_bico.port(SOURCE, TARGET, device="cpu", n=9, readout=True, batch_size=asked)
+    monkeypatch.setattr(rerunning, "carry_out", watched)
+    assert hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu").same
+    assert [(one.batch_size, one.calibration_batch) for one in seen] == [(asked, asked or 2)]
 
 
 def test_each_of_these_choices_changes_the_weights(hub: Hub, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from hf_bico.deltas import Deltas, kept_away
 from hf_bico.errors import ObjectiveError, UnsupportedModelError
 from hf_bico.families import CausalModel, ImageModel, LiveModel
 from hf_bico.models import Model
+from hf_bico.objectives import OwnHead, Question
 from hf_bico.pairing import TextRows
 from hf_bico.sites import Site, SitePair, Slot
 from hf_bico.statistics import Kind
@@ -382,3 +385,54 @@ def test_an_open_clip_model_is_not_spread(scene: Scene) -> None:
         "Error: models of the family open_clip ViT are not spread over several devices",
         "Remedy: leave --device-map out",
     ]
+
+
+def test_inputs_that_require_grad_already_hide_no_gradient(folders: dict[str, Path]) -> None:
+    """As after `enable_input_require_grads`, which training with adapters calls."""
+    models = both(folders["llama"])
+    usual = statistics_of(models, {Kind.GRADIENTS}, False)
+    for live in models:
+        live.module.enable_input_require_grads()
+    assert are_equal(usual, statistics_of(models, {Kind.GRADIENTS}, False))
+
+
+def test_gradients_of_all_branches_are_told() -> None:
+    """The input of one requires grad, and that of the other does not."""
+    sites = [Site(f"blocks.0.{role}", role, 0, role, (3, 3), Slot(role)) for role in ("attn.q", "attn.k")]
+    told: list[str] = []
+    stream = Stream()
+    inputs = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    outputs = [stream.tap(site, x, x @ torch.eye(3)) for site, x in zip(sites, inputs, strict=True)]
+    stream.differentiate((outputs[0] * outputs[1]).sum(), lambda site, _: told.append(site.role))
+    assert sorted(told) == ["attn.k", "attn.q"]
+
+
+def test_sums_are_let_go_of_with_the_last_reference(folders: dict[str, Path]) -> None:
+    """Without the garbage collector: a pass that ran out of memory is tried again with what it held."""
+    models = both(folders["llama"])
+    gc.collect()
+    gc.disable()
+    try:
+        sums = [weakref.ref(tensor) for tensor in statistics_of(models, {Kind.INPUTS, Kind.GRADIENTS}, False)]
+        assert not any(one() is not None for one in sums)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_checkpointing_and_an_objective_that_keeps_a_cache(name: str, folders: dict[str, Path]) -> None:
+    def loss(module: Any, batch: Any) -> Tensor:
+        found: Tensor = module(input_ids=batch.tokens.ids, attention_mask=batch.tokens.mask.long()).logits
+        return found.square().sum()
+
+    models = both(folders[name])
+    head = OwnHead(loss)
+    texts = [Text(text) for text in sentences(3)]
+    pairs = [SitePair(site, site) for site in models[0].layout.main_sites]
+    found = []
+    for thrifty in (False, True):
+        sides = [Side(live, None, thrifty) for live in models]
+        passes = [tuple(partial(head.losses, live, Question(texts, [-1] * 3)) for live in models)]
+        found.append(collect(pairs, *sides, passes, {Kind.GRADIENTS}).tensors)
+    assert are_equal(*found)
+    assert models[0].module.config.use_cache

@@ -16,6 +16,7 @@ from hf_bico.edge.options import (
     folder_option,
     hub_options,
     last_name,
+    limit_options,
     method_options,
     output_options,
     read_methods,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     help="The target fine-tuned directly, as a reference.",
 )
 @data_options
+@limit_options
 @method_options
 @METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
 @MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")

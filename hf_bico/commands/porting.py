@@ -25,6 +25,7 @@ from hf_bico.edge.options import (
     format_option,
     hub_options,
     last_name,
+    limit_options,
     memory_options,
     method_options,
     output_options,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 @SAMPLES.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
 @SAMPLES.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
 @data_options
+@limit_options
 @METHOD.option(
     "--method",
     default="bico",

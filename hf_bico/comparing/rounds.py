@@ -74,8 +74,9 @@ class DrawnRounds:
         """What a method makes of the target; statistics are collected once for all methods that share the round."""
         if (name, mispaired) not in self._outcomes:
             round = self._round(name, mispaired)
-            if takes_samples(name):
-                round.see(self._kinds(round))
+            kinds = self._kinds(round) if takes_samples(name) else set()
+            if kinds and round.fit(kinds).passes == 1:  # else each method collects its own, some pairs at a time
+                round.see(kinds)
             # what takes no samples is the same in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
             method = METHODS[name](replace(settings, method=name, checkpoint=self.checkpoint))

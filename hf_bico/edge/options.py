@@ -114,13 +114,22 @@ push_options = _together(
     HUB.option("--message", help="Commit message."),
 )
 
-memory_options = _together(
+_batch_option = RUNNING.option(
+    "--batch-size",
+    type=int,
+    help="Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs out.",
+)
+_memory_option = RUNNING.option(
+    "--memory", metavar="SIZE", help="Most memory of the device to use, such as 8GB; by default all."
+)
+memory_options = _together(_batch_option, _memory_option)
+limit_options = _together(
+    _memory_option,
     RUNNING.option(
-        "--batch-size",
-        type=int,
-        help="Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs out.",
+        "--device-map",
+        type=Choice(DEVICE_MAPS),
+        help="Spread models that are too large for one GPU over all and the main memory, by accelerate.",
     ),
-    RUNNING.option("--memory", metavar="SIZE", help="Most memory of the device to use, such as 8GB; by default all."),
 )
 
 data_options = _together(
@@ -149,12 +158,7 @@ data_options = _together(
     SAMPLES.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
     SAMPLES.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
     SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
-    memory_options,
-    RUNNING.option(
-        "--device-map",
-        type=Choice(DEVICE_MAPS),
-        help="Spread models that are too large for one GPU over all and the main memory, by accelerate.",
-    ),
+    _batch_option,
     device_option,
     RUNNING.option(
         "--dtype",

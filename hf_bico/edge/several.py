@@ -21,7 +21,7 @@ from hf_bico.processes import is_first_process, process_count, process_rank
 
 TOGETHER = ("port", "plan")
 """The commands that several processes can run together."""
-_A_MOMENT = 2.0
+_A_MOMENT = 8.0
 """Seconds: what the first process says too need not be said again, and the launcher ends the others when it has."""
 _GRACE = 4.0
 """Seconds from a signal to the end of a process that waits inside of torch, where no exception reaches it."""

@@ -217,6 +217,10 @@ class LiveModel(ABC):
         # nothing is drawn at random in evaluation mode
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": again}
         with ExitStack() as stack:
+            config: Any = getattr(self.module, "config", None)
+            if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
                 own, forward = block.__dict__.get("forward"), block.forward
                 block.forward = partial(checkpoint, forward, **options)

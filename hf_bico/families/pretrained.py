@@ -87,6 +87,7 @@ def load_pretrained(
     folder: Path, name: str, device: torch.device, dtype: torch.dtype, spread: Spread | None = None, **options: Any
 ) -> nn.Module:
     """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
+    import torch
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -99,6 +100,8 @@ def load_pretrained(
             **options,
             **({} if spread is None else _spread(spread)),
         )
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise weights_do_not_fit(folder, error) from error
     if report["missing_keys"]:  # transformers has made these up at random
