@@ -211,7 +211,7 @@ def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path
     [
         (lambda record: [], "schema None"),
         (lambda record: {**record, "schema": 99}, "schema 99"),
-        (lambda record: {**record, "run": {**record["run"], "batch_size": 0}}, "--batch-size is 0"),
+        (lambda record: {**record, "run": {**record["run"], "batch_size": 0}}, "calibration_batch is 0"),
         (lambda record: {**record, "run": {**record["run"], "seconds": "x"}}, "'seconds' is 'x'"),
         (lambda record: {**record, "evaluation": [{"model": 3}]}, "'model' is '3'"),
         (lambda record: {**record, "method": {**record["method"], "alpha": "1"}}, "'alpha' is '1'"),
