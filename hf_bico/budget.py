@@ -11,24 +11,21 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from hf_bico.sites import Layout, Site, SitePair
+from hf_bico.workspace import BATCH_BYTES, COPIES
 
 LEAST_ACTIVATIONS = 250_000_000
 """What the activations of one batch may take in any case."""
 ACTIVATIONS = 0.25
-"""What they may take where nothing else decides, as a share of models and sums: larger batches are hardly faster."""
+"""What they may take where nothing else decides, as a share of models and sums."""
 BATCH = 8
-"""What starting a batch costs, in samples: of ViT-B/16 on an H200 as much as ten of them, of larger models less."""
+"""What starting a batch costs, in samples: about that of ten images where ViT-B/16 was timed on an H200."""
 MOST_SAMPLES = 32
 """Batches are not larger than this unless it is asked for."""
 FLOAT64, FLOAT32 = 8, 4
 GRAPH = 0.9
-"""What autograd keeps of a block, as a share of what its sites read and write; measured on CLIP, BERT and Qwen2."""
+"""What autograd keeps of a block, as a share of what its sites read and write; counted on a block of CLIP."""
 LOGITS = 14
 """Bytes that the loss of a language model takes for each logit: the logits, their softmax and its gradient."""
-SOLVER_BYTES = 2**27
-"""How much one batch of covariances may take that is solved together; a single large one may take more."""
-SOLVER_COPIES = 12
-"""Matrices of a covariance's size that the solver holds at its peak, itself included."""
 USUAL_TOKENS = 512
 """Of a text, while nothing else is known."""
 CAPTION_TOKENS = 77
@@ -37,13 +34,6 @@ SPARE = 0.05
 """The share of a limit that is left to the allocator and the libraries' own work space."""
 USUAL_KINDS = ("inputs", "gradients")
 """Which sums are reckoned with, while the method is not known."""
-
-
-def machine_memory() -> int:
-    """Bytes of main memory."""
-    import psutil
-
-    return int(psutil.virtual_memory().total)
 
 
 @dataclass(frozen=True)
@@ -246,7 +236,7 @@ def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -
 def solver_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
     """The solver's work space, beside the covariances themselves."""
     largest = max((pair.source.shape[axis] * pair.target.shape[axis] for pair in pairs for axis in (0, 1)), default=0)
-    return SOLVER_COPIES * max(FLOAT64 * largest, min(SOLVER_BYTES, sum_bytes(pairs, kinds)))
+    return COPIES * max(FLOAT64 * largest, min(BATCH_BYTES, sum_bytes(pairs, kinds)))
 
 
 @dataclass(frozen=True)

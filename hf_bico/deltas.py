@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_bico.checkpoints import ByName, Checkpoint, Overlap, align_names, overlap
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
 from hf_bico.factors import Change, Factors, dense, energy, is_finite, total
+from hf_bico.offloaded import kept_away
 
 Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
 """Weighted sources, of whose sum a vector consists."""
@@ -153,19 +154,6 @@ class Deltas(Mapping[str, Tensor]):
         vector = type(self)({}, overlap)
         vector.terms = terms
         return vector
-
-
-def kept_away(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that accelerate keeps in main memory until they are needed, by their parameters' names."""
-    found = {}
-    for place, module in model.named_modules():
-        hook: Any = getattr(module, "_hf_hook", None)
-        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]  # several may be chained
-        kept = next((one for one in maps if one is not None), None)
-        for name, parameter in module.named_parameters(place, recurse=False):
-            if parameter.is_meta and kept is not None:
-                found[name] = kept[name.rpartition(".")[2]]
-    return found
 
 
 def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:

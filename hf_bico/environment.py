@@ -67,18 +67,25 @@ def choose_dtype(name: str) -> torch.dtype:
     return chosen
 
 
-def halving_batches(size: int, run: Callable[[int], Result]) -> Result:
-    """`run` with batches of this size; where memory runs out, again with half of it."""
+def halving_batches(size: int, run: Callable[[int], Result], leaner: Callable[[int], Result] | None = None) -> Result:
+    """`run` with batches of this size; where memory runs out, again with half of it.
+
+    Where it runs out with one sample too, that sample by `leaner`, if there is such a way.
+    """
     while True:
         try:
             return run(size)
         except torch.OutOfMemoryError as error:
-            if size == 1:
+            if size == 1 and leaner is None:
                 raise MemoryExhaustedError(
                     "the device has too little memory for the models and one sample", "use --device cpu"
                 ) from error
+        # out of the except: the error holds on to what the failed run held
         torch.cuda.empty_cache()
-        size //= 2
+        if size > 1:
+            size //= 2
+        elif leaner is not None:
+            run, leaner = leaner, None
 
 
 def ahead(items: Iterator[Result]) -> Iterator[Result]:

@@ -41,9 +41,6 @@ LARGE = 1500
 """From which smaller side a matrix is solved alone, and in a small space where that can be: a batch of large
 factorisations is slower than one after the other."""
 
-WORKSPACE = 12
-"""How many times the batch's own bytes the solver may take at its peak, the batch itself and the result included."""
-
 CUTS = (1e-7, 1e-2)
 """The cuts that the iterations are made for; others take the decomposition."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
-from hf_bico.budget import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Fit, Held, Limits, fit, machine_memory, needs_of
+from hf_bico.budget import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Fit, Held, Limits, fit, needs_of
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
@@ -22,7 +22,7 @@ from hf_bico.models import Model
 from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage
 from hf_bico.sites import TEXTS, Site, SitePair
-from hf_bico.sizes import size_text
+from hf_bico.sizes import machine_memory, size_text
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=1)
 """How long a process waits for the others: the slowest may still be downloading. One that ends is noticed at once."""
 _teams = count()
+_met_others = False
 _PACKED = 16 * 2**20
 """Bytes: smaller tensors travel together, up to so many."""
 
@@ -44,6 +45,11 @@ def process_count() -> int:
 def is_first_process() -> bool:
     """Whether this process is the one that prints and writes."""
     return process_rank() == 0
+
+
+def has_met_others() -> bool:
+    """Whether this process has begun to work with the others; until then none of them waits for it."""
+    return _met_others
 
 
 def local_device(name: str) -> str:
@@ -149,6 +155,8 @@ def join(device: torch.device) -> Team:
     import torch
 
     dist: Any = torch.distributed
+    global _met_others
+    _met_others = True
     if device.index is not None:  # where tensors of other processes arrive
         torch.cuda.set_device(device)
     if dist.is_initialized():

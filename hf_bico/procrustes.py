@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_bico.isometries import SeenPart, decomposed, seen_parts
+from hf_bico.workspace import BATCH_BYTES
 
 CUT = 1e-6
 """Singular values below this share of the largest count as unseen."""
-
-BATCH_BYTES = 2**27
-"""How much one batch of covariances may take; the solver takes `isometries.WORKSPACE` times as much."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,10 @@ def polar(
     norms: Sequence[float],
     completion: str = "drop",
     cut: float = CUT,
-    consume: bool = False,
 ) -> list[OrthogonalMap]:
     """The maps of many cross-covariances, on their device; those of equal shape are solved in one batch.
 
-    `norms` are |X_A| |X_B|, one a covariance. `consume` empties the list that was given, so that a covariance that
-    nobody else holds is freed as soon as its batch is made.
+    `norms` are |X_A| |X_B|, one a covariance.
 
     >>> rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
     >>> rows = torch.randn(9, 3, dtype=torch.float64)
@@ -78,8 +74,6 @@ def polar(
     (True, 3, 1.0)
     """
     waiting = dict(enumerate(covariances))
-    if consume and isinstance(covariances, list):
-        covariances.clear()
     maps: dict[int, OrthogonalMap] = {}
     for indices in _batches(waiting):
         batch = [waiting.pop(index) for index in indices]

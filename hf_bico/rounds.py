@@ -22,7 +22,7 @@ from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, ahead, halving_batches
-from hf_bico.errors import DataUnknownError, MemoryExhaustedError, UnsuitableMethodError, UsageError
+from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
 from hf_bico.measuring import logits_of
 from hf_bico.methods import Carried, Carrier, Seen
@@ -227,14 +227,8 @@ class Round:
                 )
                 return collect(pairs, source, target, self._passes(size, set(some), turn), some, bench.device)
 
-            found: Statistics | None = None
-            try:
-                found = halving_batches(fitted.batch_size, run)
-            except MemoryExhaustedError:
-                if fitted.checkpointing:
-                    raise
-            if found is None:  # out of the except: the error holds on to what the failed pass held
-                found = halving_batches(1, partial(run, thrifty=True))
+            leaner = None if fitted.checkpointing else partial(run, thrifty=True)
+            found = halving_batches(fitted.batch_size, run, leaner)
             bench.team.add_up(found.tensors)
             found.require_finite()
             return found

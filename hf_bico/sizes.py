@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes, as people write and read them, and that of this machine."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def read_size(text: str, option: str) -> int:
     if found is None:
         raise UsageError(f"{option} is '{text}'", "use a size such as 500MB or 2GB")
     return int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " "))
+
+
+def machine_memory() -> int:
+    """Bytes of main memory."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 import hf_bico
+from hf_bico.bench import Bench
 from hf_bico.budget import Limits
 from hf_bico.collecting import Side, collect
+from hf_bico.families import Spread
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import Bico, Seen
@@ -371,17 +373,25 @@ def test_models_that_take_turns_on_the_gpu_give_the_same(
     assert visited[-1] == "cpu"
 
 
-def test_weights_that_stay_in_main_memory_give_the_same(decoders: tuple[Path, Path, Path]) -> None:
+def test_weights_that_stay_in_main_memory_give_the_same(
+    decoders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By accelerate, which brings them to the GPU when they are needed."""
     pytest.importorskip("accelerate")
     usual = decoder_port(decoders)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
-    size = (decoders[1] / "model.safetensors").stat().st_size
-    try:
-        spread = decoder_port(decoders, device_map="auto", memory=2 * size)
-    except hf_bico.BicoError as error:
-        pytest.skip(str(error))
-    assert furthest(usual, spread) < 1e-5
+    half = (decoders[1] / "model.safetensors").stat().st_size // 2
+    monkeypatch.setattr("hf_bico.bench.Spread", lambda rule, _: Spread(rule, half))
+    benches: list[Bench] = []
+    opened = Bench.open
+
+    def watched(*arguments: Any) -> Bench:
+        benches.append(opened(*arguments))
+        return benches[-1]
+
+    monkeypatch.setattr(Bench, "open", watched)
+    assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
+    assert benches[0].offloaded
 
 
 SHARED = """

@@ -240,8 +240,7 @@ def test_what_all_processes_find_is_told_once(tmp_path: Path) -> None:
     words = ("-m", "hf_bico", "port", "no/such folder", "--to", "target", "--json")
     done = launched(TORCHRUN, *words, temporary=tmp_path / "temporary")
     assert done.returncode == 1
-    # one that is slower than the first is ended by the launcher, and may say so
-    [line] = [line for line in ours(done) if not line.startswith("Stopped: ")]
+    [line] = ours(done)
     error = json.loads(done.stdout)["error"]
     assert line == f"Error: {error['cause']}"
     assert done.stderr.count(f"Remedy: {error['remedy']}") == 1

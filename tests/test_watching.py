@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM
 import hf_bico
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
-from hf_bico.deltas import Deltas, kept_away
-from hf_bico.errors import ObjectiveError, UnsupportedModelError
+from hf_bico.deltas import Deltas
+from hf_bico.environment import halving_batches
+from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
 from hf_bico.families import CausalModel, ImageModel, LiveModel
 from hf_bico.models import Model
 from hf_bico.objectives import OwnHead, Question
+from hf_bico.offloaded import kept_away
 from hf_bico.pairing import TextRows
 from hf_bico.sites import Site, SitePair, Slot
 from hf_bico.statistics import Kind
@@ -385,6 +387,23 @@ def test_an_open_clip_model_is_not_spread(scene: Scene) -> None:
         "Error: models of the family open_clip ViT are not spread over several devices",
         "Remedy: leave --device-map out",
     ]
+
+
+def test_one_sample_that_does_not_fit_is_tried_in_the_leaner_way() -> None:
+    tried: list[tuple[str, int]] = []
+
+    def run(size: int, way: str = "usual") -> str:
+        tried.append((way, size))
+        if way == "usual":
+            raise torch.OutOfMemoryError
+        return way
+
+    assert halving_batches(5, run, partial(run, way="leaner")) == "leaner"
+    assert tried == [("usual", 5), ("usual", 2), ("usual", 1), ("leaner", 1)]
+    with pytest.raises(MemoryExhaustedError):
+        halving_batches(1, run)
+    with pytest.raises(MemoryExhaustedError):
+        halving_batches(1, run, run)
 
 
 def test_inputs_that_require_grad_already_hide_no_gradient(folders: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from types import FrameType
 import click
 
 from hf_bico.errors import ProcessLostError, UsageError
-from hf_bico.processes import is_first_process, process_count, process_rank
+from hf_bico.processes import has_met_others, is_first_process, process_count, process_rank
 
 TOGETHER = ("port", "plan")
 """The commands that several processes can run together."""
@@ -78,13 +78,13 @@ def speaks_for(error: BaseException) -> bool:
     """Whether this process says why it ends: the first, and any other for what the first does not say too.
 
     The others wait a moment, in which the launcher ends them if the first has failed alike. That a process is lost is
-    said by the second too: the first may be the one.
+    said by the second too, once they work together: the first may be the one.
     """
     if is_first_process():
         _at_signals(signal.SIG_IGN)  # it is ending already
         return True
     if isinstance(error, ProcessLostError | EndedByLauncher):
-        return process_rank() == 1
+        return process_rank() == 1 and has_met_others()
     _at_signals(signal.SIG_DFL)
     time.sleep(_A_MOMENT)
     return not isinstance(error, KeyboardInterrupt | click.Abort | click.ClickException)

@@ -149,7 +149,7 @@ class LiveModel(ABC):
 
     def weight(self, name: str) -> Tensor:
         """The weight of a site as (out, in), as it is now."""
-        from hf_bico.deltas import kept_away
+        from hf_bico.offloaded import kept_away
 
         slot = self.layout.site(name).weight
         parameter: Tensor = self.module.get_parameter(slot.tensor)

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.budget import machine_memory
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
 from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, Spread, weights_do_not_fit
 from hf_bico.sites import Site
+from hf_bico.sizes import machine_memory
 
 if TYPE_CHECKING:
     import torch
