@@ -6,7 +6,8 @@ against measured peaks; knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -15,15 +16,16 @@ from hf_bico.workspace import BATCH_BYTES, COPIES
 
 LEAST_ACTIVATIONS = 250_000_000
 """What the activations of one batch may take in any case."""
-ACTIVATIONS = 0.25
-"""What they may take where nothing else decides, as a share of models and sums."""
+ACTIVATIONS = 0.32
+"""What they may take where nothing else decides, as a share of models and sums: so batches do not shrink with depth,
+and those of ViT-B/16 take what the solver takes later."""
 BATCH = 8
 """What starting a batch costs, in samples: about that of ten images where ViT-B/16 was timed on an H200."""
 MOST_SAMPLES = 32
 """Batches are not larger than this unless it is asked for."""
 FLOAT64, FLOAT32 = 8, 4
-GRAPH = 0.9
-"""What autograd keeps of a block, as a share of what its sites read and write; counted on a block of CLIP."""
+GRAPH = 1.0
+"""What autograd keeps of a block, as a share of what its sites read and write: 0.9 was counted on a block of CLIP."""
 LOGITS = 14
 """Bytes that the loss of a language model takes for each logit: the logits, their softmax and its gradient."""
 USUAL_TOKENS = 512
@@ -59,6 +61,8 @@ class Sample:
     """What the watched sites read and write, each once."""
     lean: int | None = None
     """As `graph`, but with what enters the MLPs alone; None where there are none."""
+    block: int = 0
+    """What one block takes while gradients pass through it."""
 
     def kept(self, checkpointing: bool, lean: bool) -> int:
         """What it keeps for the backward pass."""
@@ -86,6 +90,8 @@ class Needs:
 
     texts: bool = False
     """Whether inputs wait for the end of the target's forward pass: then it is known which rows are real tokens."""
+    adding: int = 0
+    """What is added up at a time, of one sample: the rows of the two models in float64."""
 
     def of_sample(self, checkpointing: bool, lean: bool = False) -> int:
         """The activations of one sample at the peak."""
@@ -93,10 +99,11 @@ class Needs:
         graphs = [one.kept(checkpointing, lean) for one in self.samples]
         shown = source.shown_inputs + source.shown_outputs
         if self.both_graphs:
-            return max(1, sum(graphs) + 2 * shown + target.shown_inputs)
+            return max(1, sum(graphs) + 2 * shown + target.shown_inputs + self.adding)
         # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
         waiting = source.shown_inputs + target.shown_inputs if self.texts else 0
-        return max(1, shown, graphs[0] + source.shown_inputs, graphs[1] + source.shown_outputs + waiting)
+        target_peak = graphs[1] + source.shown_outputs + waiting + self.adding
+        return max(1, shown + source.block, graphs[0] + source.shown_inputs, target_peak)
 
     @property
     def can_be_lean(self) -> bool:
@@ -221,22 +228,28 @@ def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
 
 def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
     """Of the float64 sums of these pairs, inputs that are shared counted once."""
-    read = {(pair.source.input, pair.target.input): pair for pair in pairs}
-    elements = 0
-    for kind in kinds:
-        if kind == "target gradients":  # the sum, and the votes
-            elements += sum(2 * pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs)
-            continue
-        axis = 1 if "inputs" in kind or kind == "input gradients" else 0
-        met = read.values() if kind == "inputs" else pairs
-        elements += sum(pair.source.shape[axis] * pair.target.shape[axis] for pair in met)
-    return FLOAT64 * elements
+    found = FLOAT64 * sum(map(prod, _covariances(pairs, kinds)))
+    if "target gradients" in kinds:  # the sum, and the votes
+        found += FLOAT64 * sum(2 * pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs)
+    return found
 
 
 def solver_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
-    """The solver's work space, beside the covariances themselves."""
-    largest = max((pair.source.shape[axis] * pair.target.shape[axis] for pair in pairs for axis in (0, 1)), default=0)
-    return COPIES * max(FLOAT64 * largest, min(BATCH_BYTES, sum_bytes(pairs, kinds)))
+    """The solver's work space, beside the covariances themselves: those of equal shape are solved together."""
+    alike = Counter(FLOAT64 * prod(shape) for shape in _covariances(pairs, kinds))
+    batches = (size * min(count, max(1, BATCH_BYTES // size)) for size, count in alike.items())
+    return COPIES * max(batches, default=0)
+
+
+def _covariances(pairs: Sequence[SitePair], kinds: Collection[str]) -> Iterator[tuple[int, int]]:
+    """The shapes of the cross-covariances of these kinds."""
+    read = {(pair.source.input, pair.target.input): pair for pair in pairs}
+    for kind in kinds:
+        if kind == "target gradients":
+            continue
+        axis = 1 if "inputs" in kind or kind == "input gradients" else 0
+        for pair in read.values() if kind == "inputs" else pairs:
+            yield pair.source.shape[axis], pair.target.shape[axis]
 
 
 @dataclass(frozen=True)
@@ -276,8 +289,10 @@ class Held:
         first = {(site.tower, site.block): site for site in reversed(running)}
         entering = self.itemsize * sum(site.shape[1] * self.rows(site) for site in first.values())
         loss = LOGITS * self.tokens * self._vocabulary if language else 0
-        thrifty = min(graph, entering + graph // max(1, len(first)))
-        return Sample(graph + loss, thrifty + loss, *self.bytes_of(watched), self._lean(running, graph, loss))
+        block = graph // max(1, len(first))
+        thrifty = min(graph, entering + block)
+        lean = self._lean(running, graph, loss)
+        return Sample(graph + loss, thrifty + loss, *self.bytes_of(watched), lean, min(graph, 2 * block))
 
     def _lean(self, running: Sequence[Site], graph: int, loss: int) -> int | None:
         """What is kept of all but the MLPs, what enters these, and one of them while it runs once more."""
@@ -313,17 +328,22 @@ def needs_of(
     `ranks` are those of a LoRA by the source's tensors, and `language` says whether the loss is over a vocabulary.
     """
     groups = solved_together(pairs)
+    sources = list({pair.source.name: pair.source for pair in pairs}.values())
+    adding = (
+        FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
+    )
     return Needs(
         weights=(source.weights, target.weights),
         sums=tuple(sum_bytes(group, kinds) for group in groups),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
         carried=FLOAT32 * sum(_carried(pair, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs),
         samples=(
-            source.sample([pair.source for pair in pairs], language),
+            source.sample(sources, language),
             target.sample([pair.target for pair in pairs], language),
         ),
         both_graphs=both_graphs,
         texts=any(pair.target.text for pair in pairs),
+        adding=max(adding, default=0),
     )
 
 

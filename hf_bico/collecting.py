@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_bico.environment import exact_float32
+from hf_bico.environment import exact_float32, sent
 from hf_bico.errors import ObjectiveError
 from hf_bico.pairing import TextRows, pair_rows, pair_tokens
 from hf_bico.sites import Site, SitePair, Tokens
@@ -163,6 +163,9 @@ class _Batch:
         self._heard = False
         self._waiting: list[tuple[Heard, Site, Tensor]] = []
         self._energies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tokens: tuple[Tensor, Tensor] | None = None
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+        """Of those tokens, on the devices where they were looked up."""
 
     # what the source shows is kept
 
@@ -244,7 +247,8 @@ class _Batch:
     def heard(self, text: TextRows | None) -> None:
         """The target's forward pass is over, and with it is known which rows are real tokens."""
         self._target_text, self._heard = text, True
-        self._tokens = None if self.source_text is None or text is None else pair_tokens(self.source_text, text)
+        if self.source_text is not None and text is not None:
+            self._tokens = pair_tokens(self.source_text, text)
         waiting, self._waiting = self._waiting, []
         for take, site, rows in waiting:
             take(site, rows)
@@ -269,7 +273,7 @@ class _Batch:
         if site.text and text is not None:
             inputs, gradients = (_by_text(rows, text) for rows in (inputs, gradients))
             if gradients.ndim == 3:
-                gradients = gradients * text.mask.to(gradients).unsqueeze(-1)
+                gradients = gradients * sent(text.mask, gradients.device, gradients.dtype).unsqueeze(-1)
         self.statistics.target_gradients[site.name].add(inputs, gradients)
 
     def _rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,11 +285,17 @@ class _Batch:
             return source, target
         if self._tokens is None:
             raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
-        first, second = (
-            rows.flatten(0, 1)[place.to(rows.device)]
-            for rows, place in zip((source, target), self._tokens, strict=True)
-        )
-        return first, second
+        return self._real(0, source.flatten(0, 1)), self._real(1, target.flatten(0, 1))
+
+    def _real(self, side: int, rows: Tensor) -> Tensor:
+        """Of a side's rows, those of its tokens that pair."""
+        assert self._tokens is not None
+        places = self._tokens[side]
+        if len(places) == len(rows):
+            return rows
+        if (side, rows.device) not in self._places:
+            self._places[side, rows.device] = sent(places, rows.device)
+        return rows[self._places[side, rows.device]]
 
 
 def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.environment import sent
+
 
 @dataclass(frozen=True)
 class PairGradients:
@@ -38,7 +40,7 @@ class PairGradients:
 
         The value itself means nothing.
         """
-        some = torch.tensor(numbers, device=self.images.device)
+        some = sent(torch.tensor(numbers), self.images.device)
         sides = ((images, self.images[some]), (texts, self.texts[some]))
         forth, back = ((features * gradient.to(features)).sum() for features, gradient in sides)
         return forth + back

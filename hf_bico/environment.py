@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
 from hf_bico.progress import Progress, silent
@@ -100,6 +101,14 @@ def ahead(items: Iterator[Result]) -> Iterator[Result]:
         while (item := coming.result()) is not end:
             coming = worker.submit(next, items, end)
             yield cast(Result, item)
+
+
+def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of main memory on the device, which is not waited for: what it was told before may take its time."""
+    tensor = tensor.to(dtype or tensor.dtype)
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ largest value, half of `iterations.KNOWN`."""
 NEAR = 3e-4
 """Values this close to the cut, as a share of it, are told apart without more steps than planned."""
 
-EXTRA_STEPS = 8
+EXTRA_STEPS = 16
 """How many more polynomials a sign may take for values that are still closer."""
 
 DAMPING = 1e-5
@@ -85,8 +85,11 @@ DAMPING = 1e-5
 COUNT_SQUARINGS = 3
 """How often the inverse is squared before its trace counts directions: those up to about three times the cut."""
 
+CLOSER_SQUARINGS = 1
+"""How often more where few are unseen: those up to about twice the cut, as many more may lie beyond."""
+
 FILTER_SQUARINGS = 2
-"""How often more for the filter of the unseen directions: three times the cut is then four decades below the cut."""
+"""How often more for the filter of the unseen directions: twice the cut is then four decades below the cut."""
 
 SPARE = 32
 """How many columns a block has above twice the directions that it is for."""
@@ -311,6 +314,9 @@ def _few(stage: _Stage, inverse: Tensor, at_cut: float) -> _Few | None:
     if unseen < 0.99 * at_cut ** (2**COUNT_SQUARINGS):
         return _Few(filters[..., :0], filters[:, 0, :0], of_seen=False)
     of_seen = unseen > side / 2
+    if not of_seen:
+        filters = _squared(filters, CLOSER_SQUARINGS)
+        unseen = float(_trace(filters))
     width = math.ceil(2 * (side - unseen if of_seen else unseen)) + SPARE
     if not width <= side // SHARE:
         return None

@@ -16,7 +16,10 @@ from hf_bico.sites import Tokens
 
 @dataclass(frozen=True)
 class TextRows:
-    """The tokens of a batch of texts, (samples, tokens), and which of them are real and no padding."""
+    """The tokens of a batch of texts, (samples, tokens), and which of them are real and no padding.
+
+    In main memory where they are looked at: a device is not waited for.
+    """
 
     ids: Tensor
     mask: Tensor
@@ -25,8 +28,9 @@ class TextRows:
 def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
     """Where equal tokens of the same texts stand in the two models' batches, as positions in the flattened rows.
 
-    Padding pairs with nothing, on whatever side it stands. Where the two models were given the same tokens, all of
-    them pair in order; where one has more around a text (another chat template), only what both have.
+    They are in order, and in main memory. Padding pairs with nothing, on whatever side it stands. Where the two models
+    were given the same tokens, all of them pair in order; where one has more around a text (another chat template),
+    only what both have.
     """
     if len(source.ids) != len(target.ids):
         raise ValueError(f"{len(source.ids)} texts of the source and {len(target.ids)} of the target do not pair")
@@ -34,7 +38,7 @@ def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
     ids = [side.ids.cpu() for side in (source, target)]
     if torch.equal(*masks) and torch.equal(ids[0] * masks[0], ids[1] * masks[1]):
         places = masks[0].flatten().nonzero().squeeze(1)
-        return places.to(source.ids.device), places.to(target.ids.device)
+        return places, places
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for number, both in enumerate(zip(*masks, strict=True)):
         own = [mask.nonzero().squeeze(1) for mask in both]
@@ -43,7 +47,7 @@ def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
             own = [place[kept] for place, kept in zip(own, _in_both(*tokens), strict=True)]
         for side, place, all_found in zip(ids, own, found, strict=True):
             all_found.append(place + number * side.shape[1])
-    return torch.cat(found[0]).to(source.ids.device), torch.cat(found[1]).to(target.ids.device)
+    return torch.cat(found[0]), torch.cat(found[1])
 
 
 def _in_both(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,15 +49,16 @@ class CrossCovariance:
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self._energies: tuple[list[Tensor], list[Tensor]] = ([self._zeros()], [self._zeros()])
+        self._energies = [self._zeros(), self._zeros()]
+        self._norms: tuple[list[Tensor], list[Tensor]] = ([], [])
+        """Of rows whose energies are not added up yet."""
         self._rows: list[tuple[Tensor, Tensor]] | None = []
         self._total: Tensor | None = None
 
     def add(self, source_rows: Tensor, target_rows: Tensor) -> None:
         source, target = (rows.to(self.device, torch.float64) for rows in (source_rows, target_rows))
-        for energies, rows in zip(self._energies, (source, target), strict=True):
-            flat = rows.reshape(-1)
-            energies.append(torch.dot(flat, flat))
+        for norms, rows in zip(self._norms, (source, target), strict=True):
+            norms.append(torch.linalg.vector_norm(rows))
         if self._rows is not None and 2 * (len(source) + sum(len(one) for one, _ in self._rows)) < min(self.shape):
             self._rows.append((source, target))
         else:
@@ -85,17 +86,17 @@ class CrossCovariance:
         """The difference, which is a sum over the rows of both."""
         found = CrossCovariance(self.shape, self.device)
         found._total, found._rows = self.total - other.total, None
-        for own, one, two in zip(found._energies, self.energies, other.energies, strict=True):
-            own[:] = [one + two]
+        found._energies = [one + two for one, two in zip(self.energies, other.energies, strict=True)]
         return found
 
     @property
     def energies(self) -> tuple[Tensor, Tensor]:
         """|X_A|^2 and |X_B|^2."""
-        for parts in self._energies:
-            if len(parts) > 1:
-                parts[:] = [torch.stack(parts).sum()]
-        return self._energies[0][0], self._energies[1][0]
+        for side, norms in enumerate(self._norms):
+            if norms:
+                self._energies[side] = self._energies[side] + torch.stack(norms).square().sum()
+                norms.clear()
+        return self._energies[0], self._energies[1]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_bico.checkpoints import folder_name
+from hf_bico.environment import sent
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
+from hf_bico.pairing import TextRows
 from hf_bico.texts import Answered, Chat, Text, TextSample
 
 UNLEARNT = -100
@@ -38,9 +40,16 @@ class TokenBatch:
     ids: Tensor
     mask: Tensor
     labels: Tensor
+    on_host: TextRows | None = None
+    """Ids and mask where they came from: to look at them there does not wait for a device."""
+
+    @property
+    def rows(self) -> TextRows:
+        return self.on_host or TextRows(self.ids, self.mask)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        return TokenBatch(self.ids.to(device), self.mask.to(device), self.labels.to(device))
+        there = torch.device(device)
+        return TokenBatch(sent(self.ids, there), sent(self.mask, there), sent(self.labels, there), self.rows)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class LiveModel(ABC):
         return samples
 
     def text_rows(self, samples: Sequence[Any]) -> TextRows | None:
-        """The tokens of the samples, where they are texts."""
+        """The tokens of the samples in main memory, where they are texts: which rows of text sites are real."""
         return None
 
     def weight(self, name: str) -> Tensor:
@@ -268,13 +268,14 @@ class ImageModel(LiveModel):
 
         Of captioned images, the images.
         """
-        return self._pixels([image.image if isinstance(image, Captioned) else image for image in images]).to(
-            self.device, self.dtype
-        )
+        from hf_bico.environment import sent
+
+        prepared = self._pixels([image.image if isinstance(image, Captioned) else image for image in images])
+        return sent(prepared, self.device, self.dtype)
 
     def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """The samples with their images prepared, as tensors; captions stay with them."""
-        pixels = self._pixels([sample.image if isinstance(sample, Captioned) else sample for sample in samples])
+        """The samples with their images prepared, as tensors on the model's device; captions stay with them."""
+        pixels = self.pixels(samples)
         return [
             replace(sample, image=image) if isinstance(sample, Captioned) else image
             for sample, image in zip(samples, pixels, strict=True)
@@ -325,7 +326,10 @@ class ClipModel(ImageModel):
 
     @abstractmethod
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """The tokens that its text side reads, (prompts, tokens), and which of them are real and no padding."""
+        """The tokens that its text side reads, (prompts, tokens), and which of them are real and no padding.
+
+        Both are in main memory.
+        """
 
     @abstractmethod
     def text_features(self, prompts: Sequence[str]) -> Tensor:

@@ -206,9 +206,10 @@ class OpenClipModel(ClipModel):
         return getattr(self.module, "text", self.module)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        ids = self._text_ids(prompts)
+        from hf_bico.environment import sent
+
         model: Any = self.module
-        features: Tensor = model.encode_text(ids)
+        features: Tensor = model.encode_text(sent(self._text_ids(prompts), self.device))
         return features
 
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ class OpenClipModel(ClipModel):
             raise MissingProcessorError(
                 "a loaded open_clip model does not know its tokenizer", "pass its Hub id or folder instead"
             )
-        ids: Tensor = self.tokenizer(list(prompts)).to(self.device)
+        ids: Tensor = self.tokenizer(list(prompts))
         return ids
 
     def _pooled_tokens(self, ids: Tensor) -> Tensor:

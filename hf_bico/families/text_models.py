@@ -22,16 +22,15 @@ class TextModel(PretrainedModel):
 
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
         """A batch on the model's device, cut to what was asked for and to what the model can take."""
-        from hf_bico.tokenising import tokenise
-
-        return tokenise(self.tokenizer, samples, self.longest).to(self.device)
+        return self._read(samples).to(self.device)
 
     def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
-        """Which rows of its text sites are real tokens, when it reads these samples."""
-        from hf_bico.pairing import TextRows
+        return self._read(samples).rows
 
-        batch = self.tokens(samples)
-        return TextRows(batch.ids, batch.mask)
+    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
+        from hf_bico.tokenising import tokenise
+
+        return tokenise(self.tokenizer, samples, self.longest)
 
     @property
     def longest(self) -> int:
@@ -141,9 +140,9 @@ class EncoderModel(TextModel):
 class SequenceModel(TextModel):
     """A loaded T5: an encoder that reads, and where it is whole a decoder that answers."""
 
-    def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
+    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
         """What the encoder reads: texts with T5's words around them, and of a prompt with its answer the prompt."""
-        return super().tokens([_as_read(sample) for sample in samples])
+        return super()._read([_as_read(sample) for sample in samples])
 
     def features(self, samples: Sequence[TextSample]) -> Tensor:
         """The mean over real tokens of the encoder's output."""
@@ -152,7 +151,7 @@ class SequenceModel(TextModel):
 
     def answers(self, texts: Sequence[Text]) -> TokenBatch:
         """What the decoder shall say, as its labels."""
-        return super().tokens(texts)
+        return super()._read(texts).to(self.device)
 
     def logits(self, batch: TokenBatch, answers: TokenBatch) -> Tensor:
         """The decoder's (samples, tokens, vocabulary), where it has said each answer so far; aligned with `answers`."""

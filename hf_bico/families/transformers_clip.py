@@ -66,9 +66,11 @@ class TransformersClipModel(PretrainedModel, ClipModel):
         return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
+        from hf_bico.environment import sent
+
         model: Any = self.module
-        ids, mask = self.text_tokens(prompts)
-        pooled = model.text_model(input_ids=ids, attention_mask=mask.long()).pooler_output
+        ids, mask = (sent(one.long(), self.device) for one in self.text_tokens(prompts))
+        pooled = model.text_model(input_ids=ids, attention_mask=mask).pooler_output
         features: Tensor = model.text_projection(pooled)
         return features
 
@@ -79,7 +81,7 @@ class TransformersClipModel(PretrainedModel, ClipModel):
         longest = model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(
             list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"
-        ).to(self.device)
+        )
         return tokens["input_ids"], tokens["attention_mask"].bool()
 
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:

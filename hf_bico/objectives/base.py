@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.environment import sent
 from hf_bico.families import LiveModel
 from hf_bico.measuring import Batched, accuracy, logits_of
 from hf_bico.watching import Losses
@@ -83,7 +84,7 @@ class Classifier(Head):
 
     def losses(self, model: LiveModel, asked: Question) -> Losses:
         logits = self.logits(model.features(asked.samples))
-        found = class_losses(logits, torch.tensor(asked.labels, device=logits.device), asked.likely)
+        found = class_losses(logits, asked.labels, asked.likely)
         return replace(found, text=model.text_rows(asked.samples))
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
@@ -101,13 +102,15 @@ class Heads:
     tuned: Head
 
 
-def class_losses(logits: Tensor, labels: Tensor, likely: LikelyLabels | None) -> Losses:
-    """Cross-entropies summed over the samples: with the labels, and with the likely ones."""
-    task = functional.cross_entropy(logits, labels, reduction="sum") if bool((labels >= 0).all()) else None
+def class_losses(logits: Tensor, labels: Sequence[int], likely: LikelyLabels | None) -> Losses:
+    """Cross-entropies summed over the samples: with the labels, where all are known, and with the likely ones."""
+    task = None
+    if min(labels) >= 0:
+        task = functional.cross_entropy(logits, sent(torch.tensor(labels), logits.device), reduction="sum")
     if likely is None:
         return Losses(task)
-    ranks = likely.labels.to(logits.device).T
-    roots = likely.probabilities.to(logits.device).sqrt().to(logits.dtype).T
+    ranks = sent(likely.labels, logits.device).T
+    roots = sent(likely.probabilities.sqrt(), logits.device, logits.dtype).T
     each = (
         (root * functional.cross_entropy(logits, label, reduction="none")).sum()
         for label, root in zip(ranks, roots, strict=True)

@@ -20,7 +20,6 @@ from hf_bico.families import LiveModel
 from hf_bico.families.text_models import CausalModel, SequenceModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
-from hf_bico.pairing import TextRows
 from hf_bico.texts import Answered, Text
 from hf_bico.tokenising import UNLEARNT, TokenBatch
 from hf_bico.watching import Losses
@@ -39,7 +38,7 @@ class TokenHead(Head):
 
     def losses(self, model: LiveModel, asked: Question) -> Losses:
         logits, wanted, read = self.run(model, asked.samples, asked.labels)
-        return Losses(_summed(logits, wanted), text=TextRows(read.ids, read.mask))
+        return Losses(_summed(logits, wanted), text=read.rows)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         """The mean loss of a label token."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bico.environment import sent
 from hf_bico.errors import ObjectiveError
 from hf_bico.families import ImageModel, LiveModel
 from hf_bico.families.text_models import TextModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
-from hf_bico.pairing import TextRows
 from hf_bico.tokenising import TokenBatch
 from hf_bico.watching import Losses
 
@@ -40,13 +40,13 @@ class OwnHead(Head):
     def losses(self, model: LiveModel, asked: Question) -> Losses:
         pixels = model.pixels(asked.samples) if isinstance(model, ImageModel) else None
         tokens = model.tokens(asked.samples) if isinstance(model, TextModel) else None
-        value = self.objective(model.module, Batch(pixels, torch.tensor(asked.labels, device=model.device), tokens))
+        value = self.objective(model.module, Batch(pixels, sent(torch.tensor(asked.labels), model.device), tokens))
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ObjectiveError(
                 f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",
                 "return a tensor of no dimensions: the sum of the samples' losses",
             )
-        return Losses(value, text=None if tokens is None else TextRows(tokens.ids, tokens.mask))
+        return Losses(value, text=None if tokens is None else tokens.rows)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         raise ObjectiveError("what the caller's own objective would measure is not known", "measure by a probe")
