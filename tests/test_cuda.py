@@ -187,6 +187,34 @@ def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def strict(*arguments: Any) -> Statistics:
+        passes.append(arguments)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return collect(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr("hf_bico.rounds.collect", strict)
+    base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
+    hf_bico.port(
+        fine_tuned(base).cuda(),
+        to=target.cuda(),
+        base=base.cuda(),
+        data=rows(64, 64),
+        n=64,
+        batch_size=16,
+        objective=loss,
+        class_names=[str(index) for index in range(CLASSES)],
+        device="cuda",
+        evaluate=False,
+    )
+    assert len(passes) == 1
+
+
 def adapted(model: nn.Module, rank: int) -> nn.Module:
     """A PeftModel whose LoRA changes every linear layer of the blocks."""
     import peft
