@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.budget import CAPTION_TOKENS, MOST_SAMPLES, USUAL_TOKENS, Fit, Held, fit, needs_of
+from hf_bico.budget import BATCH, BATCH_ON_CPU, CAPTION_TOKENS, MOST_SAMPLES, USUAL_TOKENS, Fit, Held, fit, needs_of
 from hf_bico.checkpoints import align_names
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
@@ -145,7 +145,9 @@ class Bench:
         )
         needs = replace(needs, weights=(self._weights_of(self.source), self._weights_of(self.target)))
         limit = settings.memory or available_memory(self.device)
-        found = fit(needs, limit, settings.calibration_batch or settings.batch_size, turns=[self.source.visits])
+        size = settings.calibration_batch or settings.batch_size
+        cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU
+        found = fit(needs, limit, size, [self.source.visits], cost)
         if settings.memory is not None and not found.fits:
             raise MemoryExhaustedError(
                 f"a port between these models takes about {size_text(found.limit)} in the leanest way, and --memory is "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
+from typing import NamedTuple
 
 from hf_bico.sites import Layout, Site, SitePair
 from hf_bico.workspace import BATCH_BYTES, COPIES
@@ -19,8 +20,10 @@ LEAST_ACTIVATIONS = 250_000_000
 ACTIVATIONS = 0.32
 """What they may take where nothing else decides, as a share of models and sums: so batches do not shrink with depth,
 and those of ViT-B/16 take what the solver takes later."""
-BATCH = 8
+BATCH = 8.0
 """What starting a batch costs, in samples: about that of ten images where ViT-B/16 was timed on an H200."""
+BATCH_ON_CPU = 0.25
+"""The same where no GPU does the work."""
 MOST_SAMPLES = 32
 """Batches are not larger than this unless it is asked for."""
 FLOAT64, FLOAT32 = 8, 4
@@ -95,21 +98,34 @@ class Needs:
     adding: int = 0
     """What is added up at a time, of one sample: the rows of the two models in float64."""
 
-    def of_sample(self, checkpointing: bool, lean: bool = False) -> int:
+    def of_sample(self, checkpointing: bool, lean: bool = False, at_once: bool = False) -> int:
         """The activations of one sample at the peak."""
         source, target = self.samples
         graphs = [one.kept(checkpointing, lean) for one in self.samples]
         shown = source.shown_inputs + source.shown_outputs
         if self.both_graphs:
             return max(1, sum(graphs) + 2 * shown + target.shown_inputs + self.adding)
-        # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
         waiting = source.shown_inputs + target.shown_inputs if self.texts else 0
-        target_peak = graphs[1] + source.shown_outputs + waiting + self.adding
-        return max(1, shown + source.block, graphs[0] + source.shown_inputs, target_peak)
+        last = graphs[1] + source.shown_outputs + self.adding
+        if at_once:  # the source's inputs go while the target's graph comes, its graph while its gradients come
+            return max(1, sum(graphs) + max(source.shown_inputs, waiting), last)
+        # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
+        return max(1, shown + source.block, graphs[0] + source.shown_inputs, last + waiting)
 
     @property
     def can_be_lean(self) -> bool:
         return any(one.lean is not None for one in self.samples)
+
+
+class Way(NamedTuple):
+    """What is kept of a batch: what enters each block, or its MLP, or all; and of one model at a time, or of both."""
+
+    checkpointing: bool = False
+    lean: bool = False
+    at_once: bool = False
+
+
+WAYS = (Way(), Way(lean=True), Way(checkpointing=True), Way(checkpointing=True, at_once=True))
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,10 @@ class Fit:
     fits: bool = True
     lean: bool = False
     """Whether MLPs run once more in the backward pass: larger batches are worth it."""
+    at_once: bool = False
+    """Whether both models' graphs are there at once, which takes less where they are small."""
+    batch_cost: float = BATCH
+    """What starting a batch costs there, in samples."""
 
     @property
     def passes(self) -> int:
@@ -139,11 +159,16 @@ class Fit:
     @property
     def work(self) -> float:
         """What the passes cost, in forward passes of one sample: backward counts twice, and each batch has its own."""
-        return self.passes * (4.0 if self.checkpointing else 3.6 if self.lean else 3.0) * (1 + BATCH / self.batch_size)
+        forward_and_back = 4.0 if self.checkpointing else 3.6 if self.lean else 3.0
+        return self.passes * forward_and_back * (1 + self.batch_cost / self.batch_size)
 
 
 def fit(
-    needs: Needs, limit: int | None = None, batch_size: int | None = None, turns: Sequence[bool] = (False, True)
+    needs: Needs,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    turns: Sequence[bool] = (False, True),
+    batch_cost: float = BATCH,
 ) -> Fit:
     """The quickest way to do it within the limit, or the leanest where none fits.
 
@@ -155,10 +180,10 @@ def fit(
     ways: list[Fit] = []
     for alternating in [False] if needs.both_graphs else turns:
         found = [
-            _fit(needs, room, size, alternating, checkpointing, lean)
-            for checkpointing, lean in ((False, False), (False, True), (True, False))
-            if (not lean or needs.can_be_lean) and (not checkpointing or room is not None)
-            for size in _sizes(needs, batch_size, checkpointing, lean, halved=room is not None)
+            replace(_fit(needs, room, size, alternating, way), batch_cost=batch_cost)
+            for way in WAYS
+            if (not way.lean or needs.can_be_lean) and not (way.at_once and (alternating or needs.both_graphs))
+            for size in _sizes(needs, batch_size, way, halved=room is not None)
         ]
         fitting = [one for one in found if one.fits]
         if batch_size is not None:
@@ -170,15 +195,15 @@ def fit(
     return min(ways, key=lambda one: one.bytes)
 
 
-def _sizes(needs: Needs, asked: int | None, checkpointing: bool, lean: bool, halved: bool) -> list[int]:
+def _sizes(needs: Needs, asked: int | None, way: Way, halved: bool) -> list[int]:
     """The batch sizes that come into question, the largest first."""
     room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))))
-    size = asked or max(1, min(MOST_SAMPLES, room // needs.of_sample(checkpointing, lean)))
+    size = asked or max(1, min(MOST_SAMPLES, room // needs.of_sample(*way)))
     return [size >> step for step in range(size.bit_length())] if halved else [size]
 
 
-def _fit(needs: Needs, room: int | None, size: int, alternating: bool, checkpointing: bool, lean: bool) -> Fit:
-    models, activations = needs.of_models(alternating), size * needs.of_sample(checkpointing, lean)
+def _fit(needs: Needs, room: int | None, size: int, alternating: bool, way: Way) -> Fit:
+    models, activations = needs.of_models(alternating), size * needs.of_sample(*way)
     sums, waiting = sum(needs.sums), 0
     groups: tuple[int, ...] = (len(needs.sums),)
 
@@ -189,7 +214,8 @@ def _fit(needs: Needs, room: int | None, size: int, alternating: bool, checkpoin
         waiting = needs.carried  # what earlier passes have found
         groups = _groups(needs.sums, room - models - waiting - max(activations, needs.solver))
         sums = max(_in_groups(needs.sums, groups), default=0)
-    return Fit(size, groups, alternating, checkpointing, peak(), room is None or peak() <= room, lean)
+    fits = room is None or peak() <= room
+    return Fit(size, groups, alternating, way.checkpointing, peak(), fits, way.lean, way.at_once)
 
 
 def _groups(sums: Sequence[int], room: int) -> tuple[int, ...]:

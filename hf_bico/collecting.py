@@ -44,12 +44,14 @@ def collect(
     batches: Iterable[tuple[Pass, Pass]],
     kinds: Collection[Kind],
     device: torch.device | None = None,
+    at_once: bool = False,
 ) -> Statistics:
     """Run every batch through both models once, or the target alone where that is enough, and add up what is asked.
 
-    The sums are kept on `device`: the CPU if nothing is said.
+    The sums are kept on `device`: the CPU if nothing is said. With `at_once` the target's forward pass comes before the
+    source's backward pass: the source's inputs have gone when its gradients come, and both graphs are there.
     """
-    asked = _Asked(pairs, source, target, frozenset(kinds))
+    asked = _Asked(pairs, source, target, frozenset(kinds), at_once)
     statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"))
     with exact_float32(), asked.watched():
         for source_pass, target_pass in batches:
@@ -60,7 +62,9 @@ def collect(
 class _Asked:
     """What is asked of which models."""
 
-    def __init__(self, pairs: Sequence[SitePair], source: Side, target: Side, kinds: frozenset[Kind]) -> None:
+    def __init__(
+        self, pairs: Sequence[SitePair], source: Side, target: Side, kinds: frozenset[Kind], at_once: bool
+    ) -> None:
         self.sides, self.kinds = (source, target), kinds
         self.streams = Stream(), Stream()
         self.sites = list({pair.source.name: pair.source for pair in pairs}.values()), [pair.target for pair in pairs]
@@ -74,6 +78,7 @@ class _Asked:
         self.sites_met = Counter(pair.source.name for pair in pairs)
         self.of_task, self.of_expected = bool(OF_TASK_LOSS & kinds), bool(OF_EXPECTED_LOSSES & kinds)
         self.graph = self.of_task or self.of_expected
+        self.at_once = at_once or self.of_expected
         self.weights: dict[str, tuple[Tensor, Tensor]] = {}
         """Of both sites of each pair, where gradients pass through them."""
         if Kind.INPUT_GRADIENTS in kinds:
@@ -85,38 +90,56 @@ class _Asked:
     def add(self, batch: _Batch, source_pass: Pass, target_pass: Pass) -> None:
         """Run both models over one batch."""
         if self.kinds == {Kind.TARGET_GRADIENTS}:
-            with self._target(batch, target_pass):
-                pass
-            return
-        reads = {Kind.INPUTS, Kind.WEIGHTED_INPUTS} & self.kinds
-        writes = batch.source_writes if Kind.OUTPUTS in self.kinds else None
-        stream = self.streams[0]
-        stream.listen(batch.source_reads if reads else None, writes)
-        with self._run(0, source_pass) as losses:
-            batch.source_text = losses.text
-            if self.pairs_gradients:
-                stream.differentiate(losses.task, batch.source_gradient, keep=self.of_expected)
-            if self.of_expected:  # one label after the other, in both graphs
-                with self._target(batch, target_pass) as (theirs, other):
-                    for pair in zip(losses.expected, theirs.expected, strict=True):
-                        batch.forget_gradients()
-                        stream.differentiate(pair[0], batch.source_gradient, keep=True)
-                        other.differentiate(pair[1], batch.target_expected, keep=True)
-                batch.weigh_inputs()
-        if not self.of_expected:
-            with self._target(batch, target_pass):
-                pass
+            with self._target(batch, target_pass) as theirs:
+                self._feel_target(batch, theirs)
+        elif self.at_once:
+            with self._source(batch, source_pass) as ours, self._target(batch, target_pass) as theirs:
+                self._feel_source(batch, ours)
+                self._feel_target(batch, theirs)
+                self._feel_labels(batch, ours, theirs)
+        else:
+            with self._source(batch, source_pass) as ours:
+                self._feel_source(batch, ours)
+            with self._target(batch, target_pass) as theirs:
+                self._feel_target(batch, theirs)
 
     @contextmanager
-    def _target(self, batch: _Batch, run: Pass) -> Iterator[tuple[Losses, Stream]]:
-        """The target's pass, and the gradients of its task loss."""
-        stream = self.streams[1]
-        stream.listen(batch.target_reads, batch.target_writes if Kind.OUTPUTS in self.kinds else None)
+    def _source(self, batch: _Batch, run: Pass) -> Iterator[Losses]:
+        """The source's forward pass."""
+        reads = {Kind.INPUTS, Kind.WEIGHTED_INPUTS} & self.kinds
+        writes = batch.source_writes if Kind.OUTPUTS in self.kinds else None
+        self.streams[0].listen(batch.source_reads if reads else None, writes)
+        with self._run(0, run) as losses:
+            batch.source_text = losses.text
+            yield losses
+
+    @contextmanager
+    def _target(self, batch: _Batch, run: Pass) -> Iterator[Losses]:
+        """The target's forward pass."""
+        self.streams[1].listen(batch.target_reads, batch.target_writes if Kind.OUTPUTS in self.kinds else None)
         with self._run(1, run) as losses:
             batch.heard(losses.text)
-            if self.of_task:
-                stream.differentiate(losses.task, batch.target_gradient, keep=self.of_expected)
-            yield losses, stream
+            yield losses
+
+    def _feel_source(self, batch: _Batch, losses: Losses) -> None:
+        """The gradients of the source's task loss."""
+        if self.pairs_gradients:
+            self.streams[0].differentiate(losses.task, batch.source_gradient, keep=self.of_expected)
+
+    def _feel_target(self, batch: _Batch, losses: Losses) -> None:
+        """The gradients of the target's task loss."""
+        if self.of_task:
+            self.streams[1].differentiate(losses.task, batch.target_gradient, keep=self.of_expected)
+
+    def _feel_labels(self, batch: _Batch, ours: Losses, theirs: Losses) -> None:
+        """The gradients of both models' losses with each label, one after the other."""
+        if not self.of_expected:
+            return
+        for one, other in zip(ours.expected, theirs.expected, strict=True):
+            batch.forget_gradients()
+            self.streams[0].differentiate(one, batch.source_gradient, keep=True)
+            self.streams[1].differentiate(other, batch.target_expected, keep=True)
+        batch.weigh_inputs()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -225,7 +225,8 @@ class Round:
                     Side(model, model.layout.tokens, thrifty, fitted.lean, stays=not model.visits)
                     for model in (bench.source, bench.target)
                 )
-                return collect(pairs, source, target, self._passes(size, set(some), turn), some, bench.device)
+                passes = self._passes(size, set(some), turn)
+                return collect(pairs, source, target, passes, some, bench.device, fitted.at_once)
 
             leaner = None if fitted.checkpointing else partial(run, thrifty=True)
             found = halving_batches(fitted.batch_size, run, leaner)

@@ -31,14 +31,14 @@ class Trace:
         """Note what `site` read and wrote; returns y, which requires grad from here on."""
         if torch.is_grad_enabled() and not y.requires_grad:
             y.requires_grad_()
-        if self._again:
-            return y
-        if site.name in self._done:
-            raise ObjectiveError(
-                f"the objective ran '{site.name}' more than once on one batch", "run the model once, on the whole batch"
-            )
-        self._done.add(site.name)
-        self._note(site, x.detach(), y)
+        if not self._again:
+            if site.name in self._done:
+                raise ObjectiveError(
+                    f"the objective ran '{site.name}' more than once on one batch",
+                    "run the model once, on the whole batch",
+                )
+            self._done.add(site.name)
+            self._note(site, x.detach(), y)
         return y
 
     def _note(self, site: Site, x: Tensor, y: Tensor) -> None:
@@ -52,7 +52,7 @@ class Trace:
             raise ObjectiveError(f"the objective does not run '{idle}'", "use the features that the whole model gives")
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Inside, sites run once more to find what was thrown away: there is nothing new to see."""
+        """Inside, sites run once more to find what was thrown away: what they read and write was seen before."""
         return _Recomputing(self)
 
 
@@ -90,14 +90,18 @@ class Stream(Trace):
         self._read: set[str] = set()
         self._done = set()
 
+    def tap(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
+        y = super().tap(site, x, y)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self._gradient(site, gradient))
+        return y
+
     def _note(self, site: Site, x: Tensor, y: Tensor) -> None:
         if self._reads is not None and site.input not in self._read:
             self._read.add(site.input)
             self._reads(site, x)
         if self._writes is not None:
             self._writes(site, y.detach())
-        if y.requires_grad:
-            y.register_hook(lambda gradient: self._gradient(site, gradient))
 
     def _gradient(self, site: Site, gradient: Tensor) -> None:
         if self._gradients is not None:

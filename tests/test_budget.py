@@ -19,18 +19,23 @@ from hypothesis import strategies as st
 from language_toys import fine_tuned, sentences, write_decoder, write_t5
 from scenes import Scene, make_scene
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.budget import (
+    BATCH,
+    BATCH_ON_CPU,
     LEAST_ACTIVATIONS,
     MOST_SAMPLES,
     SPARE,
+    WAYS,
     Fit,
     Held,
     Limits,
     Needs,
     Sample,
+    Way,
     fit,
     needs_of,
     solved_together,
@@ -38,10 +43,14 @@ from hf_bico.budget import (
 )
 from hf_bico.choosing import settled
 from hf_bico.cli import main
+from hf_bico.collecting import Side, collect
 from hf_bico.data.calibration import draw
 from hf_bico.environment import Stopwatch
 from hf_bico.errors import MemoryExhaustedError
+from hf_bico.families.base import LiveModel
+from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.heads import heads_of
+from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import METHODS, Carried, Carrier
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
@@ -50,6 +59,7 @@ from hf_bico.settings import Settings
 from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens
 from hf_bico.sizes import size_text
 from hf_bico.statistics import Kind, Statistics
+from hf_bico.watching import Losses
 
 NEEDS = Needs(
     weights=(100_000, 200_000),
@@ -104,16 +114,35 @@ def test_a_batch_size_that_is_asked_for_is_kept_while_it_fits() -> None:
 
 
 def test_mlps_run_once_more_where_batches_would_be_small() -> None:
-    large = Sample(LEAST_ACTIVATIONS // 5, 1, 1, 1, lean=LEAST_ACTIVATIONS // 10)
+    whole = LEAST_ACTIVATIONS // 5
+    large = Sample(whole, whole, 1, 1, lean=whole // 2)
     found = fit(replace(NEEDS, samples=(large, large)))
     assert (found.lean, found.batch_size) == (True, 9)
-    small = replace(large, graph=LEAST_ACTIVATIONS // 40, lean=LEAST_ACTIVATIONS // 80)
+    small = replace(large, graph=whole // 8, lean=whole // 16)
     assert not fit(replace(NEEDS, samples=(small, small))).lean, "batches are large anyway"
+
+
+def test_both_graphs_are_there_at_once_where_they_are_small_beside_what_is_shown() -> None:
+    most = LEAST_ACTIVATIONS // 10
+    sample = Sample(2 * most, most // 20, most, most)
+    found = fit(replace(NEEDS, samples=(sample, sample)))
+    assert (found.checkpointing, found.at_once, found.batch_size) == (True, True, 9)
+    assert not fit(replace(NEEDS, samples=(sample, sample)), turns=[True]).at_once, "only one model is there"
+    loss = replace(sample, thrifty=most)
+    assert not fit(replace(NEEDS, samples=(loss, loss))).at_once, "two graphs take more than what is shown"
+
+
+def test_nothing_is_run_again_where_small_batches_cost_little() -> None:
+    whole = LEAST_ACTIVATIONS // 5
+    large = Sample(whole, whole // 8, 1, 1, lean=whole // 2)
+    usual, on_cpu = (fit(replace(NEEDS, samples=(large, large)), batch_cost=cost) for cost in (BATCH, BATCH_ON_CPU))
+    assert (usual.checkpointing, usual.batch_size) == (True, 32)
+    assert (on_cpu.checkpointing, on_cpu.lean, on_cpu.batch_size) == (False, False, 4)
 
 
 def test_batches_are_not_larger_than_is_quick() -> None:
     assert fit(NEEDS).batch_size == MOST_SAMPLES
-    heavy = replace(NEEDS, samples=(Sample(2 * LEAST_ACTIVATIONS, 1, 1, 1),) * 2)
+    heavy = replace(NEEDS, samples=(Sample(*[2 * LEAST_ACTIVATIONS] * 2, 1, 1),) * 2)
     assert fit(heavy).batch_size == 1
 
 
@@ -210,6 +239,57 @@ def test_a_lora_is_carried_as_factors() -> None:
     assert factors.carried == 4 * (6 * 2 * 100 + 2 * 53)
     assert whole.samples[1].thrifty < whole.samples[1].graph
     assert whole.weights == (400, 400)
+
+
+TOWERS = ((96, 64), (128, 80))
+"""Widths and image sizes of two vision towers."""
+
+
+def tower(width: int, image: int) -> LiveModel:
+    config = transformers.CLIPVisionConfig(
+        **{"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 4, "num_hidden_layers": 6},
+        **{"image_size": image, "patch_size": 8, "projection_dim": 32},
+    )
+    return TransformersClip().wrap(transformers.CLIPVisionModelWithProjection(config).eval())
+
+
+def allocated(run: Callable[[], object], place: Path) -> int:
+    """The most bytes that tensors took at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    profiler.export_chrome_trace(str(place))
+    events = [event for event in json.loads(place.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    live: dict[int, int] = {}
+    most = total = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            live[address] = size
+        total += size if size > 0 else -live.pop(address, 0)
+        most = max(most, total)
+    assert kept is not None
+    return most
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_batch_takes_what_the_budget_says(way: Way, tmp_path: Path) -> None:
+    """A GPU takes a little more than can be counted, which the budget reckons with."""
+    source, target = (tower(*sizes) for sizes in TOWERS)
+    pairs = list(pair_sites(source.layout, target.layout, blocks_by_index(6, 6)))
+    shapes = [{name: tuple(t.shape) for name, t in live.module.state_dict().items()} for live in (source, target)]
+    needs = needs_of(pairs, Held(source.layout, shapes[0]), Held(target.layout, shapes[1]))
+    images = [torch.randn(8, 3, image, image) for _, image in TOWERS]
+
+    def asked(live: LiveModel, pixels: torch.Tensor) -> Callable[[], Losses]:
+        return lambda: Losses(live.image_features(pixels).square().sum())
+
+    def run() -> Statistics:
+        sides = [Side(live, live.layout.tokens, way.checkpointing, way.lean) for live in (source, target)]
+        batches = [(asked(source, images[0]), asked(target, images[1]))] * 2
+        return collect(pairs, *sides, batches, {Kind.INPUTS, Kind.GRADIENTS}, at_once=way.at_once)
+
+    taken = allocated(run, tmp_path / "trace.json") - sum(needs.sums)
+    assert 0.75 < taken / (8 * needs.of_sample(*way)) < 1
 
 
 SAMPLES = 8

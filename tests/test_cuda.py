@@ -18,12 +18,13 @@ from torch import nn
 
 import hf_bico
 from hf_bico.bench import Bench
-from hf_bico.budget import Limits
+from hf_bico.budget import Fit
 from hf_bico.collecting import Side, collect
 from hf_bico.families import Spread
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import Bico, Seen
+from hf_bico.plans import Plan
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.statistics import Kind, Statistics
 from hf_bico.watching import Losses
@@ -198,6 +199,10 @@ def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.Monkey
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
+    def still(model: nn.Module, batch: Any) -> torch.Tensor:
+        features = nn.functional.normalize(model(pixel_values=batch.pixels).image_embeds, dim=-1)
+        return nn.functional.cross_entropy(10 * features[:, :CLASSES], batch.labels, reduction="sum")
+
     monkeypatch.setattr("hf_bico.rounds.collect", strict)
     base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
     hf_bico.port(
@@ -207,7 +212,7 @@ def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.Monkey
         data=rows(64, 64),
         n=64,
         batch_size=16,
-        objective=loss,
+        objective=still,
         class_names=[str(index) for index in range(CLASSES)],
         device="cuda",
         evaluate=False,
@@ -360,7 +365,9 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path
     from language_toys import fine_tuned, write_decoder
 
     place = tmp_path_factory.mktemp("decoders")
-    base, target = (write_decoder(place / name, width=width, seed=seed, kind="qwen2") for name, width, seed in PAIR)
+    base, target = (
+        write_decoder(place / name, width=width, seed=seed, blocks=6, kind="qwen2") for name, width, seed in PAIR
+    )
     return fine_tuned(base, place / "tuned", transformers.AutoModelForCausalLM), base, target
 
 
@@ -382,10 +389,6 @@ def test_models_that_take_turns_on_the_gpu_give_the_same(
     decoders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = decoder_port(decoders)
-    planned = hf_bico.plan(decoders[0], to=decoders[2], base=decoders[1])
-    limits = (int(planned.memory_bytes * share / 50) for share in range(50, 0, -1))
-    fits = ((limit, planned.within(Limits(memory=limit)).fitted) for limit in limits)
-    limit = next(limit for limit, found in fits if found.alternating and found.fits)
     visited: list[str] = []
     moved = nn.Module.to
 
@@ -394,9 +397,10 @@ def test_models_that_take_turns_on_the_gpu_give_the_same(
         return moved(module, *where, **how)
 
     monkeypatch.setattr(nn.Module, "to", to)
-    # the plan reckons with longer texts than these are
-    monkeypatch.setattr("hf_bico.bench.fit", lambda *_, **__: planned.within(Limits(memory=limit)).fitted)
-    assert furthest(usual, decoder_port(decoders, memory=limit)) < 1e-5
+    # models so small have room together in whatever their activations take
+    in_turn = Fit(4, (6,), alternating=True, checkpointing=False, bytes=0)
+    monkeypatch.setattr(Plan, "fit", lambda *_, **__: in_turn)
+    assert furthest(usual, decoder_port(decoders)) < 1e-5
     assert visited.count("cuda") >= 2
     assert visited[-1] == "cpu"
 
@@ -408,8 +412,8 @@ def test_weights_that_stay_in_main_memory_give_the_same(
     pytest.importorskip("accelerate")
     usual = decoder_port(decoders)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
-    half = (decoders[1] / "model.safetensors").stat().st_size // 2
-    monkeypatch.setattr("hf_bico.bench.Spread", lambda rule, _: Spread(rule, half))
+    most = int(0.6 * (decoders[1] / "model.safetensors").stat().st_size)  # the embeddings and some blocks
+    monkeypatch.setattr("hf_bico.bench.Spread", lambda rule, _: Spread(rule, most))
     benches: list[Bench] = []
     opened = Bench.open
 

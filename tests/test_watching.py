@@ -85,13 +85,15 @@ def both(folder: Path) -> Models:
     return loaded(folder), loaded(folder)
 
 
-def statistics_of(models: Models, kinds: set[Kind], checkpointing: bool, **options: Any) -> list[Tensor]:
+def statistics_of(
+    models: Models, kinds: set[Kind], checkpointing: bool, at_once: bool = False, **options: Any
+) -> list[Tensor]:
     """Of a model with itself, over two batches."""
     pairs = [SitePair(site, site) for site in models[0].layout.main_sites]
     source, target = (Side(live, live.layout.tokens, checkpointing, **options) for live in models)
     batch = batch_of(models[0])
     passes = [(partial(loss_of, models[0], batch), partial(loss_of, models[1], batch))] * 2
-    return collect(pairs, source, target, passes, kinds).tensors
+    return collect(pairs, source, target, passes, kinds, at_once=at_once).tensors
 
 
 def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -117,6 +119,7 @@ def test_checkpointing_shows_the_same(name: str, kinds: set[Kind], folders: dict
     usual, thrifty = (statistics_of(models, kinds, checkpointing) for checkpointing in (False, True))
     assert are_equal(usual, thrifty)
     assert are_equal(usual, statistics_of(models, kinds, checkpointing=False, lean=True))
+    assert are_equal(usual, statistics_of(models, kinds, checkpointing=True, at_once=True))
     assert all(tensor.abs().max() > 0 for tensor in usual)
     assert forwards(models[0]) == before
 

@@ -10,9 +10,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from posixpath import commonpath
@@ -209,13 +208,8 @@ class LiveModel(ABC):
 
         Inside the `with` only.
         """
-        from torch.utils.checkpoint import checkpoint
+        from hf_bico.recomputing import recomputed
 
-        def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), trace.recomputing()
-
-        # nothing is drawn at random in evaluation mode
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": again}
         with ExitStack() as stack:
             config: Any = getattr(self.module, "config", None)
             if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
@@ -223,7 +217,7 @@ class LiveModel(ABC):
                 stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
                 own, forward = block.__dict__.get("forward"), block.forward
-                block.forward = partial(checkpoint, forward, **options)
+                block.forward = recomputed(forward, trace)
                 stack.callback(_put_forward, block, own)
             yield
 

@@ -1,0 +1,81 @@
+"""Parts that run once more in the backward pass: the same gradients, and only what enters them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_bico.recomputing import recomputed
+from hf_bico.watching import Trace
+
+Part = Callable[..., Any]
+
+
+def curved(x: Tensor, *others: Any, **options: Any) -> Tensor:
+    scale = options.get("felt", {}).get("scale", 1.0)
+    return x.sin().exp().mul(scale).cos()
+
+
+def several(x: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
+    return x.sin(), None, x.exp(), torch.ones_like(x)
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+
+
+def kept(part: Part, *arguments: Any, **options: Any) -> int:
+    """Bytes that the graph of a part keeps."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = part(*arguments, **options)
+    assert made is not None
+    return sum(found.values())
+
+
+def test_a_part_that_one_tensor_enters_keeps_it_alone(x: Tensor) -> None:
+    part = recomputed(curved, Trace())
+    mask = torch.ones(3, dtype=torch.bool)
+    assert torch.equal(part(x, mask), curved(x, mask))
+    assert torch.equal(*gradients(part(x, mask, other=(mask, None)).sum(), x), *gradients(curved(x).sum(), x))
+    assert kept(part, x, mask) == x.nbytes < kept(curved, x, mask)
+
+
+def test_a_graph_that_is_kept_is_gone_through_again(x: Tensor) -> None:
+    made = recomputed(curved, Trace())(x)
+    first, second = (torch.autograd.grad(made.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_several_results_some_of_which_nobody_feels(x: Tensor) -> None:
+    one, nothing, two, three = recomputed(several, Trace())(x)
+    assert nothing is None
+    plain = several(x)
+    assert torch.equal(*gradients((one * two * three).sum(), x), *gradients((plain[0] * plain[2]).sum(), x))
+    assert torch.equal(*gradients(recomputed(several, Trace())(x)[2].sum(), x), x.detach().exp())
+
+
+def test_another_tensor_that_is_felt_gets_its_gradient(x: Tensor) -> None:
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    part = recomputed(curved, Trace())
+    found, expected = (gradients(run(x, felt={"scale": scale}).sum(), x, scale) for run in (part, curved))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_without_gradients_it_is_the_function_itself(x: Tensor) -> None:
+    with torch.no_grad():
+        assert not recomputed(curved, Trace())(x).requires_grad
