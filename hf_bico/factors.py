@@ -199,6 +199,8 @@ def _randomised(matrix: Tensor, rank: int) -> Factors:
     if matrix.shape[0] > matrix.shape[1]:
         return _randomised(matrix.T, rank).T
     wide = matrix.to(_wide(matrix.dtype))
+    if not bool(wide.any()):  # some libraries find NaN as the basis of nothing
+        return Factors(wide.new_zeros(len(wide), rank), wide.new_zeros(rank, wide.shape[1]))
     probe = torch.randn(len(wide), rank + OVERSAMPLING, generator=torch.Generator().manual_seed(0))
     blocks = [probe.to(wide)]
     for _ in range(KRYLOV_BLOCKS - 1):
