@@ -27,10 +27,9 @@ BATCH_ON_CPU = 0.25
 MOST_SAMPLES = 32
 """Batches are not larger than this unless it is asked for."""
 FLOAT64, FLOAT32 = 8, 4
-GRAPH = 1.0
-"""What autograd keeps of a block, as a share of what its sites read and write: 0.9 was counted on a block of CLIP."""
 BESIDE = 1.12
-"""What a batch takes in all, as a multiple of what can be counted: what ViT-B/16 and ViT-L/14 took on an H200."""
+"""What a batch takes in all, as a multiple of what its sites read and write: fitted to ViT-B/16 and ViT-L/14 on an
+H200."""
 LOGITS = 14
 """Bytes that the loss of a language model takes for each logit: the logits, their softmax and its gradient."""
 USUAL_TOKENS = 512
@@ -313,7 +312,7 @@ class Held:
         """What it holds for one sample while these sites are watched."""
         towers = {site.tower for site in watched}
         running = [site for site in self.layout.sites if site.tower in towers]
-        graph = int(BESIDE * GRAPH * sum(self.bytes_of(running)))
+        graph = int(BESIDE * sum(self.bytes_of(running)))
         first = {(site.tower, site.block): site for site in reversed(running)}
         entering = int(BESIDE * self.itemsize * sum(site.shape[1] * self.rows(site) for site in first.values()))
         loss = LOGITS * self.tokens * self._vocabulary if language else 0
@@ -328,7 +327,7 @@ class Held:
         inside = [site for site in running if site.role.startswith("mlp.")]
         if not inside:
             return None
-        hidden = int(BESIDE * GRAPH * sum(self.bytes_of(inside)))
+        hidden = int(BESIDE * sum(self.bytes_of(inside)))
         entering = int(BESIDE * self.bytes_of(site for site in inside if site.role != "mlp.down")[0])
         places = len({(site.tower, site.block) for site in inside})
         return min(graph, graph - hidden + entering + hidden // places) + loss

@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar, cast
 
@@ -73,20 +74,14 @@ def halving_batches(size: int, run: Callable[[int], Result], leaner: Callable[[i
 
     Where it runs out with one sample too, that sample by `leaner`, if there is such a way.
     """
-    while True:
-        try:
-            return run(size)
-        except torch.OutOfMemoryError as error:
-            if size == 1 and leaner is None:
-                raise MemoryExhaustedError(
-                    "the device has too little memory for the models and one sample", "use --device cpu"
-                ) from error
-        # out of the except: the error holds on to what the failed run held
+    attempts = [partial(run, size >> halvings) for halvings in range(size.bit_length())]
+    if leaner is not None:
+        attempts.append(partial(leaner, 1))
+    for attempt in attempts:
+        with suppress(torch.OutOfMemoryError):
+            return attempt()
         torch.cuda.empty_cache()
-        if size > 1:
-            size //= 2
-        elif leaner is not None:
-            run, leaner = leaner, None
+    raise MemoryExhaustedError("the device has too little memory for the models and one sample", "use --device cpu")
 
 
 def ahead(items: Iterator[Result]) -> Iterator[Result]:

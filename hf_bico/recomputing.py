@@ -6,12 +6,13 @@ drawn at random: a part that one tensor enters then needs less bookkeeping than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hf_bico.watching import Trace
@@ -29,7 +30,8 @@ def recomputed(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
         if _enters_alone(arguments, options):
             x, *others = arguments
             x = x if x.requires_grad else x.detach().requires_grad_()
-            return _Recomputed.apply(lambda x: run(x, *others, **options), trace, x)
+            structure, *leaves = _Recomputed.apply(lambda x: run(x, *others, **options), trace, x)
+            return tree_unflatten(leaves, structure)
         return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=again, **options)
 
     return part
@@ -39,32 +41,25 @@ def _enters_alone(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> boo
     """Whether the first argument is a tensor, and no other one is felt."""
     if not arguments or not isinstance(arguments[0], Tensor):
         return False
-    return not any(tensor.requires_grad for tensor in _tensors([arguments[1:], options]))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
+    return not any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves((arguments[1:], options)))
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of one tensor, which gives one or several."""
+    """A function of one tensor; gives the structure of its result, and then the leaves."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Any], trace: Trace, x: Tensor) -> Any:
         ctx.run, ctx.trace = run, trace
         ctx.save_for_backward(x)
-        return run(x)
+        leaves, structure = tree_flatten(run(x))
+        return structure, *leaves
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Tensor | None]:
+    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[None, None, Tensor | None]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad(), ctx.trace.recomputing():
-            made = ctx.run(x)
-        pairs = zip(made if isinstance(made, tuple) else (made,), gradients, strict=True)
-        felt = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
-        torch.autograd.backward([one for one, _ in felt], [gradient for _, gradient in felt])
+            leaves = tree_leaves(ctx.run(x))
+        pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+        felt = [(leaf, gradient) for leaf, gradient in pairs if leaf.requires_grad]
+        torch.autograd.backward([leaf for leaf, _ in felt], [gradient for _, gradient in felt])
         return None, None, x.grad

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_bico.recomputing import recomputed
 from hf_bico.watching import Trace
@@ -67,6 +68,20 @@ def test_several_results_some_of_which_nobody_feels(x: Tensor) -> None:
     plain = several(x)
     assert torch.equal(*gradients((one * two * three).sum(), x), *gradients((plain[0] * plain[2]).sum(), x))
     assert torch.equal(*gradients(recomputed(several, Trace())(x)[2].sum(), x), x.detach().exp())
+
+
+@pytest.mark.parametrize("made", [dict, BaseModelOutput])
+def test_results_in_a_mapping_are_felt(x: Tensor, made: Callable[..., Mapping[str, Tensor]]) -> None:
+    def part(x: Tensor) -> Mapping[str, Any]:
+        return made(last_hidden_state=x.sin(), hidden_states=(x.exp(), [x.cos()]))
+
+    def loss(found: Mapping[str, Any]) -> Tensor:
+        first, (second, [third]) = found["last_hidden_state"], found["hidden_states"]
+        return (first * second * third).sum()
+
+    found = recomputed(part, Trace())(x)
+    assert type(found) is made
+    assert torch.equal(*gradients(loss(found), x), *gradients(loss(part(x)), x))
 
 
 def test_another_tensor_that_is_felt_gets_its_gradient(x: Tensor) -> None:
