@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -64,6 +65,15 @@ class Factors:
     def to(self, *how: Any, **more: Any) -> Factors:
         return Factors(self.left.to(*how, **more), self.right.to(*how, **more))
 
+    @cached_property
+    def energy(self) -> float:
+        """The squared norm of the product, by the Gram matrices of the two."""
+        left, right = self.left.double(), self.right.double()
+        left, right = left.T @ left, right @ right.T
+        found = float((left * right).sum())
+        # below this, factors that cancel, all that is seen is the rounding of the sum itself
+        return found if found > 1e-14 * float(left.trace() * right.trace()) else 0.0
+
     def dense(self) -> Tensor:
         """The product itself, summed in at least float32."""
         wide = _wide(self.dtype)
@@ -78,13 +88,10 @@ def dense(change: Change) -> Tensor:
 
 
 def energy(change: Change) -> float:
-    """The squared norm; that of factors by their Gram matrices."""
-    if not isinstance(change, Factors):
-        return float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
-    left, right = change.left.double(), change.right.double()
-    found = float(((left.T @ left) * (right @ right.T)).sum())
-    # below this, factors that cancel, all that is seen is the rounding of the sum itself
-    return found if found > 1e-14 * float(left.square().sum() * right.square().sum()) else 0.0
+    """The squared norm."""
+    if isinstance(change, Factors):
+        return change.energy
+    return float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
 
 
 def is_finite(change: Change) -> bool:
@@ -96,7 +103,7 @@ def is_finite(change: Change) -> bool:
 
 def is_zero(change: Change) -> bool:
     """Whether nothing changes."""
-    return energy(change) == 0.0 if isinstance(change, Factors) else not bool(change.any())
+    return change.energy == 0.0 if isinstance(change, Factors) else not bool(change.any())
 
 
 def total(parts: Sequence[Change]) -> Change:

@@ -32,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+@pytest.fixture(autouse=True)
+def _same_products() -> Iterator[None]:
+    """oneDNN as before: on a CPU without bfloat16, torch leaves it for good at the first such product."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.backends.mkldnn.enabled = torch.backends.mkldnn.is_available()
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The loopback Hub of this process, empty but for the user `user`, whose token is set; the cache is empty too."""

@@ -11,7 +11,6 @@ import difflib
 import io
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from loopback import HUB, TOKEN
+from measured import STAMP, is_as_shown, measured_here, stamp
 from page_text import ROOT, Block, Shown, read_blocks, read_sh, read_transcript
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ COLUMNS = 100
 """The width of the terminal in which the commands of the pages run."""
 KEPT = {"README.md": {"compared/comparison.png": "docs/pictures/demo-comparison.png"}}
 """Pictures that the commands of a page draw, and where they are kept to be shown in it."""
-DRAWN_BY = ROOT / "docs" / "pictures" / "drawn-by.txt"
-"""Which matplotlib drew the pictures that are kept: another draws other bytes."""
 ELSEWHERE = "https://huggingface.co"
 """What stands in a page for the address of the loopback Hub."""
 READERS = ("ls", "cat", "head")
@@ -53,17 +50,8 @@ OF_THE_READER = {
 }
 
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d+|\d+(?=%))(?![\w.]*\.\d)")
-"""What is measured: with a point, or in percent. Not the parts of a version."""
-
-
 def all_pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def drawn_here() -> bool:
-    """Whether the matplotlib that is installed is the one that drew the pictures."""
-    return DRAWN_BY.read_text(encoding="utf-8").strip() == f"matplotlib {version('matplotlib')}"
 
 
 def shown_path(page: Path) -> str:
@@ -75,6 +63,7 @@ class PageRun:
     """What became of a page: its text with what the commands print now, and everything that was not as it says."""
 
     text: str
+    exact: bool
     commands: int = 0
     failures: list[str] = field(default_factory=list)
     """What cannot be put right by writing the page again."""
@@ -84,10 +73,13 @@ class PageRun:
     """What was drawn, by where it is kept."""
 
 
-def run_page(page: Path, world: World, folder: Path) -> PageRun:
-    """Run every block of a page in a fresh folder with the scene of the pages; nothing is written into the page."""
+def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
+    """Run every block of a page in a fresh folder with the scene of the pages; nothing is written into the page.
+
+    What the page shows is what is printed: exactly, or with numbers as another kind of machine may measure them.
+    """
     text = page.read_text(encoding="utf-8")
-    run, lines = PageRun(text), text.splitlines()
+    run, lines = PageRun(text, exact), text.splitlines()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     moved, said = 0, ""
     with _scene(world, folder, loras="-lora" in text):
@@ -138,7 +130,7 @@ def _held_against(shown: list[str], printed: str, run: PageRun, what: str) -> li
     lines = [line.rstrip() for line in click.unstyle(printed).replace(HUB.url, ELSEWHERE).splitlines()]
     while lines and not lines[-1]:
         lines.pop()
-    if is_as_shown(shown, lines):
+    if is_as_shown(shown, lines, run.exact):
         return shown
     difference = difflib.unified_diff(shown, lines, "the page", "what is printed", lineterm="", n=1)
     run.differences.append("\n".join([what, *difference]))
@@ -201,40 +193,6 @@ def _call(command: str, run: PageRun, place: str) -> str | None:
         run.failures.append(f"{place}: '{command}' ended with exit code {code}\n{error}")
         return None
     return str(out)
-
-
-def is_as_shown(shown: Sequence[str], printed: Sequence[str]) -> bool:
-    """Whether this was printed; a line of three dots stands for any lines, and one commit is as good as another.
-
-    Another kind of CPU rounds otherwise while the models are trained: what was measured may differ by a little.
-
-    >>> is_as_shown(["BiCo   9.8 (29% of the way)", "..."], ["BiCo  10.1 (30% of the way)", "more"])
-    True
-    >>> is_as_shown(["BiCo 9.8"], ["BiCo 19.8"]), is_as_shown(["12 sites"], ["13 sites"])
-    (False, False)
-    """
-    lines = [line if line == "..." else _any_commit(line) for line in shown]
-    pattern = "".join("(?:.*\n)*" if line == "..." else _any_numbers(line) + "\n" for line in lines)
-    found = re.fullmatch(pattern, "".join(f"{_any_commit(line)}\n" for line in printed))
-    expected = [number for line in lines for number in _NUMBER.findall(line)]
-    return found is not None and all(map(_are_near, expected, found.groups()))
-
-
-def _any_numbers(line: str) -> str:
-    """A pattern for the line with other numbers that were measured, and columns as wide as they need."""
-    texts = [re.sub(r"(?:\\ )+", " *", re.escape(text)) for text in _NUMBER.split(line)]
-    return r"([-+]?\d+(?:\.\d+)?)".join(texts)
-
-
-def _are_near(one: str, other: str) -> bool:
-    """Percents within 15, one digit behind the point within 2, more of them within 0.1."""
-    digits = len(one.partition(".")[2])
-    return abs(float(one) - float(other)) <= (15.0, 2.0, 0.1)[min(digits, 2)]
-
-
-def _any_commit(line: str) -> str:
-    """A push makes another commit every time: the record in it holds the time."""
-    return re.sub(r"\b(commit|at) [0-9a-f]{12}\b", r"\1 <any>", line)
 
 
 def renewed(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
@@ -323,27 +281,32 @@ def world_of_pages(folder: Path, ready: World | None = None) -> World:
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--world", "ready", type=click.Path(path_type=Path), help="A small world of seed 0, made if not there.")
 def main(pages: tuple[Path, ...], ready: Path | None) -> None:
-    """Run PAGES, README.md and docs/*.md by default, and write into them what their commands print now."""
+    """Run PAGES, README.md and docs/*.md by default, and write into them what their commands print now.
+
+    Some of them alone keep numbers that another kind of machine measured, if those are near.
+    """
     from command_reference import PAGE as REFERENCE
     from command_reference import command_reference
 
     changed = _rewrite(REFERENCE, command_reference())
     click.echo(f"{shown_path(REFERENCE)}: {'written again' if changed else 'as it was'}")
     failed = False
+    exact = not pages or measured_here(STAMP.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as scratch:
         world = world_of_pages(ready or Path(scratch) / "world")
         for number, page in enumerate([page.resolve() for page in pages] or all_pages()):
             started = time.monotonic()
-            run = run_page(page, world, Path(scratch) / f"page-{number}")
+            run = run_page(page, world, Path(scratch) / f"page-{number}", exact)
             click.echo(f"{shown_path(page)}: {run.commands} commands in {time.monotonic() - started:.1f} s")
             for line in _rewrite(page, run.text):
                 click.echo(f"  {line}")
             for kept, picture in run.pictures.items():
                 kept.write_bytes(picture)
-                DRAWN_BY.write_text(f"matplotlib {version('matplotlib')}\n", encoding="utf-8")
             for failure in run.failures:
                 click.echo(f"  FAILED {failure}")
             failed |= bool(run.failures)
+    if not pages:
+        STAMP.write_text(stamp(), encoding="utf-8")
     raise SystemExit(1 if failed else 0)
 
 

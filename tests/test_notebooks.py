@@ -22,8 +22,8 @@ import torch
 from hub import Hub
 from hub_scenes import upload
 from markdown_it import MarkdownIt
+from measured import is_as_shown, measured_here
 from nbformat import NotebookNode
-from pages import is_as_shown
 from PIL import Image
 from scenes import Scene, make_scene
 from transformers import CLIPModel, CLIPVisionModel
@@ -95,9 +95,10 @@ def test_a_notebook_gives_what_is_stored_and_pushes_what_loads(
 
     publish(hub, worlds(0), tmp_path / "world")
     ran, kept = execute(name, tmp_path / "run"), stored(name)
+    exact = measured_here(kept.metadata.measured_on)
     for one, other in zip(texts_of(ran), texts_of(kept), strict=True):
         assert one[:2] == other[:2]
-        assert is_as_shown(other[2].splitlines(), one[2].splitlines()), f"make notebooks stores {one[0]} again"
+        assert is_as_shown(other[2].splitlines(), one[2].splitlines(), exact), f"make notebooks stores {one[0]} again"
     drawn, shown = pictures_of(ran), pictures_of(kept)
     assert drawn.keys() == shown.keys()
     assert all(np.abs(drawn[cell] - shown[cell]).mean() < 2 for cell in shown)  # fonts may differ by a hair

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pages import drawn_here
+from measured import drawn_here
 
 from hf_bico.procrustes import polar
 

@@ -52,6 +52,14 @@ def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path) -> None:
     assert records[0] == records[1]
 
 
+def test_half_precision_leaves_torch_as_it_was(scene: Scene, recwarn: pytest.WarningsRecorder) -> None:
+    """Also on a CPU without bfloat16, where torch itself turns oneDNN off at the first such product, and warns."""
+    kinds = [port(scene, dtype=dtype).record.run.dtype for dtype in ("bfloat16", "float32")]
+    assert kinds == ["bfloat16", "float32"]
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+    assert not [one for one in recwarn if "mkldnn" in str(one.message)]
+
+
 def test_progress_counts_the_steps_of_a_stage_to_its_end(scene: Scene) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
     options = {"method": "bico-path", "augment": 0, "batch_size": 10, "evaluate": True}
