@@ -85,6 +85,17 @@ def halving_batches(size: int, run: Callable[[int], Result], leaner: Callable[[i
     raise MemoryExhaustedError("the device has too little memory for the models and one sample", "use --device cpu")
 
 
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Where the device's memory runs out, and nothing leaner is left to try, that is said."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryExhaustedError(
+            "the device's memory ran out", "allow less than it has free, with --memory, or use --device cpu"
+        ) from error
+
+
 def ahead(items: Iterator[Result]) -> Iterator[Result]:
     """The items, each made in a thread of its own while the one before it is used.
 

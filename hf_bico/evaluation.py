@@ -15,7 +15,7 @@ from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.choosing import settled
 from hf_bico.data.calibration import calibration_samples, evaluation_split, open_data
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.environment import choose_device, choose_dtype, exact_float32
+from hf_bico.environment import choose_device, choose_dtype, enough_memory, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub
@@ -30,6 +30,7 @@ from hf_bico.task_vector import TaskVector
 
 
 @torch.inference_mode(False)
+@enough_memory()
 @exact_float32()
 def evaluate_model(
     model: ModelReference,

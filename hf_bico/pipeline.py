@@ -25,6 +25,7 @@ from hf_bico.environment import (
     Stopwatch,
     choose_device,
     device_name,
+    enough_memory,
     exact_float32,
     installed_versions,
     peak_memory,
@@ -92,6 +93,7 @@ def port(
 
 
 @torch.inference_mode(False)
+@enough_memory()
 @exact_float32()
 def carry_out(planned: Plan, settings: Settings, hub: Hub, progress: Progress = silent) -> Ported:
     """Do what was planned: sample, download, calibrate, align, transport, evaluate."""

@@ -120,12 +120,15 @@ class Round:
     def carry(self, method: Carrier) -> dict[str, Carried]:
         """The task vector at every pair of sites, in the target's coordinates."""
         parts = list[dict[str, Carried]]()
+        passes = self._passes_of(method)
         for step in range(method.steps):
             found: dict[str, Carried] = {}
-            for pairs in self._passes_of(method):
+            for pairs in passes:
                 seen = (
                     self._along(step / method.steps, parts, method.kinds, pairs) if step else self._start(method, pairs)
                 )
+                if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
+                    torch.cuda.empty_cache()
                 found |= self._carried(method, pairs, seen)
             parts.append(self.bench.team.gathered(found))
         return joined(parts)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scenes import SOURCE, Scene, make_scene
 from toys import CLASS_NAMES, build_tokenizer, random_rows
 
 import hf_bico
+from hf_bico.cli import main
 from hf_bico.errors import (
     BaseMismatchError,
     DataUnknownError,
@@ -291,6 +293,20 @@ def test_batch_is_halved_when_memory_runs_out(scene: Scene) -> None:
         assert torch.equal(small.task_vector[name], once.task_vector[name])
     with pytest.raises(MemoryExhaustedError):
         port(scene, objective=lambda model, batch: hungry(model, batch, limit=0))
+
+
+def test_memory_that_runs_out_elsewhere_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 754.00 MiB.")
+
+    monkeypatch.setattr("hf_bico.methods.aligning.polar", exhausted)
+    result = CliRunner().invoke(main, ["port", *scene.arguments, "-o", str(tmp_path / "out"), "-q"])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "Error: the device's memory ran out",
+        "Remedy: allow less than it has free, with --memory, or use --device cpu",
+    ]
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_class_goes_on_with_a_notice(scene: Scene, tmp_path: Path) -> None:

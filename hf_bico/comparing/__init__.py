@@ -25,7 +25,7 @@ from hf_bico.comparing.rounds import DrawnRounds
 from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
 from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch, choose_device, exact_float32, installed_versions
+from hf_bico.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.factors import Factors
 from hf_bico.hub.client import Hub
@@ -59,6 +59,7 @@ DECISIVE = (
 
 
 @torch.inference_mode(False)
+@enough_memory()
 @exact_float32()
 def compare(
     source: ModelReference,
