@@ -33,6 +33,8 @@ class Side:
     """Whether blocks run once more in the backward pass, and keep less for it."""
     lean: bool = False
     """Whether their MLPs do."""
+    looked_into: bool = False
+    """Whether losses may be of what blocks do not return: the caller's own may be of anything."""
     stays: bool = True
     """Whether its weights stay where it runs, and are not moved there for each batch."""
 
@@ -156,8 +158,10 @@ class _Asked:
     def _observed(self, number: int) -> Iterator[None]:
         side, stream = self.sides[number], self.streams[number]
         thrifty = self.graph and (side.checkpointing or side.lean)
-        checkpointed = side.model.checkpointed(stream, side.checkpointing) if thrifty else nullcontext()
-        with side.model.observed(self.sites[number], stream), checkpointed:
+        with ExitStack() as stack:
+            stack.enter_context(side.model.observed(self.sites[number], stream))
+            if thrifty:
+                stack.enter_context(side.model.checkpointed(stream, side.checkpointing, side.looked_into))
             yield
 
     @contextmanager

@@ -21,6 +21,9 @@ from hf_bico.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
 
+_NO_HALF = "mkldnn_matmul failed"
+"""How the warning of a CPU without bfloat16 begins."""
+
 Result = TypeVar("Result")
 
 
@@ -91,9 +94,7 @@ def enough_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise MemoryExhaustedError(
-            "the device's memory ran out", "allow less than it has free, with --memory, or use --device cpu"
-        ) from error
+        raise MemoryExhaustedError("the device's memory ran out", "use --device cpu, or a device with more") from error
 
 
 def ahead(items: Iterator[Result]) -> Iterator[Result]:
@@ -137,12 +138,18 @@ def exact_float32() -> Iterator[None]:
     try:
         for part, name, value in settings:
             setattr(part, name, value)
-        with warnings.catch_warnings(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        _ignore(_NO_HALF)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
         for part, name, value in before:
             setattr(part, name, value)
+
+
+def _ignore(message: str) -> None:
+    """For good: to put filters back would make Python forget which warnings it has shown."""
+    if not any(pattern and pattern.pattern == message for _, pattern, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", message)
 
 
 def device_name(device: torch.device) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
-from hf_bico.budget import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Fit, Held, Limits, fit, needs_of
+from hf_bico.budget import BATCH, BATCH_ON_CPU, CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Fit, Held, Limits, fit, needs_of
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
@@ -119,6 +119,7 @@ class Plan:
         tokens: int | None = None,
         itemsize: int = FLOAT32,
         turns: Sequence[bool] = (False, True),
+        batch_cost: float = BATCH,
     ) -> Fit:
         """How it would be done with so much memory, and what it would take at its peak: an estimate.
 
@@ -131,14 +132,16 @@ class Plan:
         )
         language = "language-modelling" in self.lineage.base.layout.objectives[:1]
         needs = needs_of(self.main_pairs or self.pairs, base, target, ranks=self.ranks, language=language)
-        return fit(needs, memory, batch_size, turns)
+        return fit(needs, memory, batch_size, turns, batch_cost)
 
     @cached_property
     def fitted(self) -> Fit:
         """How it would be done within the limits that are asked for, else in this machine's main memory."""
         asked = self.limits
-        turns = (False,) if asked.memory is None else (False, True)  # in main memory, both models always are
-        return self.fit(asked.memory or machine_memory(), asked.batch_size, asked.tokens, asked.itemsize, turns)
+        sizes = (asked.batch_size, asked.tokens, asked.itemsize)
+        if asked.memory is None:  # in main memory, both models always are
+            return self.fit(machine_memory(), *sizes, turns=(False,), batch_cost=BATCH_ON_CPU)
+        return self.fit(asked.memory, *sizes)
 
     @property
     def memory_bytes(self) -> int:

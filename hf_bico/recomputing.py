@@ -1,13 +1,15 @@
 """Parts of a model that keep only what enters them for the backward pass, which runs them once more.
 
 Knows functions of tensors, and who watches them; not models. Parameters must have no gradients, and nothing may be
-drawn at random: a part that one tensor enters then needs less bookkeeping than `torch.utils.checkpoint` does for any.
+drawn at random. `torch.utils.checkpoint` does it for any part; one that is known to be a function of one tensor, and to
+show nobody else what it finds on the way, needs less bookkeeping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,9 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_bico.watching import Trace
 
+PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device)
+"""What a part may be given beside tensors: nothing in which it could leave what it finds on the way."""
 
-def recomputed(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """The same function, but thrifty. Sites in it tell the trace what they read at once, and their gradients later."""
+
+def recomputed(run: Callable[..., Any], trace: Trace, is_function: bool = False) -> Callable[..., Any]:
+    """The same function, but thrifty. Sites in it tell the trace what they read at once, and their gradients later.
+
+    `is_function` says that gradients pass through what it returns, and nowhere else.
+    """
 
     def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), trace.recomputing()
@@ -27,7 +35,7 @@ def recomputed(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     def part(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*arguments, **options)
-        if _enters_alone(arguments, options):
+        if is_function and _enters_alone(arguments, options):
             x, *others = arguments
             x = x if x.requires_grad else x.detach().requires_grad_()
             structure, *leaves = _Recomputed.apply(lambda x: run(x, *others, **options), trace, x)
@@ -38,10 +46,16 @@ def recomputed(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
 
 
 def _enters_alone(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether the first argument is a tensor, and no other one is felt."""
-    if not arguments or not isinstance(arguments[0], Tensor):
+    """Whether the first argument is a tensor that can be felt, no other one is, and nothing can be written to."""
+    if not arguments or not isinstance(arguments[0], Tensor) or not arguments[0].is_floating_point():
         return False
-    return not any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves((arguments[1:], options)))
+    return all(map(_is_plain, (*arguments[1:], *options.values())))
+
+
+def _is_plain(one: Any) -> bool:
+    if isinstance(one, Tensor):
+        return not one.requires_grad
+    return all(map(_is_plain, one)) if isinstance(one, tuple) else isinstance(one, PLAIN)
 
 
 class _Recomputed(torch.autograd.Function):

@@ -225,8 +225,8 @@ class Round:
             def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:
                 self.batch_size = size
                 source, target = (
-                    Side(model, model.layout.tokens, thrifty, fitted.lean, stays=not model.visits)
-                    for model in (bench.source, bench.target)
+                    Side(model, model.layout.tokens, thrifty, fitted.lean, head.looks_inside, stays=not model.visits)
+                    for model, head in ((bench.source, self.heads.source), (bench.target, self.heads.target))
                 )
                 passes = self._passes(size, set(some), turn)
                 return collect(pairs, source, target, passes, some, bench.device, fitted.at_once)

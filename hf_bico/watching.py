@@ -31,7 +31,7 @@ class Trace:
         """Note what `site` read and wrote; returns y, which requires grad from here on."""
         if torch.is_grad_enabled() and not y.requires_grad:
             y.requires_grad_()
-        if not self._again:
+        if not self.is_recomputing:
             if site.name in self._done:
                 raise ObjectiveError(
                     f"the objective ran '{site.name}' more than once on one batch",
@@ -50,6 +50,10 @@ class Trace:
         idle = next((site.name for site in sites if site.name not in self._done), None)
         if idle is not None:
             raise ObjectiveError(f"the objective does not run '{idle}'", "use the features that the whole model gives")
+
+    @property
+    def is_recomputing(self) -> bool:
+        return self._again > 0
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Inside, sites run once more to find what was thrown away: what they read and write was seen before."""
@@ -140,8 +144,11 @@ class Observable(Protocol):
 
     def observed(self, sites: Sequence[Site], trace: Trace) -> AbstractContextManager[Trace]: ...
 
-    def checkpointed(self, trace: Trace, whole_blocks: bool) -> AbstractContextManager[None]:
-        """Less memory for the backward pass, at the price of a second forward pass of blocks, or of their MLPs."""
+    def checkpointed(self, trace: Trace, whole_blocks: bool, looked_into: bool) -> AbstractContextManager[None]:
+        """Less memory for the backward pass, at the price of a second forward pass of blocks, or of their MLPs.
+
+        `looked_into` says that a loss may be of what these do not return.
+        """
 
     def weight(self, name: str) -> Tensor:
         """The weight of a site as (out, in)."""

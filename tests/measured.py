@@ -6,12 +6,15 @@ says which kind measured it: there it must come out exactly, elsewhere nearly.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
 
+import numpy as np
 import torch
 from page_text import ROOT
+from PIL import Image
 
 STAMP = ROOT / "docs" / "made-on.txt"
 """What drew and measured what README and docs/ show."""
@@ -31,14 +34,22 @@ def stamp() -> str:
     return f"{_matplotlib()}\n{machine()}\n"
 
 
-def drawn_here() -> bool:
-    """Whether the matplotlib that is installed is the one that drew the pictures: another draws other bytes."""
-    return _matplotlib() in STAMP.read_text(encoding="utf-8").splitlines()
+def drawn_here(said: str) -> bool:
+    """Whether a stamp names the matplotlib that is installed: another draws other pictures."""
+    return _matplotlib() in said.splitlines()
 
 
 def measured_here(said: str) -> bool:
     """Whether a stamp names this kind of machine."""
     return machine() in said.splitlines()
+
+
+def look_alike(one: bytes, other: bytes, exact: bool) -> bool:
+    """Whether two pictures are the same; if not exact, but for fonts, and for what differs a little."""
+    first, second = (np.asarray(Image.open(io.BytesIO(data)).convert("L"), dtype=float) for data in (one, other))
+    if exact or first.shape != second.shape:
+        return np.array_equal(first, second)
+    return bool(np.abs(first - second).mean() < 2)
 
 
 def _matplotlib() -> str:

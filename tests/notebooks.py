@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import nbformat
 from hub import Hub
 from loopback import HUB, TOKEN
-from measured import machine
+from measured import stamp
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from transformers_world import LoraRecipe, as_transformers, train_lora
@@ -111,7 +111,7 @@ def publish(hub: Hub, world: World, folder: Path) -> None:
 def store(name: str, ran: NotebookNode) -> None:
     """Keep the outputs of a run; the sources stay."""
     notebook = settled(stored(name))
-    notebook.metadata.measured_on = machine()
+    notebook.metadata.made_on = stamp()
     for cell, done in zip(notebook.cells, ran.cells, strict=True):
         if cell.cell_type == "code":
             cell.outputs = done.outputs

@@ -409,6 +409,12 @@ def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
         assert torch.allclose(change, tight.task_vector[name], rtol=1e-6, atol=1e-9), name
 
 
+def test_a_plan_reckons_with_this_machine_where_nothing_is_said(scene: Scene) -> None:
+    usual = plan(scene.tuned, scene.target, base=scene.base)
+    limited = usual.within(Limits(memory=10**9))
+    assert (usual.fitted.batch_cost, limited.fitted.batch_cost) == (BATCH_ON_CPU, BATCH)
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model
 from hf_bico.pairing import pair_rows
 from hf_bico.pipeline import Batch
-from hf_bico.sites import MOST_ROLES, OTHER_ROLES, TEXTS, role_labels
+from hf_bico.sites import MOST_ROLES, OTHER_ROLES, TEXTS, SitePair, role_labels
 from hf_bico.statistics import Kind
 from hf_bico.watching import Losses
 
@@ -306,6 +307,25 @@ def test_overwritten_activations_are_noticed() -> None:
 
 
 # --- porting, with an objective of the caller's own
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_kept_of_a_pass(checkpointing: bool) -> None:
+    live = Generic().wrap(made(vit))
+    written: list[weakref.ref[Tensor]] = []
+    linear = live.module.get_submodule(live.layout.sites[0].weight.tensor.removesuffix(".weight"))
+    linear.register_forward_hook(lambda _, inputs, output: written.append(weakref.ref(output)))
+    left: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for _ in range(3):
+            left.append(sum(one() is not None for one in written))
+            yield (lambda: Losses(run(live.module).logits.sum()),) * 2
+
+    pairs = [SitePair(site, site) for site in live.layout.main_sites]
+    collect(pairs, *[Side(live, None, checkpointing)] * 2, batches(), {Kind.TARGET_GRADIENTS})
+    assert left == [0, 0, 0]
+    assert len(written) == 3 * (1 + checkpointing)
 
 
 def cross_entropy(module: Any, batch: Batch) -> Tensor:

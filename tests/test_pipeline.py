@@ -304,7 +304,7 @@ def test_memory_that_runs_out_elsewhere_is_said(scene: Scene, monkeypatch: pytes
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         "Error: the device's memory ran out",
-        "Remedy: allow less than it has free, with --memory, or use --device cpu",
+        "Remedy: use --device cpu, or a device with more",
     ]
     assert not (tmp_path / "out").exists()
 

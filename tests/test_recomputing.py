@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_bico.recomputing import recomputed
+from hf_bico.recomputing import recomputed as made_thrifty
 from hf_bico.watching import Trace
 
 Part = Callable[..., Any]
+recomputed = partial(made_thrifty, is_function=True)
 
 
 def curved(x: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -94,3 +97,40 @@ def test_another_tensor_that_is_felt_gets_its_gradient(x: Tensor) -> None:
 def test_without_gradients_it_is_the_function_itself(x: Tensor) -> None:
     with torch.no_grad():
         assert not recomputed(curved, Trace())(x).requires_grad
+
+
+@pytest.mark.parametrize("shared", [dict, UserDict])
+def test_what_is_left_in_an_argument_is_felt(x: Tensor, shared: Callable[[], Any]) -> None:
+    """As keys and values that later blocks read."""
+
+    def part(x: Tensor, shared: Any) -> Tensor:
+        shared["key"] = x.exp()
+        return x.sin()
+
+    def loss(run: Part) -> Tensor:
+        left = shared()
+        return (run(x, shared=left) * left["key"]).sum()
+
+    assert torch.equal(*gradients(loss(recomputed(part, Trace())), x), *gradients(loss(part), x))
+
+
+def test_what_is_taken_out_on_the_way_is_felt(x: Tensor) -> None:
+    """As by a hook of the caller's: if it is not said that the part is nothing but a function."""
+    taken: list[Tensor] = []
+
+    def part(x: Tensor) -> Tensor:
+        taken[:] = [x.exp()]
+        return x.sin()
+
+    def loss(run: Part) -> Tensor:
+        return (run(x) * taken[0]).sum()
+
+    assert torch.equal(*gradients(loss(made_thrifty(part, Trace())), x), *gradients(loss(part), x))
+
+
+def test_what_is_counted_enters_as_well(x: Tensor) -> None:
+    def part(ids: Tensor, x: Tensor) -> Tensor:
+        return x.sin()[ids]
+
+    ids = torch.tensor([2, 0])
+    assert torch.equal(*gradients(recomputed(part, Trace())(ids, x).sum(), x), *gradients(part(ids, x).sum(), x))

@@ -21,6 +21,7 @@ from toys import WRITERS, Toy, random_state
 from transformers import AutoModelForCausalLM
 
 import hf_bico
+from hf_bico.bench import Bench
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
 from hf_bico.deltas import Deltas
@@ -390,6 +391,28 @@ def test_an_open_clip_model_is_not_spread(scene: Scene) -> None:
         "Error: models of the family open_clip ViT are not spread over several devices",
         "Remedy: leave --device-map out",
     ]
+
+
+def test_an_objective_may_look_inside_while_blocks_run_once_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def objective(module: Any, batch: hf_bico.pipeline.Batch) -> Tensor:
+        taken: list[Tensor] = []
+        inner = module.visual.transformer.resblocks[0].mlp.c_fc
+        handle = inner.register_forward_hook(lambda _, inputs, output: taken.append(output))
+        features = module.encode_image(batch.pixels)
+        handle.remove()
+        return features.square().sum() + taken[0].pow(3).sum()
+
+    def ported() -> hf_bico.TaskVector:
+        models: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
+        options: dict[str, Any] = {"n": 8, "dtype": "float64", "evaluate": False}
+        return hf_bico.port(scene.tuned, **models, **options, objective=objective).task_vector
+
+    usual, fit = ported(), Bench.fit
+    for way in ({"checkpointing": True, "lean": False}, {"checkpointing": False, "lean": True}):
+        with monkeypatch.context() as patch:
+            patch.setattr(Bench, "fit", lambda *asked, way=way: replace(fit(*asked), **way))
+            thrifty = ported()
+        assert all(torch.allclose(change, thrifty[name], rtol=1e-6, atol=1e-9) for name, change in usual.items())
 
 
 def test_one_sample_that_does_not_fit_is_tried_in_the_leaner_way() -> None:

@@ -114,6 +114,8 @@ class Family(ABC):
 class LiveModel(ABC):
     """A loaded model: what it makes of samples, and a look at its sites."""
 
+    blocks_are_functions: ClassVar[bool] = False
+    """Whether a block, and its MLP, is a function of one tensor that gives one, whatever masks it is given too."""
     max_length: int | None = None
     """Of the texts that it reads, in tokens; None for what it can take."""
     runs_on: torch.device | None = None
@@ -203,21 +205,22 @@ class LiveModel(ABC):
                 self.module.to("cpu")
 
     @contextmanager
-    def checkpointed(self, trace: Trace, whole_blocks: bool = True) -> Iterator[None]:
+    def checkpointed(self, trace: Trace, whole_blocks: bool = True, looked_into: bool = False) -> Iterator[None]:
         """Keep only what enters each block, or its MLP, for the backward pass, which runs it once more.
 
-        Inside the `with` only.
+        Inside the `with` only. `looked_into` says that a loss may be of what the blocks do not return.
         """
         from hf_bico.recomputing import recomputed
 
         with ExitStack() as stack:
-            config: Any = getattr(self.module, "config", None)
-            if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
-                config.use_cache = False
-                stack.callback(setattr, config, "use_cache", True)
+            for module in self.module.modules():
+                config: Any = getattr(module, "config", None)
+                if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
                 own, forward = block.__dict__.get("forward"), block.forward
-                block.forward = recomputed(forward, trace)
+                block.forward = recomputed(forward, trace, self.blocks_are_functions and not looked_into)
                 stack.callback(_put_forward, block, own)
             yield
 
@@ -317,6 +320,8 @@ class ImageModel(LiveModel):
 
 class ClipModel(ImageModel):
     """A loaded CLIP-like model: image features and text features."""
+
+    blocks_are_functions = True
 
     @abstractmethod
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:

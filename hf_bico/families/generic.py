@@ -90,16 +90,21 @@ class Generic(Family):
 class _Guarded(PretrainedModel):
     """A loaded model of whose modules nothing is known but their classes."""
 
+    blocks_are_functions = False
+
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        """As for every transformers model; and what the site read and wrote must still be there in the end."""
+        """As for every transformers model; and what the site read and wrote must still be there when the pass ends."""
         super()._watch(site, trace, stack)
         seen: list[tuple[Tensor, int]] = []
 
         def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            seen.extend((tensor, tensor._version) for tensor in (inputs[0], output))
+            if not trace.is_recomputing:
+                seen[:] = [(tensor, tensor._version) for tensor in (inputs[0], output)]
 
-        def unchanged(kind: Any, *_: Any) -> None:
-            if kind is None and any(tensor._version != version for tensor, version in seen):
+        def require_unchanged(*_: Any) -> None:
+            changed = any(tensor._version != version for tensor, version in seen)
+            seen.clear()
+            if changed:
                 raise UnsupportedModelError(
                     f"the model changes in place what '{site.name}' reads or writes, so that it cannot be watched",
                     "use a model without in-place operations there",
@@ -107,7 +112,8 @@ class _Guarded(PretrainedModel):
 
         module = self.module.get_submodule(site.weight.tensor.removesuffix(".weight"))
         stack.callback(module.register_forward_hook(note).remove)
-        stack.push(unchanged)
+        stack.callback(self.module.register_forward_hook(require_unchanged).remove)
+        stack.push(lambda kind, *_: None if kind else require_unchanged())  # where a pass was of some modules only
 
 
 class GenericModel(_Guarded, ImageModel):

@@ -71,6 +71,8 @@ class TextModel(PretrainedModel):
 class CausalModel(TextModel):
     """A loaded decoder: predicts every next token."""
 
+    blocks_are_functions = True
+
     def logits(self, batch: TokenBatch) -> Tensor:
         """(samples, tokens, vocabulary), each of the token after it."""
         model: Any = self.module

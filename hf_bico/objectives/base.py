@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class Question:
 
 class Head(ABC):
     """How one model is asked about samples: a loss to differentiate, and a value to measure."""
+
+    looks_inside: ClassVar[bool] = False
+    """Whether the loss may be of what the model's blocks do not return, as attention weights."""
 
     @property
     def metric(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class OwnHead(Head):
     """Asks by the caller's function; what it would measure is not known."""
 
     objective: Callable[..., Any]
+    looks_inside: ClassVar[bool] = True
 
     def losses(self, model: LiveModel, asked: Question) -> Losses:
         pixels = model.pixels(asked.samples) if isinstance(model, ImageModel) else None
