@@ -23,7 +23,7 @@ and those of ViT-B/16 take what the solver takes later."""
 BATCH = 8.0
 """What starting a batch costs, in samples: about that of ten images where ViT-B/16 was timed on an H200."""
 BATCH_ON_CPU = 0.03
-"""The same where no GPU does the work: measured with ViT-B/16 on two cores."""
+"""The same where no GPU does the work: measured with two blocks of ViT-B/16 and -plus on two cores."""
 MOST_SAMPLES = 32
 """Batches are not larger than this unless it is asked for."""
 FLOAT64, FLOAT32 = 8, 4

@@ -71,7 +71,7 @@ def is_as_shown(shown: Sequence[str], printed: Sequence[str], exact: bool) -> bo
     pattern = "".join("(?:.*\n)*" if line == "..." else line_pattern(line) + "\n" for line in lines)
     found = re.fullmatch(pattern, "".join(f"{_any_commit(line)}\n" for line in printed))
     expected = [] if exact else [number for line in lines for number in _NUMBER.findall(line)]
-    return found is not None and all(map(are_near, expected, found.groups()))
+    return found is not None and all(map(_are_near, expected, found.groups()))
 
 
 def _any_numbers(line: str) -> str:
@@ -80,7 +80,7 @@ def _any_numbers(line: str) -> str:
     return r"([-+]?\d+(?:\.\d+)?)".join(texts)
 
 
-def are_near(one: str, other: str) -> bool:
+def _are_near(one: str, other: str) -> bool:
     """Percents within 15, one digit behind the point within 2, more of them within 0.1."""
     digits = len(one.partition(".")[2])
     return abs(float(one) - float(other)) <= (15.0, 2.0, 0.1)[min(digits, 2)]
