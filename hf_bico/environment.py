@@ -148,7 +148,7 @@ def exact_float32() -> Iterator[None]:
 
 def _ignore(message: str) -> None:
     """For good: to put filters back would make Python forget which warnings it has shown."""
-    if not any(pattern and pattern.pattern == message for _, pattern, *_ in warnings.filters):
+    if not any(getattr(pattern, "pattern", None) == message for _, pattern, *_ in warnings.filters):
         warnings.filterwarnings("ignore", message)
 
 

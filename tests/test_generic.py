@@ -306,9 +306,6 @@ def test_overwritten_activations_are_noticed() -> None:
             live.module(torch.randn(2, 4))
 
 
-# --- porting, with an objective of the caller's own
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_kept_of_a_pass(checkpointing: bool) -> None:
     live = Generic().wrap(made(vit))
@@ -326,6 +323,9 @@ def test_nothing_is_kept_of_a_pass(checkpointing: bool) -> None:
     collect(pairs, *[Side(live, None, checkpointing)] * 2, batches(), {Kind.TARGET_GRADIENTS})
     assert left == [0, 0, 0]
     assert len(written) == 3 * (1 + checkpointing)
+
+
+# --- porting, with an objective of the caller's own
 
 
 def cross_entropy(module: Any, batch: Batch) -> Tensor:
