@@ -130,10 +130,10 @@ class Bench:
 
     def fit(self, kinds: Collection[Kind], samples: Batched, settings: Settings) -> Fit:
         """How statistics of these kinds are collected within the memory that there is."""
-        checkpoints = [model.checkpoint for model in self.planned.lineage.models[1:]]
+        pretrained = self.planned.lineage.models[1:]
         held = [
-            Held(model.layout, checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
-            for model, checkpoint in zip((self.source, self.target), checkpoints, strict=True)
+            Held(model.layout, stored.checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
+            for model, stored in zip((self.source, self.target), pretrained, strict=True)
         ]
         of_labels, language = bool(OF_EXPECTED_LOSSES & set(kinds)), settings.objective == "language-modelling"
         needs = needs_of(
@@ -149,10 +149,11 @@ class Bench:
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU
         found = fit(needs, limit, size, [self.source.visits], cost)
         if settings.memory is not None and not found.fits:
+            spread = settings.device_map is None and all(model.family.can_be_spread for model in pretrained)
             raise MemoryExhaustedError(
                 f"a port between these models takes about {size_text(found.limit)} in the leanest way, and --memory is "
                 f"{size_text(settings.memory)}",
-                "allow more" if settings.device_map else "allow more, or spread the models with --device-map auto",
+                "allow more, or spread the models with --device-map auto" if spread else "allow more",
             )
         # weights that are fetched when a block runs would all be kept for the backward pass
         return replace(found, checkpointing=True) if self.offloaded else found

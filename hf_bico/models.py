@@ -22,7 +22,14 @@ from hf_bico.checkpoints import (
     find_weights,
     is_adapter,
 )
-from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, RepoError, WeightsNotFoundError
+from hf_bico.errors import (
+    BaseMismatchError,
+    BrokenWeightsError,
+    PickledWeightsError,
+    RepoError,
+    UnsupportedModelError,
+    WeightsNotFoundError,
+)
 from hf_bico.families import FAMILIES, Family, LiveModel, Spread, family_of
 from hf_bico.families.refusals import require_dense
 from hf_bico.hub.client import Hub
@@ -80,6 +87,10 @@ class Model(Opened):
         """The live model; a module that the caller loaded is used where and as it is."""
         if self.folder is None:
             return self.family.wrap(self.module)
+        if spread is not None and not self.family.can_be_spread:
+            raise UnsupportedModelError(
+                f"models of the family {self.family.name} are not spread over several devices", "leave --device-map out"
+            )
         live = self.family.load(self.folder, device, dtype, spread)
         if [(site.name, site.shape) for site in live.layout.sites] != [(s.name, s.shape) for s in self.layout.sites]:
             raise BrokenWeightsError(

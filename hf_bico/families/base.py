@@ -63,6 +63,8 @@ class Family(ABC):
     library: ClassVar[str]
     config_file: ClassVar[str]
     processor_files: ClassVar[tuple[str, ...]] = ()
+    can_be_spread: ClassVar[bool] = True
+    """Whether `load` puts a model on several devices."""
 
     @abstractmethod
     def recognises(self, shapes: Shapes) -> bool:
@@ -345,14 +347,6 @@ def _put_forward(module: Any, forward: Any) -> None:
         del module.forward
     else:
         module.forward = forward
-
-
-def require_whole(family: Family, spread: Spread | None) -> None:
-    """Refuse to spread a model of a family that only one device takes."""
-    if spread is not None:
-        raise UnsupportedModelError(
-            f"models of the family {family.name} are not spread over several devices", "leave --device-map out"
-        )
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:

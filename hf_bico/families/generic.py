@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import ModelError, UnsupportedModelError
-from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes, Spread, require_whole
+from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes, Spread
 from hf_bico.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
@@ -41,6 +41,7 @@ class Generic(Family):
     name = "generic"
     library = "transformers"
     config_file = "config.json"
+    can_be_spread = False
     processor_files = (*PROCESSOR_FILES, *TEXT_FILES)
 
     def recognises(self, shapes: Shapes) -> bool:
@@ -69,7 +70,6 @@ class Generic(Family):
         return bare_model_of(folder, first_architecture(config) or "", config)
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
-        require_whole(self, spread)
         from hf_bico.families.module_layout import module_layout, stored_names
 
         name = first_architecture(require_config(self, folder)) or ""

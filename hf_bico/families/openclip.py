@@ -23,7 +23,6 @@ from hf_bico.families.base import (
     count_blocks,
     patch_tokens,
     prefix_before,
-    require_whole,
     weights_do_not_fit,
 )
 from hf_bico.families.explicit_attention import explicit_attention
@@ -62,6 +61,7 @@ class OpenClip(Family):
     name = "open_clip ViT"
     library = "open_clip"
     config_file = "open_clip_config.json"
+    can_be_spread = False
 
     def recognises(self, shapes: Shapes) -> bool:
         return _visual_prefix(shapes) is not None
@@ -124,7 +124,6 @@ class OpenClip(Family):
         )
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
-        require_whole(self, spread)
         import open_clip
         import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2
