@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hf_bico.applying import apply as apply
     from hf_bico.comparing import compare as compare
     from hf_bico.comparison import Comparison as Comparison
+    from hf_bico.diagnosing import diagnose as diagnose
+    from hf_bico.diagnosis import Diagnosis as Diagnosis
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.extracting import extract as extract
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from hf_bico.progress import show_progress as show_progress
     from hf_bico.push_checks import PushOptions as PushOptions
     from hf_bico.pushing import Pushed as Pushed
+    from hf_bico.reproducing import reproduce as reproduce
+    from hf_bico.reproduction import Reproduction as Reproduction
     from hf_bico.rerunning import rerun as rerun
     from hf_bico.settings import Settings as Settings
     from hf_bico.task_vector import TaskVector as TaskVector
@@ -29,18 +33,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "BicoError": "hf_bico.errors",
     "Comparison": "hf_bico.comparison",
+    "Diagnosis": "hf_bico.diagnosis",
     "Plan": "hf_bico.plans",
     "Ported": "hf_bico.ported",
     "PushOptions": "hf_bico.push_checks",
     "Pushed": "hf_bico.pushing",
+    "Reproduction": "hf_bico.reproduction",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",
     "apply": "hf_bico.applying",
     "compare": "hf_bico.comparing",
+    "diagnose": "hf_bico.diagnosing",
     "evaluate_model": "hf_bico.evaluation",
     "extract": "hf_bico.extracting",
     "plan": "hf_bico.planning",
     "port": "hf_bico.pipeline",
+    "reproduce": "hf_bico.reproducing",
     "rerun": "hf_bico.rerunning",
     "show_progress": "hf_bico.progress",
 }

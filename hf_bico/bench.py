@@ -53,13 +53,24 @@ class Bench:
 
     @classmethod
     def open(
-        cls, planned: Plan, settings: Settings, device: torch.device, watch: Stopwatch, team: Team = ALONE
+        cls,
+        planned: Plan,
+        settings: Settings,
+        device: torch.device,
+        watch: Stopwatch,
+        team: Team = ALONE,
+        unchanged: bool = False,
     ) -> Bench:
-        """Read the task vector of a plan whose files are here, and load its models."""
+        """Read the task vector of a plan whose files are here, and load its models.
+
+        Where the vector changes nothing, and may leave all `unchanged`, the pairs are all that there are.
+        """
         lineage = planned.lineage
         with watch("read"):
             vector = TaskVector.over(lineage.source, lineage.base, None if device.type == "cpu" else device)
             pairs = _changed_pairs(planned, vector)
+            if unchanged and not pairs:
+                pairs = list(planned.pairs)
             require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
         with watch("load"):
             dtype = choose_dtype(settings.dtype)
@@ -76,24 +87,34 @@ class Bench:
 
     @property
     def changed_towers(self) -> tuple[str, ...]:
-        """Those of whose sites the task vector changes any."""
+        """Those of whose sites the task vector changes any; the main one where it changes nothing."""
+        if not len(self.vector):
+            return ("",)
         return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
 
     def of_towers(self, towers: Sequence[str], objective: str | Callable[..., Any]) -> Bench:
         """The same models with the sites of these towers alone, asked by this objective."""
         planned = self.planned.of_towers(towers)
         settings = replace(self.settings, objective=objective)
-        return replace(self, planned=planned, settings=settings, pairs=_changed_pairs(planned, self.vector))
+        return replace(self, planned=planned, settings=settings, pairs=self._pairs_of(planned))
+
+    def _pairs_of(self, planned: Plan) -> list[SitePair]:
+        """Those that the task vector changes, or all where it changes nothing."""
+        return _changed_pairs(planned, self.vector) if len(self.vector) else list(planned.pairs)
 
     @property
     def tuning(self) -> Deltas:
-        """The task vector by the names that the source's tensors have when it is loaded.
+        """The task vector by the names that the source's tensors have when it is loaded."""
+        return self.on_source(self.vector)
+
+    def on_source(self, vector: Deltas) -> Deltas:
+        """A change of the source's base, by the names that its tensors have when it is loaded.
 
         Without heads that the loaded model has no place for: nothing that it is asked reads them.
         """
         layout = self.planned.lineage.base.layout
         loaded = {name for name, _ in self.source.module.named_parameters()}
-        changes = self.vector.renamed(layout.own_names)
+        changes = vector.renamed(layout.own_names)
         unread = {layout.own_names.get(name, name) for name, reason in layout.others.items() if reason in HEADS}
         placed = align_names(changes, loaded)
         return changes.without({name for name in changes if name in unread and name not in placed})
@@ -101,7 +122,7 @@ class Bench:
     def matched(self, blocks: Sequence[int]) -> Bench:
         """The same models with other blocks paired."""
         planned = matched(self.planned, blocks)
-        return replace(self, planned=planned, pairs=_changed_pairs(planned, self.vector))
+        return replace(self, planned=planned, pairs=self._pairs_of(planned))
 
     def chosen(self, drawn: Drawn) -> Drawn:
         """The draw with those of the candidates that the source's features choose."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import NamedTuple
 
-from hf_bico.sites import Layout, Site, SitePair
+from hf_bico.sites import Layout, Site, SitePair, felt
 from hf_bico.workspace import BATCH_BYTES, COPIES
 
 LEAST_ACTIVATIONS = 250_000_000
 """What the activations of one batch may take in any case."""
-ACTIVATIONS = 0.32
+ACTIVATIONS = 0.3
 """What they may take where nothing else decides, as a share of models and sums: so batches do not shrink with depth,
 and those of ViT-B/16 take what the solver takes later."""
 BATCH = 8.0
@@ -38,8 +38,10 @@ CAPTION_TOKENS = 77
 """Of what the text side of a CLIP reads."""
 SPARE = 0.05
 """The share of a limit that is left to the allocator and the libraries' own work space."""
-USUAL_KINDS = ("inputs", "gradients")
+USUAL_KINDS = ("inputs", "gradients", "descent")
 """Which sums are reckoned with, while the method is not known."""
+_OF_TARGET = ("target gradients", "descent")
+"""What is added up of the target's parameters, from what its sites read: that is kept until gradients come."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class Needs:
     """Whether inputs wait for the end of the target's forward pass: then it is known which rows are real tokens."""
     adding: int = 0
     """What is added up at a time, of one sample: the rows of the two models in float64."""
+    descents: int = 0
+    """Of the sums, those that take half of the room when the solver begins."""
+    kept_inputs: int = 0
+    """What the target's sites read and is kept until their gradients come."""
 
     def of_sample(self, checkpointing: bool, lean: bool = False, at_once: bool = False) -> int:
         """The activations of one sample at the peak."""
@@ -104,10 +110,11 @@ class Needs:
         shown = source.shown_inputs + source.shown_outputs
         if self.both_graphs:
             return max(1, sum(graphs) + 2 * shown + target.shown_inputs + self.adding)
-        waiting = source.shown_inputs + target.shown_inputs if self.texts else 0
-        last = graphs[1] + source.shown_outputs + self.adding
+        kept = self.kept_inputs
+        waiting = source.shown_inputs + max(0, target.shown_inputs - kept) if self.texts else 0
+        last = graphs[1] + source.shown_outputs + self.adding + kept
         if at_once:  # the source's inputs go while the target's graph comes, its graph while its gradients come
-            return max(1, sum(graphs) + max(source.shown_inputs, waiting), last)
+            return max(1, sum(graphs) + kept + max(source.shown_inputs, waiting), last)
         # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
         return max(1, shown + source.block, graphs[0] + source.shown_inputs, last + waiting)
 
@@ -207,7 +214,9 @@ def _fit(needs: Needs, room: int | None, size: int, alternating: bool, way: Way)
     groups: tuple[int, ...] = (len(needs.sums),)
 
     def peak() -> int:
-        return models + waiting + max(sums + activations, max(sums, needs.carried - waiting) + needs.solver)
+        halved = needs.descents // 2 * sums // max(1, sum(needs.sums))
+        solved = max(sums - halved, needs.carried - waiting)
+        return models + waiting + max(sums + activations, solved + needs.solver)
 
     if room is not None and peak() > room:
         waiting = needs.carried  # what earlier passes have found
@@ -253,11 +262,19 @@ def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
     return groups
 
 
-def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
-    """Of the float64 sums of these pairs, inputs that are shared counted once."""
+def sum_bytes(
+    pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS, of_descent: Collection[str] | None = None
+) -> int:
+    """Of the float64 sums of these pairs, inputs that are shared counted once.
+
+    Descents, in float32, are those of all target sites, or of some.
+    """
     found = FLOAT64 * sum(map(prod, _covariances(pairs, kinds)))
+    parameters = {pair.target.name: pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs}
     if "target gradients" in kinds:  # the sum, and the votes
-        found += FLOAT64 * sum(2 * pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs)
+        found += 2 * FLOAT64 * sum(parameters.values())
+    if "descent" in kinds:
+        found += FLOAT32 * sum(size for name, size in parameters.items() if of_descent is None or name in of_descent)
     return found
 
 
@@ -272,7 +289,7 @@ def _covariances(pairs: Sequence[SitePair], kinds: Collection[str]) -> Iterator[
     """The shapes of the cross-covariances of these kinds."""
     read = {(pair.source.input, pair.target.input): pair for pair in pairs}
     for kind in kinds:
-        if kind == "target gradients":
+        if kind in _OF_TARGET:
             continue
         axis = 1 if "inputs" in kind or kind == "input gradients" else 0
         for pair in read.values() if kind == "inputs" else pairs:
@@ -362,7 +379,7 @@ def needs_of(
     )
     return Needs(
         weights=(source.weights, target.weights),
-        sums=tuple(sum_bytes(group, kinds) for group in groups),
+        sums=tuple(sum_bytes(group, kinds, felt(pairs)) for group in groups),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
         carried=FLOAT32 * sum(_carried(pair, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs),
         samples=(
@@ -371,8 +388,18 @@ def needs_of(
         ),
         both_graphs=both_graphs,
         texts=any(pair.target.text for pair in pairs),
+        descents=sum_bytes(pairs, ("descent",), felt(pairs)) if "descent" in kinds else 0,
         adding=int(BESIDE * max(adding, default=0)),
+        kept_inputs=int(BESIDE * target.bytes_of(_read_later(pairs, kinds))[0]),
     )
+
+
+def _read_later(pairs: Sequence[SitePair], kinds: Collection[str]) -> list[Site]:
+    """The target's sites whose inputs meet their gradients."""
+    if "target gradients" in kinds:
+        return [pair.target for pair in pairs]
+    some = felt(pairs) if "descent" in kinds else ()
+    return [pair.target for pair in pairs if pair.target.name in some]
 
 
 def _carried(pair: SitePair, rank: int | None) -> int:

@@ -12,9 +12,11 @@ from hf_bico.commands.changing import apply, extract
 from hf_bico.commands.comparing import compare
 from hf_bico.commands.completion import completion
 from hf_bico.commands.demonstrating import demo
+from hf_bico.commands.diagnosing import diagnose
 from hf_bico.commands.measuring import evaluate
 from hf_bico.commands.porting import plan, port, rerun
 from hf_bico.commands.publishing import card, push
+from hf_bico.commands.reproducing import reproduce
 from hf_bico.edge.ending import FAILED, STOPPED, WRONG, whole_process
 from hf_bico.edge.screen import is_plain
 from hf_bico.edge.sections import SectionedHelp
@@ -26,7 +28,7 @@ GROUPS: dict[str, Sequence[click.Command]] = {
     "First steps": (demo, completion),
     "Carry a task vector": (port, plan, rerun, compare),
     "Change models": (extract, apply),
-    "Measure": (evaluate,),
+    "Measure": (evaluate, diagnose, reproduce),
     "Publish": (card, push),
 }
 """The commands by their use."""

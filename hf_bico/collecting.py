@@ -8,7 +8,7 @@ sums; neither the models' libraries nor the task.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from hf_bico.environment import exact_float32, sent
 from hf_bico.errors import ObjectiveError
 from hf_bico.pairing import TextRows, pair_rows, pair_tokens
 from hf_bico.sites import Site, SitePair, Tokens
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics, key_of
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TARGET, OF_TASK_LOSS, Kind, Statistics, key_of
 from hf_bico.watching import Heard, Losses, Observable, Pass, Stream
 
 
@@ -47,27 +47,62 @@ def collect(
     kinds: Collection[Kind],
     device: torch.device | None = None,
     at_once: bool = False,
+    felt: Collection[str] | None = None,
 ) -> Statistics:
     """Run every batch through both models once, or the target alone where that is enough, and add up what is asked.
 
-    The sums are kept on `device`: the CPU if nothing is said. With `at_once` the target's forward pass comes before the
+    The sums are kept on `device`: the CPU if nothing is said. Descents are those of the target sites that are `felt`,
+    or of all. With `at_once` the target's forward pass comes before the
     source's backward pass: the source's inputs have gone when its gradients come, and both graphs are there.
     """
-    asked = _Asked(pairs, source, target, frozenset(kinds), at_once)
-    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"))
+    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"), felt)
+
+    def add(kind: Kind, pair: SitePair, source_rows: Tensor, target_rows: Tensor) -> None:
+        statistics.of(kind, pair).add(source_rows, target_rows)
+
+    show(pairs, source, target, batches, kinds, add, at_once, statistics)
+    return statistics
+
+
+Shown = Callable[[Kind, SitePair, Tensor, Tensor], None]
+"""What takes the rows of a kind that a pair of sites shows for one batch: the source's, and the target's."""
+
+
+def show(
+    pairs: Sequence[SitePair],
+    source: Side,
+    target: Side,
+    batches: Iterable[tuple[Pass, Pass]],
+    kinds: Collection[Kind],
+    shown: Shown,
+    at_once: bool = False,
+    own: Statistics | None = None,
+) -> None:
+    """Run every batch through both models, and hand on the rows that belong together.
+
+    Of inputs that several pairs read, one of these pairs stands for all. What the target shows on its own, where that
+    is asked for, is added to `own`.
+    """
+    own = own or Statistics()
+    asked = _Asked(pairs, source, target, frozenset(kinds), at_once, own.own_sites)
     with exact_float32(), asked.watched():
         for source_pass, target_pass in batches:
-            asked.add(_Batch(asked, statistics), source_pass, target_pass)
-    return statistics
+            asked.add(_Batch(asked, shown, own), source_pass, target_pass)
 
 
 class _Asked:
     """What is asked of which models."""
 
     def __init__(
-        self, pairs: Sequence[SitePair], source: Side, target: Side, kinds: frozenset[Kind], at_once: bool
+        self,
+        pairs: Sequence[SitePair],
+        source: Side,
+        target: Side,
+        kinds: frozenset[Kind],
+        at_once: bool,
+        own: Collection[str],
     ) -> None:
-        self.sides, self.kinds = (source, target), kinds
+        self.sides, self.kinds, self.own = (source, target), kinds, own
         self.streams = Stream(), Stream()
         self.sites = list({pair.source.name: pair.source for pair in pairs}.values()), [pair.target for pair in pairs]
         self.pair_of = {pair.target.name: pair for pair in pairs}
@@ -78,6 +113,8 @@ class _Asked:
             self.readers.setdefault(pair.target.input, []).append(pair)
         self.inputs_met = Counter(pair.source.input for pair in by_input.values())
         self.sites_met = Counter(pair.source.name for pair in pairs)
+        self.own_inputs = Counter(pair.target.input for pair in pairs if pair.target.name in own)
+        """What those of the target's sites read of which something is added up on their own, and how many of them."""
         self.of_task, self.of_expected = bool(OF_TASK_LOSS & kinds), bool(OF_EXPECTED_LOSSES & kinds)
         self.graph = self.of_task or self.of_expected
         self.at_once = at_once or self.of_expected
@@ -91,7 +128,7 @@ class _Asked:
 
     def add(self, batch: _Batch, source_pass: Pass, target_pass: Pass) -> None:
         """Run both models over one batch."""
-        if self.kinds == {Kind.TARGET_GRADIENTS}:
+        if self.kinds <= OF_TARGET:
             with self._target(batch, target_pass) as theirs:
                 self._feel_target(batch, theirs)
         elif self.at_once:
@@ -120,7 +157,7 @@ class _Asked:
         """The target's forward pass."""
         self.streams[1].listen(batch.target_reads, batch.target_writes if Kind.OUTPUTS in self.kinds else None)
         with self._run(1, run) as losses:
-            batch.heard(losses.text)
+            batch.heard(losses)
             yield losses
 
     def _feel_source(self, batch: _Batch, losses: Losses) -> None:
@@ -150,7 +187,7 @@ class _Asked:
             for stream in self.streams:
                 stack.callback(stream.listen)  # lets go of the last batch, and of the sums
             for number, side in enumerate(self.sides):
-                if side.stays and (number or self.kinds != {Kind.TARGET_GRADIENTS}):
+                if side.stays and (number or not self.kinds <= OF_TARGET):
                     stack.enter_context(self._observed(number))
             yield
 
@@ -179,8 +216,8 @@ class _Batch:
 
     source_text: TextRows | None = None
 
-    def __init__(self, asked: _Asked, statistics: Statistics) -> None:
-        self.asked, self.statistics = asked, statistics
+    def __init__(self, asked: _Asked, shown: Shown, own: Statistics) -> None:
+        self.asked, self._add, self._own = asked, shown, own
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -213,7 +250,7 @@ class _Batch:
 
     def target_reads(self, site: Site, x: Tensor) -> None:
         kinds = self.asked.kinds
-        if {Kind.TARGET_GRADIENTS, Kind.WEIGHTED_INPUTS} & kinds:
+        if Kind.WEIGHTED_INPUTS in kinds or site.input in self.asked.own_inputs:
             self._target_inputs[site.input] = x
         if Kind.INPUTS not in kinds or self._is_early(self.target_reads, site, x):
             return
@@ -233,7 +270,7 @@ class _Batch:
 
     def target_gradient(self, site: Site, gradient: Tensor) -> None:
         pair, kinds = self.asked.pair_of[site.name], self.asked.kinds
-        if Kind.TARGET_GRADIENTS in kinds:
+        if site.name in self.asked.own:
             self._add_target(site, gradient)
         if pair.source.name not in self._gradients:
             return
@@ -271,9 +308,12 @@ class _Batch:
             first, second = (one.double() * two.sqrt().unsqueeze(-1) for one, two in zip(rows, energies, strict=True))
             self._add(Kind.WEIGHTED_INPUTS, pair, first, second)
 
-    def heard(self, text: TextRows | None) -> None:
+    def heard(self, losses: Losses) -> None:
         """The target's forward pass is over, and with it is known which rows are real tokens."""
+        text = losses.text
         self._target_text, self._heard = text, True
+        if self._own.task is not None:
+            self._own.task.add(losses)
         if self.source_text is not None and text is not None:
             self._tokens = pair_tokens(self.source_text, text)
         waiting, self._waiting = self._waiting, []
@@ -292,16 +332,15 @@ class _Batch:
         self._met[kind, name] += 1
         return self._met[kind, name] == uses[name] and not self.asked.of_expected
 
-    def _add(self, kind: Kind, pair: SitePair, source: Tensor, target: Tensor) -> None:
-        self.statistics.of(kind, pair).add(source, target)
-
     def _add_target(self, site: Site, gradients: Tensor) -> None:
         inputs, text = self._target_inputs[site.input], self._target_text
         if site.text and text is not None:
             inputs, gradients = (_by_text(rows, text) for rows in (inputs, gradients))
             if gradients.ndim == 3:
                 gradients = gradients * sent(text.mask, gradients.device, gradients.dtype).unsqueeze(-1)
-        self.statistics.target_gradients[site.name].add(inputs, gradients)
+        self._own.add_own(site.name, inputs, gradients)
+        if self._is_last(Kind.DESCENT, site.input, self.asked.own_inputs):
+            del self._target_inputs[site.input]
 
     def _rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Both flattened to (rows, width); of text sites real tokens alone, and pooled rows by sample."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError
+from hf_bico.foresight import foresee
 from hf_bico.lessons import lesson_of
 from hf_bico.methods import Carried, Carrier, Method, SiteDelta, Trainer
 from hf_bico.methods.training import Trained
 from hf_bico.readout import Readout
+from hf_bico.record import ForesightRecord
 from hf_bico.report import Report
 from hf_bico.rounds import Round
 from hf_bico.sites import SitePair
@@ -26,6 +29,7 @@ class Outcome:
     trained: Trained | None = None
     readout: Readout | None = None
     unread: Deltas | None = None
+    foresight: ForesightRecord | None = None
 
 
 UNTOUCHED = Outcome(Deltas({}), Report((), ()))
@@ -40,10 +44,20 @@ def outcome_of(method: Method, round: Round, whole_split: Samples | None = None)
     elif isinstance(method, Carrier):
         carried = round.carry(method)
         report = account(bench.vector, carried, bench.pairs, bench.planned.left)
-        outcome = Outcome(bench.gathered(carried, round.settings.alpha), report)
+        foresight = _foresight(carried, report, round)
+        outcome = Outcome(bench.gathered(carried, round.settings.alpha), report, foresight=foresight)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
     return with_readout(outcome, round) if round.settings.readout else outcome
+
+
+def _foresight(carried: Mapping[str, Carried], report: Report, round: Round) -> ForesightRecord | None:
+    """Whether it will help, where the pass over the samples looked at that; samples of one class cannot tell."""
+    descents = [one.descent for one in carried.values() if one.descent is not None]
+    one_class = round.class_names and len(set(round.drawn_samples.labels)) == 1
+    if round.task is None or not descents or one_class:
+        return None
+    return foresee(descents, round.task, len(round.samples), report.unseen_energy, round.settings.alpha)
 
 
 def with_readout(outcome: Outcome, round: Round) -> Outcome:

@@ -60,6 +60,16 @@ def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file that appears whole, or stays what it was."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _replace(folder: Path, new: Path) -> None:
     """Put `new` in the folder's place; if that fails, the folder is back where it was."""
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -193,6 +193,26 @@ class OutputRecord:
 
 
 @dataclass(frozen=True)
+class ForesightRecord:
+    """Whether the port will help, foretold from its calibration pass alone, before anything was measured.
+
+    `first_order` is by how much the mean calibration `loss` changes to first order, by what is carried outside of MLPs
+    (of a change of MLPs alone, by all of it), `agreement` the cosine of that change and the target's own descent,
+    `headroom` the share of the calibration answers that the target gets wrong, and `unseen` that of the carried energy
+    where calibration saw nothing. The `outlook` is the least of the fall of the loss and the headroom, less what is
+    unseen: it orders ports, and is no accuracy.
+    """
+
+    outlook: float
+    helps: bool
+    first_order: float
+    agreement: float
+    loss: float | None = None
+    headroom: float | None = None
+    unseen: float | None = None
+
+
+@dataclass(frozen=True)
 class EvaluationRecord:
     """One measurement: zero-shot, or by the `protocol` "probe", a linear classifier fitted to `trained_on` samples."""
 
@@ -220,12 +240,16 @@ class RunRecord:
     versions: dict[str, str]
 
 
+def to_plain(found: Any) -> str:
+    """A data class as JSON, without its empty fields."""
+    return json.dumps(_without_empty(asdict(found)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 class _Written:
     """A record as a file."""
 
     def to_json(self) -> str:
-        fields = asdict(self)  # type: ignore[call-overload]
-        return json.dumps(_without_empty(fields), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return to_plain(self)
 
     def write(self, folder: Path) -> Path:
         file, beside = folder / RECORD_FILE, folder / f".{RECORD_FILE}"
@@ -249,6 +273,7 @@ class Record(_Written):
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
+    foresight: ForesightRecord | None = None
     evaluation: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     schema: int = SCHEMA
@@ -359,12 +384,17 @@ def read_any(folder: Path) -> Record | Made:
         )
     try:
         if "job" in raw:
-            made: Made = _build(Made, raw, "record")
+            made: Made = from_plain(Made, raw)
             return made
-        record: Record = _build(Record, raw, "record")
+        record: Record = from_plain(Record, raw)
         return record
     except TypeError as error:
         raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' is not a record: {error}", "port again") from error
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """What `to_plain` wrote of a data class; what does not fit is a TypeError that names the field."""
+    return _build(kind, value, "record")
 
 
 def _build(kind: Any, value: Any, name: str) -> Any:

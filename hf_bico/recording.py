@@ -25,6 +25,7 @@ from hf_bico.record import (
     PROBE,
     DataRecord,
     EvaluationRecord,
+    ForesightRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
@@ -59,6 +60,7 @@ class Findings:
     readout: Readout | None = None
     head: str | None = None
     chat_template: bool | None = None
+    foresight: ForesightRecord | None = None
 
 
 def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
@@ -79,6 +81,7 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
         method=_method_record(planned, settings, found),
         sites=list(found.report.sites),
         left=list(found.report.left),
+        foresight=found.foresight,
         evaluation=list(found.evaluation),
         notices=_notices(lineage, settings, drawn, found),
         run=run,

@@ -113,6 +113,8 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     }
     protocols = {entry.protocol for entry in record.evaluation}
     options["evaluation"] = "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both"
+    if record.evaluation:  # what is measured on may not be trained on
+        options["eval_samples"] = max(1, *(entry.n for entry in record.evaluation))
     options["control"] = any(entry.model == "control" for entry in record.evaluation)
     options["objective"] = record.objective.name
     options["fit_head"] = record.objective.head == "fitted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from hf_bico.record import PROBE, EvaluationRecord, Record
+from hf_bico.record import PROBE, EvaluationRecord, ForesightRecord, Record
 
 VALUE_NAMES = {
     "target": "target, zero-shot",
@@ -268,6 +268,23 @@ def readout_sentence(record: Record) -> str | None:
         what = "training" if is_trained(record) else "the port"
         parts.append(f"Without the readout, {what} gives {values['ported, no readout']:.1%}.")
     return " ".join(parts)
+
+
+def foresight_sentence(foresight: ForesightRecord) -> str:
+    """What calibration alone says about the outcome.
+
+    >>> print(foresight_sentence(ForesightRecord(0.5, True, loss=1.7, first_order=-1.3, agreement=0.12, headroom=0.6)))
+    Outlook: likely to help (0.50). The target gets 60% of the calibration answers wrong; to first order, its loss of
+    1.70 moves by -1.30.
+    """
+    told = "likely to help" if foresight.helps else "doubtful, it may well not help"
+    begins = f"Outlook: {told} ({foresight.outlook:.2f}). "
+    of = "" if foresight.loss is None else f" of {foresight.loss:.2f}"
+    moves = f"loss{of} moves by {foresight.first_order:+.2f}."
+    if foresight.headroom is None:
+        return f"{begins}To first order, the target's calibration {moves}"
+    wrong = f"The target gets {foresight.headroom:.0%} of the calibration answers wrong"
+    return f"{begins}{wrong}; to first order, its {moves}"
 
 
 def training_sentence(record: Record) -> str | None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_bico.bench import Bench
 from hf_bico.budget import Fit, solved_together
-from hf_bico.collecting import Side, collect
+from hf_bico.collecting import Shown, Side, collect, show
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
@@ -24,15 +25,18 @@ from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, ahead, halving_batches
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
+from hf_bico.foresight import descent_along
 from hf_bico.measuring import logits_of
 from hf_bico.methods import Carried, Carrier, Seen
 from hf_bico.objectives import Classifier, Head, Heads, LikelyLabels, Question, ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
-from hf_bico.sites import SitePair
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, Kind, Statistics
+from hf_bico.sites import SitePair, felt
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
 from hf_bico.transport import joined, site_delta
 from hf_bico.watching import Pass
+
+Result = TypeVar("Result")
 
 
 def require_enough_to_mispair(samples: int) -> None:
@@ -48,7 +52,8 @@ class Round:
     one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
     from different wrong pairings, or they would still agree with each other.
 
-    Its statistics are kept for other methods, unless it `keeps` none: then each sum goes when its map is found.
+    Its statistics are kept for other methods, unless it `keeps` none: then each sum goes when its map is found. Where
+    it `foretells`, a method that looks at gradients anyway is told what its change does to the target's loss.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Round:
         *,
         mispaired: bool = False,
         keeps: bool = True,
+        foretells: bool = False,
     ) -> None:
         self.bench = bench
         self._heads = heads
@@ -69,6 +75,9 @@ class Round:
         self.copies = 0 if drawn is None else bench.copies(settings, len(drawn.samples))
         self.mispaired = mispaired
         self.keeps = keeps
+        self.foretells = foretells
+        self.task: TaskSum | None = None
+        """How the target does on the samples, where that is foretold from."""
         self.batch_size: int | None = None
         """That of the last pass over the samples."""
         self._drawn = drawn
@@ -114,7 +123,7 @@ class Round:
         """The statistics at the two pretrained models; what was not seen yet is collected in one pass."""
         missing = set(kinds) - self._seen.kinds
         if missing:
-            self._seen.update(self._collected(missing, self.bench.pairs))
+            self._seen.update(self.collected(missing, self.bench.pairs))
         return self._seen
 
     def carry(self, method: Carrier) -> dict[str, Carried]:
@@ -127,6 +136,8 @@ class Round:
                 seen = (
                     self._along(step / method.steps, parts, method.kinds, pairs) if step else self._start(method, pairs)
                 )
+                self.task = self.task or seen.task
+                seen.settle_descents()
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
                 found |= self._carried(method, pairs, seen)
@@ -143,19 +154,28 @@ class Round:
         for group in own:
             with self.watch("align"):
                 method.prepare(group, Seen(*bench.pretrained, statistics))
+            descents = {pair.target.name: statistics.descents.get(pair.target.name) for pair in group}
             if statistics is not self._seen:
                 statistics.drop(group)
             with self.watch("transport"):
                 for pair in group:
                     delta = site_delta(bench.vector, pair.source).scaled(1 / method.steps)
-                    found[pair.target.name] = bench.settled(pair, method.carry(pair, delta))
+                    carried = bench.settled(pair, method.carry(pair, delta))
+                    descent = descents.pop(pair.target.name)
+                    along = None if descent is None else descent_along(carried.delta, descent)
+                    found[pair.target.name] = replace(carried, descent=along)
         return found
+
+    def _kinds_of(self, method: Carrier) -> frozenset[Kind]:
+        """The statistics that a method needs at the start, and what foretelling adds to them."""
+        extra = {Kind.DESCENT} if self.foretells and method.differentiates else set()
+        return method.kinds | extra
 
     def _passes_of(self, method: Carrier) -> list[list[SitePair]]:
         """The pairs that each pass over the samples adds up: all of them, or as many as there is memory for."""
         if not method.by_site:
             return [self.bench.pairs]
-        groups, counts = solved_together(self.bench.pairs), self.fit(method.kinds).groups
+        groups, counts = solved_together(self.bench.pairs), self.fit(self._kinds_of(method)).groups
         starts = [sum(counts[:number]) for number in range(len(counts))]
         return [
             [pair for group in groups[start : start + count] for pair in group]
@@ -164,9 +184,10 @@ class Round:
 
     def _start(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
         """The statistics of some pairs at the pretrained models; kept if they are of all, and others read them."""
+        kinds = self._kinds_of(method)
         if self.keeps and len(pairs) == len(self.bench.pairs):
-            return self.see(method.kinds)
-        return self._collected(method.kinds, pairs) if method.kinds else Statistics()
+            return self.see(kinds)
+        return self.collected(kinds, pairs) if kinds else Statistics()
 
     def _along(
         self, share: float, parts: Sequence[dict[str, Carried]], kinds: Collection[Kind], pairs: Sequence[SitePair]
@@ -177,7 +198,7 @@ class Round:
         with ExitStack() as stack:
             stack.enter_context((share * bench.tuning).applied_to(bench.source.module))
             stack.enter_context(so_far.applied_to(bench.target.module))
-            return self._collected(kinds, pairs)
+            return self.collected(kinds, pairs)
 
     def readout(self, changes: Deltas) -> Readout:
         """The correction of the final projection of the target with these changes.
@@ -218,18 +239,16 @@ class Round:
             self._fits[asked] = self.bench.team.agreed(self.bench.fit(asked, self.samples, self.settings))
         return self._fits[asked]
 
-    def _collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair]) -> Statistics:
+    def collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair]) -> Statistics:
+        """The statistics of some pairs, from a pass of their own."""
         bench, fitted = self.bench, self.fit(kinds)
 
         def collected(turn: int, some: Collection[Kind]) -> Statistics:
             def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:
                 self.batch_size = size
-                source, target = (
-                    Side(model, model.layout.tokens, thrifty, fitted.lean, head.looks_inside, stays=not model.visits)
-                    for model, head in ((bench.source, self.heads.source), (bench.target, self.heads.target))
-                )
                 passes = self._passes(size, set(some), turn)
-                return collect(pairs, source, target, passes, some, bench.device, fitted.at_once)
+                sides, sums_on = self._sides(thrifty, fitted.lean), bench.device
+                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, felt(bench.pairs))
 
             leaner = None if fitted.checkpointing else partial(run, thrifty=True)
             found = halving_batches(fitted.batch_size, run, leaner)
@@ -242,10 +261,34 @@ class Round:
                 return collected(0, kinds)
             require_enough_to_mispair(len(self.drawn_samples))
             found = Statistics()
-            for turn, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS)):
+            for turn, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS - OF_TARGET)):
                 if some:
                     found.update(collected(turn, some).less(collected(turn + 1, some)))
+            if own := OF_TARGET & set(kinds):  # which has no pairs
+                found.update(collected(0, own))
             return found
+
+    def _sides(self, checkpointing: bool = False, lean: bool = False) -> tuple[Side, Side]:
+        """Both pretrained models."""
+        asked = ((self.bench.source, self.heads.source), (self.bench.target, self.heads.target))
+        source, target = (
+            Side(model, model.layout.tokens, checkpointing, lean, head.looks_inside, stays=not model.visits)
+            for model, head in asked
+        )
+        return source, target
+
+    def shown(self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, Shown]]) -> Result:
+        """Hand on the rows that some pairs show at the two pretrained models, without any gradient.
+
+        `begin` gives what is made of them, and what takes them; where memory runs out it is called anew.
+        """
+
+        def run(size: int) -> Result:
+            found, take = begin()
+            show(pairs, *self._sides(), self._passes(size, {kind}, 0), {kind}, take)
+            return found
+
+        return halving_batches(self.settings.batch, run)
 
     def _passes(self, size: int, kinds: set[Kind], turn: int) -> Iterator[tuple[Pass, Pass]]:
         """For each batch of this process's samples, a pass of the source's and of the target's pretrained model.

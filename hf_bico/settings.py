@@ -38,6 +38,7 @@ COMPLETIONS = ("drop", "svd")
 FORMATS = ("full", "adapter", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_SAMPLES = 100
+DEFAULT_MEASURED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
 USUAL_BATCH = 32
@@ -76,10 +77,10 @@ class Settings:
     where models and sums do not fit together, the samples are gone through several times. `batch_size` samples at a
     time; by default as many as are quick, and fit; `calibration_batch` of them in calibration, to repeat a port
     exactly. `device_map` "auto" spreads models that are too large for one GPU over all, and the main memory, by
-    accelerate. `evaluate` measures on held-out samples, by `evaluation` "zero-shot" (as the objective asks, without
-    fitting anything), by a linear "probe" that is fitted to the calibration samples, or "both"; "auto" is a probe for
-    text-to-text, else zero-shot. `control` also measures a port whose two models saw different samples; `force` goes on
-    although the base looks wrong.
+    accelerate. `evaluate` measures on at most `eval_samples` held-out samples, by `evaluation` "zero-shot" (as the
+    objective asks, without fitting anything), by a linear "probe" that is fitted to the calibration samples, or "both";
+    "auto" is a probe for text-to-text, else zero-shot. `control` also measures a port whose two models saw different
+    samples; `force` goes on although the base looks wrong.
     """
 
     config: str | None = None
@@ -123,6 +124,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     evaluate: bool = True
+    eval_samples: int = DEFAULT_MEASURED
     evaluation: str = "auto"
     control: bool = False
     force: bool = False
@@ -178,6 +180,7 @@ class Settings:
             ("--train-steps", self.train_steps, 1),
             ("--train-batch", self.train_batch, 1),
             ("--warmup", self.warmup, 0),
+            ("--eval-samples", self.eval_samples, 1),
         ):
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{option} is {value}", f"use a whole number of at least {least}")
@@ -220,6 +223,11 @@ class Settings:
     def batch(self) -> int:
         """How many samples are run at a time where nothing is differentiated."""
         return self.batch_size or USUAL_BATCH
+
+    @property
+    def trains_on_all(self) -> bool:
+        """Whether the method trains on all of the split, and not on some samples."""
+        return self.method == "finetune"
 
     @property
     def own_objective(self) -> bool:

@@ -147,6 +147,15 @@ class SitePair:
     target: Site
 
 
+def felt(pairs: Iterable[SitePair]) -> set[str]:
+    """The target sites whose descent is looked at: those outside of MLPs, or all where there are no others.
+
+    MLPs hold two thirds of the weights, and add little to what the others foretell (benchmarks/foresight.py).
+    """
+    names = {pair.target.name: pair.target.role.startswith("mlp.") for pair in pairs}
+    return {name for name, in_mlp in names.items() if not in_mlp} or set(names)
+
+
 def residual_axes(
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, str],

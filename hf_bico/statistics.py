@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bico.environment import sent
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.procrustes import Rows
 from hf_bico.sites import SitePair
+from hf_bico.watching import Losses
 
 
 class Kind(StrEnum):
@@ -23,7 +25,8 @@ class Kind(StrEnum):
 
     The first six are cross-covariances of paired rows of the two models. Expected gradients are those of the loss with
     each label in turn, weighted by how likely the label is; weighted inputs are inputs times the norm of the site's own
-    expected gradient at that row. Target gradients are those of the target's parameters.
+    expected gradient at that row. Target gradients are those of the target's parameters, sample by sample; the descent
+    is their sum alone, with the task loss itself.
     """
 
     INPUTS = "inputs"
@@ -33,11 +36,14 @@ class Kind(StrEnum):
     EXPECTED_GRADIENTS = "expected gradients"
     WEIGHTED_INPUTS = "weighted inputs"
     TARGET_GRADIENTS = "target gradients"
+    DESCENT = "descent"
 
 
 OF_INPUTS = frozenset({Kind.INPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHTED_INPUTS})
 """What maps of the input side are found from."""
-OF_TASK_LOSS = frozenset({Kind.GRADIENTS, Kind.INPUT_GRADIENTS, Kind.TARGET_GRADIENTS})
+OF_TARGET = frozenset({Kind.TARGET_GRADIENTS, Kind.DESCENT})
+"""What the target shows on its own."""
+OF_TASK_LOSS = frozenset({Kind.GRADIENTS, Kind.INPUT_GRADIENTS, *OF_TARGET})
 OF_EXPECTED_LOSSES = frozenset({Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS})
 
 
@@ -163,6 +169,68 @@ class ParameterGradient:
         return self.weight_votes.sign(), self.bias_votes.sign()
 
 
+@dataclass
+class Descent:
+    """The gradient of a site's weight (out, in) and bias (out,), summed over samples, in float32.
+
+    Once all is added up, a GPU keeps it in bfloat16: what is foretold from it needs no more. `energies` are theirs.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    energies: tuple[float, float] = (0.0, 0.0)
+
+    @classmethod
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> Descent:
+        return cls(torch.zeros((rows, columns), device=device), torch.zeros(rows, device=device))
+
+    def add(self, inputs: Tensor, gradients: Tensor) -> None:
+        x, g = (rows.to(self.weight).flatten(0, -2) for rows in (inputs, gradients))
+        self.weight.addmm_(g.T, x)
+        self.bias += g.sum(0)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weight, self.bias]
+
+
+@dataclass
+class TaskSum:
+    """How the target does on the samples, summed: the loss, the answers that it is of, and how many are wrong.
+
+    Where right and wrong cannot be told, there are no answers. The loss means nothing where it `stands_in` for another.
+    """
+
+    total: Tensor
+    stands_in: bool = False
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> TaskSum:
+        return cls(torch.zeros(3, dtype=torch.float64, device=device))
+
+    def add(self, losses: Losses) -> None:
+        self.stands_in = self.stands_in or losses.stands_in
+        if losses.task is not None:
+            parts = (losses.task.detach(), losses.answers, losses.wrong)
+            self.total += torch.stack([_number(part, self.total) for part in parts])
+
+    @property
+    def loss(self) -> float | None:
+        return None if self.stands_in else float(self.total[0])
+
+    @property
+    def answers(self) -> int:
+        return int(self.total[1])
+
+    @property
+    def wrong(self) -> int:
+        return int(self.total[2])
+
+
+def _number(part: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like[0]) if part is None else sent(part, like.device, like.dtype)
+
+
 def signs(gradient: Tensor, least: Tensor) -> Tensor:
     """Signs, 0 for what is rounding: a softmax does not feel the keys' bias, whose gradient is nothing else."""
     return torch.where(gradient.abs() > least, gradient.sign(), 0.0)
@@ -174,12 +242,23 @@ class Statistics:
 
     sums: dict[Kind, dict[Any, CrossCovariance]] = field(default_factory=dict)
     target_gradients: dict[str, ParameterGradient] = field(default_factory=dict)
+    descents: dict[str, Descent] = field(default_factory=dict)
+    task: TaskSum | None = None
+    """Where descents are asked for."""
 
     @classmethod
-    def zeros(cls, pairs: Iterable[SitePair], kinds: Collection[Kind], device: torch.device) -> Statistics:
-        """Of these pairs, before anything was seen."""
+    def zeros(
+        cls,
+        pairs: Iterable[SitePair],
+        kinds: Collection[Kind],
+        device: torch.device,
+        felt: Collection[str] | None = None,
+    ) -> Statistics:
+        """Of these pairs, before anything was seen; descents are those of the target sites that are `felt`, or all."""
         # in one order for all processes, which add them up: that of a set is each process's own
-        found = cls({kind: {} for kind in Kind if kind in kinds and kind is not Kind.TARGET_GRADIENTS})
+        found = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
+        if Kind.DESCENT in kinds:
+            found.task = TaskSum.zeros(device)
         for pair in pairs:
             for kind, sums in found.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
@@ -188,22 +267,40 @@ class Statistics:
                     sums[key_of(kind, pair)] = CrossCovariance(widths, device)
             if Kind.TARGET_GRADIENTS in kinds:
                 found.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
+            if Kind.DESCENT in kinds and (felt is None or pair.target.name in felt):
+                found.descents[pair.target.name] = Descent.zeros(*pair.target.shape, device)
         return found
 
     @property
     def kinds(self) -> set[Kind]:
-        return {*self.sums, *([Kind.TARGET_GRADIENTS] if self.target_gradients else [])}
+        own = {Kind.TARGET_GRADIENTS: bool(self.target_gradients), Kind.DESCENT: self.task is not None}
+        return {*self.sums, *(kind for kind, found in own.items() if found)}
 
     @property
     def tensors(self) -> list[Tensor]:
         """All sums: those of several passes over different samples are added to each other."""
         sums = [tensor for sums in self.sums.values() for one in sums.values() for tensor in one.tensors]
-        return sums + [tensor for one in self.target_gradients.values() for tensor in one.tensors]
+        own = [tensor for one in self.target_gradients.values() for tensor in one.tensors]
+        own += [tensor for one in self.descents.values() for tensor in one.tensors]
+        return sums + own + ([] if self.task is None else [self.task.total])
+
+    @property
+    def own_sites(self) -> set[str]:
+        """The target's sites of which something is added up on their own."""
+        return {*self.target_gradients, *self.descents}
+
+    def add_own(self, site: str, inputs: Tensor, gradients: Tensor) -> None:
+        """What the target's task loss says about one of its sites; the first dimension counts the samples."""
+        for found in (self.target_gradients.get(site), self.descents.get(site)):
+            if found is not None:
+                found.add(inputs, gradients)
 
     def update(self, other: Statistics) -> None:
         """Take what another pass over the same samples has seen."""
         self.sums.update(other.sums)
         self.target_gradients.update(other.target_gradients)
+        self.descents.update(other.descents)
+        self.task = self.task or other.task
 
     def less(self, other: Statistics) -> Statistics:
         """The cross-covariances less those of another pass: what both have in common goes."""
@@ -217,12 +314,22 @@ class Statistics:
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]
 
+    def settle_descents(self) -> None:
+        """Nothing is added any more: find their energies, and take half of the room on a GPU, where maps are next."""
+        parts = [part for one in self.descents.values() for part in one.tensors]
+        found = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        energies = torch.stack(found).square().unflatten(0, (-1, 2)).tolist() if found else []
+        for (name, one), (of_weight, of_bias) in zip(self.descents.items(), energies, strict=True):
+            kept = torch.bfloat16 if one.weight.is_cuda else torch.float32
+            self.descents[name] = Descent(one.weight.to(kept), one.bias.to(kept), (of_weight, of_bias))
+
     def drop(self, pairs: Iterable[SitePair]) -> None:
         """Forget the sums of these pairs, which no other pair may read."""
         for pair in pairs:
             for kind, sums in self.sums.items():
                 sums.pop(key_of(kind, pair), None)
             self.target_gradients.pop(pair.target.name, None)
+            self.descents.pop(pair.target.name, None)
 
     def require_finite(self) -> None:
         """Refuse sums of activations or gradients that are NaN or infinite."""
@@ -240,6 +347,8 @@ class Statistics:
                 yield f"the {kind} at '{key if isinstance(key, str) else key[1]}'", covariance.is_finite
         for name, gradient in self.target_gradients.items():
             yield f"the target's gradients at '{name}'", gradient.weight.sum().isfinite()
+        for name, descent in self.descents.items():
+            yield f"the target's gradients at '{name}'", descent.weight.sum().isfinite()
 
 
 def key_of(kind: Kind, pair: SitePair) -> Any:

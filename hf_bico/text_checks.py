@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_bico.bench import Bench
-from hf_bico.data.calibration import EVALUATION_LIMIT, Drawn
+from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnreadableSampleError
 from hf_bico.families.pretrained import PretrainedModel, load_tokenizer
 from hf_bico.families.text_models import CausalModel, TextModel
 from hf_bico.models import Model
 from hf_bico.resolving import Lineage
+from hf_bico.settings import DEFAULT_MEASURED
 from hf_bico.sites import TEXTS
 from hf_bico.texts import Answered, Chat
 from hf_bico.tokenising import no_template, pairable
@@ -28,7 +29,7 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[Drawn]) -> None:
     models = (lineage.base, lineage.target)
     source, target = tokenizers = [_tokenizer(model) for model in models]
     for drawn in draws:
-        items, _ = next(drawn.samples.batches(EVALUATION_LIMIT))  # candidates may be a whole split
+        items, _ = next(drawn.samples.batches(DEFAULT_MEASURED))  # candidates may be a whole split
         for model, tokenizer in zip(models, tokenizers, strict=True):
             if any(isinstance(item, Chat) for item in items) and not has_template(tokenizer):
                 raise no_template(model.name)

@@ -89,7 +89,9 @@ def _joined(parts: Sequence[Carried]) -> Carried:
     biases = [delta.bias for delta in deltas if delta.bias is not None]
     unseen = [part.unseen for part in parts if part.unseen is not None]
     delta = SiteDelta(total(weights) if weights else None, dense(total(biases)) if biases else None)
-    return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None)
+    first = parts[0].descent  # later ones are of a target that has moved
+    descent = None if first is None else first.scaled(len(parts))
+    return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None, descent=descent)
 
 
 def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> Deltas:
@@ -123,7 +125,7 @@ def account(
 ) -> Report:
     """Where the task vector's energy went: into which sites, how much unseen, and what stayed behind."""
     energies = {name: vector.energy(name) for name in vector}
-    total = sum(energies.values())
+    total = sum(energies.values()) or 1.0  # of a change that is none
     sites = []
     for pair in pairs:
         result = carried[pair.target.name]

@@ -160,12 +160,17 @@ class Losses:
 
     `task` is the SUM of the samples' losses. `expected` has one entry for each rank of likelihood: the sum over the
     samples of the loss with the label of that rank, times the root of its probability. `text` says which rows of text
-    sites are real tokens, where texts were read.
+    sites are real tokens, where texts were read. Where right and wrong can be told, `answers` counts what the loss is
+    the sum over, samples or tokens, and `wrong` those of them that the model does not get right. A task loss that
+    `stands_in` for another has its gradients, and no meaning of its own.
     """
 
     task: Tensor | None = None
     expected: tuple[Tensor, ...] = ()
     text: TextRows | None = None
+    answers: Tensor | None = None
+    wrong: Tensor | None = None
+    stands_in: bool = False
 
 
 Pass = Callable[[], Losses]

@@ -56,7 +56,7 @@ from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.rounds import Round
 from hf_bico.settings import Settings
-from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens
+from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens, felt
 from hf_bico.sizes import size_text
 from hf_bico.statistics import Kind, Statistics
 from hf_bico.watching import Losses
@@ -223,8 +223,29 @@ def test_sums_are_as_large_as_the_budget_says(kind: Kind) -> None:
     pairs = paired(40, 50)
     kinds = {kind, Kind.OUTPUTS}
     held = Statistics.zeros(pairs, kinds, torch.device("cpu"))
-    real = sum(tensor.nbytes for tensor in held.tensors if tensor.ndim)
+    task = None if held.task is None else held.task.total
+    real = sum(tensor.nbytes for tensor in held.tensors if tensor.ndim and tensor is not task)
     assert sum_bytes(pairs, kinds) == real
+    assert task is None or task.numel() == 3, "a few numbers are not counted"
+
+
+def test_descents_are_counted_of_the_sites_that_are_felt() -> None:
+    pairs = paired(40, 50)
+    mlp = [replace(site, name="up", role="mlp.up", input="up.in") for site in (pairs[0].source, pairs[0].target)]
+    pairs.append(SitePair(mlp[0], mlp[1]))
+    names = felt(pairs)
+    assert len(names) == len(pairs) - 1
+    held = Statistics.zeros(pairs, {Kind.DESCENT}, torch.device("cpu"), names)
+    real = sum(tensor.nbytes for descent in held.descents.values() for tensor in descent.tensors)
+    sides = [
+        Held(Layout("", tuple(sites(width)), 2, Tokens(1, (3, 3)), None, {}), {"w": (10, 10)}) for width in (40, 50)
+    ]
+    with_descents, without = (
+        needs_of(pairs, sides[0], sides[1], kinds=kinds) for kinds in ({Kind.INPUTS, Kind.DESCENT}, {Kind.INPUTS})
+    )
+    assert sum(with_descents.sums) - sum(without.sums) == with_descents.descents == real
+    assert without.descents == without.kept_inputs == 0
+    assert with_descents.kept_inputs > 0
 
 
 def test_a_lora_is_carried_as_factors() -> None:
@@ -241,6 +262,7 @@ def test_a_lora_is_carried_as_factors() -> None:
     assert whole.weights == (400, 400)
 
 
+PAIRED = frozenset({Kind.INPUTS, Kind.GRADIENTS})
 TOWERS = ((96, 64), (128, 80))
 """Widths and image sizes of two vision towers."""
 
@@ -271,13 +293,14 @@ def allocated(run: Callable[[], object], place: Path) -> int:
     return most
 
 
+@pytest.mark.parametrize("kinds", [PAIRED, PAIRED | {Kind.DESCENT}], ids=["carried", "foretold"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_batch_takes_what_the_budget_says(way: Way, tmp_path: Path) -> None:
+def test_a_batch_takes_what_the_budget_says(way: Way, kinds: frozenset[Kind], tmp_path: Path) -> None:
     """A GPU takes a little more than can be counted, which the budget reckons with."""
     source, target = (tower(*sizes) for sizes in TOWERS)
     pairs = list(pair_sites(source.layout, target.layout, blocks_by_index(6, 6)))
     shapes = [{name: tuple(t.shape) for name, t in live.module.state_dict().items()} for live in (source, target)]
-    needs = needs_of(pairs, Held(source.layout, shapes[0]), Held(target.layout, shapes[1]))
+    needs = needs_of(pairs, Held(source.layout, shapes[0]), Held(target.layout, shapes[1]), kinds=kinds)
     images = [torch.randn(8, 3, image, image) for _, image in TOWERS]
 
     def asked(live: LiveModel, pixels: torch.Tensor) -> Callable[[], Losses]:
@@ -286,7 +309,7 @@ def test_a_batch_takes_what_the_budget_says(way: Way, tmp_path: Path) -> None:
     def run() -> Statistics:
         sides = [Side(live, live.layout.tokens, way.checkpointing, way.lean) for live in (source, target)]
         batches = [(asked(source, images[0]), asked(target, images[1]))] * 2
-        return collect(pairs, *sides, batches, {Kind.INPUTS, Kind.GRADIENTS}, at_once=way.at_once)
+        return collect(pairs, *sides, batches, kinds, at_once=way.at_once, felt=felt(pairs))
 
     taken = allocated(run, tmp_path / "trace.json") - sum(needs.sums)
     assert 0.75 < taken / (8 * needs.of_sample(*way)) < 1
@@ -319,14 +342,15 @@ def planned_of(models: dict[str, Any]) -> Plan:
     return plan(models["source"], models["to"], base=models["base"], data=models["data"]).fetched()
 
 
-def make_round(models: dict[str, Any], method: str = "bico") -> Round:
+def make_round(models: dict[str, Any], method: str = "bico", foretells: bool = False) -> Round:
     planned = planned_of(models)
     base, target = planned.lineage.base.layout, planned.lineage.target.layout
     settings = settled(Settings(n=SAMPLES, batch_size=4, dtype="float64", method=method, augment=0), base, target)
     bench = Bench.open(planned, settings, torch.device("cpu"), Stopwatch())
     bench = bench.of_towers(("",), settings.objective) if base.text_blocks else bench
     drawn = draw(models["data"], settings, reads=base.reads)
-    return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), Stopwatch(), settings, keeps=False)
+    heads = heads_of(bench, drawn.data.class_names, drawn)
+    return Round(bench, drawn, heads, Stopwatch(), settings, keeps=False, foretells=foretells)
 
 
 def carrier(round: Round) -> Carrier:
@@ -337,12 +361,14 @@ def carrier(round: Round) -> Carrier:
 
 def squeezed(round: Round, passes: int) -> Round:
     """The same with so little memory that it takes several passes with the same batches."""
-    kinds, memory = carrier(round).kinds, round.fit(carrier(round).kinds).bytes
+    kinds = round._kinds_of(carrier(round))
+    memory = round.fit(kinds).bytes
     for share in range(200, 0, -1):
         settings = replace(round.settings, memory=memory * share // 100)
         found = round.bench.fit(kinds, round.samples, settings)
         if found.passes >= passes and found.batch_size == round.settings.batch_size:
-            return Round(round.bench, round._drawn, round.heads, Stopwatch(), settings, keeps=False)
+            told = round.foretells
+            return Round(round.bench, round._drawn, round.heads, Stopwatch(), settings, keeps=False, foretells=told)
     raise AssertionError("no limit gives several passes")
 
 
@@ -398,7 +424,7 @@ def test_several_passes_carry_the_same_along_a_path(tmp_path: Path) -> None:
 
 def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
     models = PORTS["open_clip"](tmp_path)
-    memory = squeezed(make_round(models), passes=2).settings.memory
+    memory = squeezed(make_round(models, foretells=True), passes=2).settings.memory
     options = {"n": SAMPLES, "batch_size": 4, "dtype": "float64", "evaluate": False, "tower": "vision", **models}
     tuned = options.pop("source")
     usual, tight = (hf_bico.port(tuned, **options, memory=most) for most in (None, memory))
@@ -407,6 +433,9 @@ def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
     assert usual.task_vector.keys() == tight.task_vector.keys()
     for name, change in usual.task_vector.items():
         assert torch.allclose(change, tight.task_vector[name], rtol=1e-6, atol=1e-9), name
+    assert usual.record.foresight is not None
+    for name, value in vars(usual.record.foresight).items():
+        assert getattr(tight.record.foresight, name) == pytest.approx(value, rel=1e-4), name
 
 
 def test_a_plan_reckons_with_this_machine_where_nothing_is_said(scene: Scene) -> None:

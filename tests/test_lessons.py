@@ -12,7 +12,7 @@ import torch
 from toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
 import hf_bico
-from hf_bico import outcomes, pipeline
+from hf_bico import outcomes, preparing
 from hf_bico.data.calibration import draw
 from hf_bico.lessons import lesson_of
 from hf_bico.methods.training import Lesson
@@ -53,8 +53,8 @@ def finetuned(models: dict[str, Path], data: Any, monkeypatch: pytest.MonkeyPatc
         return call
 
     monkeypatch.setattr(outcomes, "lesson_of", spied(lesson_of, "trained", lambda given, _: set(given[2].indices)))
-    measured = spied(pipeline._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
-    monkeypatch.setattr(pipeline, "_held_out", measured)
+    measured = spied(preparing._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
+    monkeypatch.setattr(preparing, "_held_out", measured)
     ported = hf_bico.port(
         models["tuned"], to=models["target"], base=models["base"], data=data, class_names=CLASS_NAMES, **options
     )

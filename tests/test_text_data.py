@@ -37,7 +37,7 @@ from hf_bico.errors import (
     UnreadableSampleError,
     UsageError,
 )
-from hf_bico.pipeline import training_samples
+from hf_bico.preparing import training_samples
 from hf_bico.recording import _data_record
 from hf_bico.rerunning import _sampling
 from hf_bico.settings import Settings

@@ -293,7 +293,7 @@ def test_transfusion_looks_at_one_tower_and_refuses_two(folders: dict[str, Path]
 def test_tables_and_pictures_keep_the_towers_apart() -> None:
     from test_card import a_record, some_sites
 
-    from hf_bico.cards.plots import _columns, _roles, _values
+    from hf_bico.heat_strips import _columns, _roles, _values
     from hf_bico.report import Report
 
     alone = a_record(2)
@@ -301,10 +301,12 @@ def test_tables_and_pictures_keep_the_towers_apart() -> None:
         replace(site, name=f"text.{site.name}", role=f"text.{site.role}", score_in=0.125) for site in some_sites(3)
     ]
     both = replace(alone, sites=[*alone.sites, *texts])
-    roles = _roles(alone)
-    assert _roles(both) == [*roles, *(f"text.{role}" for role in roles)]
-    assert _columns(both) == [0, 1, 2, None], "the text tower is the deeper one"
-    main, values = (_values(one, "score_in", _roles(one), _columns(one)) for one in (alone, both))
+    roles = _roles(alone.sites, 2)
+    assert _roles(both.sites, 2) == [*roles, *(f"text.{role}" for role in roles)]
+    assert _columns(both.sites, 2) == [0, 1, 2, None], "the text tower is the deeper one"
+    main, values = (
+        _values(sites, 2, "score_in", _roles(sites, 2), _columns(sites, 2)) for sites in (alone.sites, both.sites)
+    )
     assert (values[: len(roles), [0, 1, 3]] == main).all()
     assert np.isinf(values[: len(roles), 2]).all(), "the main tower has no third block"
     rest = values[len(roles) :]

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     shell_complete=complete_model,
     help="The target fine-tuned directly, as a reference.",
 )
+@MEASURING.option("--with-base", is_flag=True, help="Measure the source before it was fine-tuned, too.")
 @data_options
 @limit_options
 @method_options
@@ -79,7 +80,7 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     output, fine_tuned = options.pop("output"), options.pop("fine_tuned")
-    job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds")}
+    job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds", "with_base")}
     methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
     with edge() as at:
         settings = read_settings(options)

@@ -146,14 +146,15 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
         from hf_bico.edge.bars import shown_progress
-        from hf_bico.edge.console import print_ported, print_pushed
+        from hf_bico.edge.console import print_foresight, print_ported, print_pushed
         from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
         from hf_bico.results import headline, is_worse
 
         with shown_progress(quiet or as_json) as progress:
-            ported = carry_out(planned, settings, hub, progress)
+            told = (lambda foresight: None) if quiet or as_json else print_foresight
+            ported = carry_out(planned, settings, hub, progress, told)
             if not is_first_process():
                 return
             go_on_alone()
@@ -270,7 +271,7 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
             settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
     from hf_bico.methods import METHODS
-    from hf_bico.pipeline import require_possible
+    from hf_bico.preparing import require_possible
 
     if planned.lineage.data is not None:
         settings = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)

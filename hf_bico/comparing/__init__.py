@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_bico.bench import Bench
 from hf_bico.checkpoints import digest_of, expanded
@@ -24,25 +23,21 @@ from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Gr
 from hf_bico.comparing.rounds import DrawnRounds
 from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
 from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
-from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.factors import Factors
 from hf_bico.hub.client import Hub
-from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS, Trainer
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.models import Model, ModelReference
-from hf_bico.pipeline import require_projection
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
+from hf_bico.preparing import require_projection
 from hf_bico.progress import Progress, silent
 from hf_bico.record import PROBE
-from hf_bico.resolving import open_source
 from hf_bico.rounds import require_enough_to_mispair
 from hf_bico.settings import Settings
-from hf_bico.task_vector import TaskVector
 from hf_bico.text_checks import require_tokenizers
+from hf_bico.tuned import Tuned, parts_of
 from hf_bico.version import __version__
 
 Shown = Callable[[Comparison], None]
@@ -53,7 +48,7 @@ DECISIVE = (
     *("config", "split", "seed", "sampling", "labels", "augment", "completion", "alpha", "layers", "path_steps"),
     *("signs", "learning_rate", "weight_decay", "train_steps", "train_batch", "warmup", "templates", "class_names"),
     *("image_column", "label_column", "max_download", "dtype", "objective", "max_length"),
-    *("text_column", "caption_column"),
+    *("text_column", "caption_column", "eval_samples"),
 )
 """The settings that change a number."""
 
@@ -72,6 +67,7 @@ def compare(
     per_class: int | Sequence[int] | None = None,
     seeds: int | Sequence[int] = USUAL_SEEDS,
     fine_tuned: ModelReference | None = None,
+    with_base: bool = False,
     folder: str | Path | None = None,
     overwrite: bool = False,
     token: str | None = None,
@@ -84,7 +80,8 @@ def compare(
 
     `data` is one data set or a list of their names; `methods` are names, or "all"; `seeds` is how many draws, counted
     from the option `seed`, or which. The references are the untouched target, the fine-tuned source, and `fine_tuned`,
-    the target fine-tuned directly, where there is one. With a `folder`, every number is kept there as it comes: what
+    the target fine-tuned directly, where there is one, and the source's base where it is asked for `with_base`, or
+    losses are measured. With a `folder`, every number is kept there as it comes: what
     was interrupted goes on, and the finished comparison is written as comparison.csv, .json, .md and .png. The other
     options are those of `hf_bico.Settings`; with `readout` and `control` these variants of the methods are measured
     too.
@@ -105,8 +102,10 @@ def compare(
     with ExitStack() as stack:
         place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
+        work.with_base = with_base
         if fine_tuned is not None:
-            work.tuned, work.tuned_is = _tuned_target(fine_tuned, work.bench, hub, allow_pickle)
+            target = work.bench.planned.lineage.target
+            work.tuned = Tuned.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
         log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
         for _ in work.measure(log):
             progress("compare", len(log.chosen(work.asked)), len(work.asked))
@@ -125,15 +124,6 @@ def _settled(planned: Plan, settings: Settings) -> Settings:
     return replace(found, evaluation=PROBE) if found.objective == "classification" else found
 
 
-def _tuned_target(reference: ModelReference, bench: Bench, hub: Hub, allow_pickle: bool) -> tuple[TaskVector, Any]:
-    """What fine-tuning changed in the target, by a model or an adapter, and what tells that from others."""
-    target = bench.planned.lineage.target
-    place = locate(reference, "the fine-tuned target", hub) if isinstance(reference, str | Path) else None
-    tuned = open_source(reference, place, target.family.library, hub, allow_pickle).fetched()
-    vector = TaskVector.over(tuned, target)
-    return vector, {"id": tuned.name, "sha256": tuned.sha256 or digest_of(_parts(vector))}
-
-
 @dataclass
 class _Work:
     """All that the numbers of a comparison share."""
@@ -141,8 +131,8 @@ class _Work:
     bench: Bench
     grid: Grid
     subjects: list[Subject]
-    tuned: TaskVector | None = None
-    tuned_is: Any = None
+    tuned: Tuned | None = None
+    with_base: bool = False
 
     @classmethod
     def of(cls, plans: Sequence[Plan], grid: Grid, hub: Hub, progress: Progress) -> _Work:
@@ -186,7 +176,7 @@ class _Work:
         """References, then methods."""
         refused = {refusal.method for refusal in self.refusals}
         by_loss = self.grid.settings.objective in BY_LOSS and self.grid.settings.evaluation != PROBE
-        references = ["target", *(["base"] if by_loss else []), "source"]
+        references = ["target", *(["base"] if by_loss or self.with_base else []), "source"]
         references += ["target fine-tuned"] if self.tuned is not None else []
         return [*references, *(name for name in self.grid.methods if name not in refused)]
 
@@ -210,7 +200,8 @@ class _Work:
                 here = [(name, variant, keys) for found, name, variant, keys in missing if found == draw]
                 names = dict.fromkeys(name for name, _, _ in here if name in METHODS)
                 checkpoint = str(log.folder / f"{TRAINING}{digest([subject.name, identity])}")
-                rounds = DrawnRounds(self.bench, self.grid, subject, draw, names, self.tuned, checkpoint)
+                tuned = None if self.tuned is None else self.tuned.vector
+                rounds = DrawnRounds(self.bench, self.grid, subject, draw, names, tuned, checkpoint)
                 for name, variant, keys in here:
                     for cell in rounds.measured(name, variant, keys):
                         log.add(cell)
@@ -219,13 +210,13 @@ class _Work:
     def identity(self) -> dict[str, Any]:
         """What a number depends on, but for method, number of samples and seed."""
         lineage, settings = self.bench.planned.lineage, vars(self.grid.settings)
-        source = lineage.source.sha256 or digest_of(_parts(self.bench.vector))
+        source = lineage.source.sha256 or digest_of(parts_of(self.bench.vector))
         models = {"base": lineage.base, "target": lineage.target}
         return {
             "hf_bico": __version__,
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
-            "fine_tuned": self.tuned_is,
+            "fine_tuned": None if self.tuned is None else {"id": self.tuned.name, "sha256": self.tuned.sha256},
             "data": {subject.name: subject.about() for subject in self.subjects},
             "settings": {name: _plain(settings[name]) for name in DECISIVE},
         }
@@ -251,11 +242,6 @@ class _Work:
 def _weights(model: Model) -> Any:
     """What tells a model's weights from others: the hashes of its files, or what a loaded module holds."""
     return model.sha256 or digest_of(model.checkpoint.tensor(name) for name in model.checkpoint.shapes)
-
-
-def _parts(vector: Deltas) -> Iterator[Tensor]:
-    for _, change in vector.changes():
-        yield from (change.left, change.right) if isinstance(change, Factors) else (change,)
 
 
 def _plain(value: Any) -> Any:

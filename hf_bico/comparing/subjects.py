@@ -26,8 +26,8 @@ from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
 from hf_bico.measuring import Batched, Prepared
 from hf_bico.objectives import Heads
-from hf_bico.pipeline import training_samples
 from hf_bico.plans import Plan
+from hf_bico.preparing import training_samples
 from hf_bico.text_checks import require_readable
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
@@ -113,7 +113,7 @@ def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subj
     first = next(iter(settled.values()))
     used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
     everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
-    split, samples = evaluation_samples(data, everything, first.split, bench.settings.seed)
+    split, samples = evaluation_samples(data, everything, first.split, bench.settings.seed, bench.settings.eval_samples)
     if split == first.split:  # half of it is for training
         samples = samples.first(max(1, len(data.splits[split]) // 2))
     if not len(samples):

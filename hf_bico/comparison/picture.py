@@ -5,27 +5,23 @@ With a single number of samples it is one line of the picture a method instead.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.comparison.cells import LOSS, CellKey, label
 from hf_bico.comparison.rows import Row
+from hf_bico.drawing import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, YELLOW, frame, png
 from hf_bico.markdown import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# the colours of Okabe and Ito, which the colour-blind can tell apart, and a marker for each method
-_ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PINK = (
-    *("#E69F00", "#56B4E9", "#009E73", "#C9B800", "#0072B2", "#D55E00", "#CC79A7"),
-)
-_STYLES = {
+# the same in every picture, so that a method is known again; the markers tell them apart in grey
+STYLES = {
     "target": ("#333333", "s"),
     "source": ("#333333", "*"),
     "target fine-tuned": ("#888888", "*"),
@@ -33,20 +29,22 @@ _STYLES = {
     "transfusion": ("#6A51A3", "P"),
     "fewshot": ("#888888", "v"),
     "finetune": ("#333333", "p"),
-    "gradfix": (_GREEN, "^"),
-    "theseus": (_BLUE, "s"),
-    "input-only": (_SKY, "<"),
+    "gradfix": (GREEN, "^"),
+    "theseus": (BLUE, "s"),
+    "input-only": (SKY, "<"),
     "output-only": ("#9E9AC8", ">"),
-    "gradient-only": (_YELLOW, "d"),
-    "bico": (_RED, "o"),
-    "bico-fisher": (_ORANGE, "D"),
-    "bico-path": (_PINK, "h"),
+    "gradient-only": (YELLOW, "d"),
+    "bico": (RED, "o"),
+    "bico-fisher": (ORANGE, "D"),
+    "bico-path": (PINK, "h"),
 }
-_OTHERS = ((_GREEN, "1"), (_BLUE, "2"), (_PINK, "3"), (_ORANGE, "4"))
-_REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
-_INK, _GRID = "#333333", "#E6E6E6"
-# the font comes with matplotlib: the same on every machine
-_FONT: dict[str, Any] = {"fontfamily": "DejaVu Sans", "color": _INK}
+_OTHERS = ((GREEN, "1"), (BLUE, "2"), (PINK, "3"), (ORANGE, "4"))
+REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
+
+
+def method_style(method: str) -> tuple[str, str]:
+    """The colour and marker of a method; one of a few where it is none of ours."""
+    return STYLES.get(method) or _OTHERS[sum(method.encode()) % len(_OTHERS)]
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ class _Line:
     @property
     def style(self) -> dict[str, Any]:
         first = self.rows[0]
-        colour, marker = _STYLES.get(self.key.method) or _OTHERS[sum(self.key.method.encode()) % len(_OTHERS)]
+        colour, marker = method_style(self.key.method)
         variant = self.key.control or self.key.readout
-        line = _REFERENCE_LINES.get(self.key.method, "-") if first.is_reference else (0, (2, 2)) if self.flat else "-"
+        line = REFERENCE_LINES.get(self.key.method, "-") if first.is_reference else (0, (2, 2)) if self.flat else "-"
         return {
             "label": label(self.key),
             "color": colour,
@@ -110,17 +108,7 @@ def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes 
     panels = _panels([row for row in rows if row.average is not None])
     if not panels:
         return None
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()  # not the user's own style
-        warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = _draw(panels, data_sets, title)
-        FigureCanvasAgg(figure)
-        stream = BytesIO()
-        figure.savefig(stream, format="png", dpi=200, facecolor="white", metadata={"Software": None})
-    return stream.getvalue()
+    return png(lambda: _draw(panels, data_sets, title))
 
 
 def _panels(rows: Sequence[Row]) -> list[_Panel]:
@@ -145,7 +133,6 @@ def _flat_and_sized(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
     heights = [_height(panel) for panel in panels]
     figure = Figure(figsize=(7.2, sum(heights) + 0.3))
@@ -154,14 +141,12 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
     accuracy = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
     for axes, panel in zip(grid.flat, panels, strict=True):
         what = f"{_measured(panel.protocol)}, {accuracy}"
-        _frame(axes)
+        frame(axes)
         if len(panel.sizes) > 1:
             _curves(axes, panel, what)
         else:
             _points(axes, panel, what)
-    grid[0, 0].set_title(clean(title, 90), fontsize=9, loc="left", **_FONT)
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)  # a dollar in a name is a dollar
+    grid[0, 0].set_title(clean(title, 90), fontsize=9, loc="left", **FONT)
     return figure
 
 
@@ -174,14 +159,6 @@ def _measured(protocol: str | None) -> str:
 def _height(panel: _Panel) -> float:
     """Inches: as many as the legend, or the methods, need."""
     return max(3.6, 0.21 * len(panel.lines)) if len(panel.sizes) > 1 else 0.7 + 0.27 * len(panel.lines)
-
-
-def _frame(axes: Axes) -> None:
-    axes.grid(color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=3, color=_INK, labelsize=8.5, labelcolor=_INK, labelfontfamily="DejaVu Sans")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
 
 
 def _curves(axes: Axes, panel: _Panel, what: str) -> None:
@@ -205,8 +182,8 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
     bars = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
-    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{bars}", fontsize=9, **_FONT)
-    axes.set_ylabel(what, fontsize=9, **_FONT)
+    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{bars}", fontsize=9, **FONT)
+    axes.set_ylabel(what, fontsize=9, **FONT)
     axes.legend(
         [handle for _, handle in handles],
         [label(line.key) for line, _ in handles],
@@ -214,8 +191,8 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
         bbox_to_anchor=(1.02, 0.5),
         frameon=False,
         handlelength=2.8,
-        prop={"family": "DejaVu Sans", "size": 8},
-        labelcolor=_INK,
+        prop={"family": FONT_FAMILY, "size": 8},
+        labelcolor=INK,
     )
 
 
@@ -232,4 +209,4 @@ def _points(axes: Axes, panel: _Panel, what: str) -> None:
     axes.tick_params(axis="y", length=0)
     unit = " of each class" if panel.per_class else ""
     number = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
-    axes.set_xlabel(what + number, fontsize=9, **_FONT)
+    axes.set_xlabel(what + number, fontsize=9, **FONT)

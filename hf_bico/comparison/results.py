@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from hf_bico.comparison.rows import Row, aggregate
 from hf_bico.comparison.tables import caption, comparison_table, csv_text, refusal_line, text_table
 from hf_bico.errors import OutputError, RecordError, UsageError
 from hf_bico.markdown import fenced, plain
+from hf_bico.output import write_file
 
 NAME = "comparison"
 JSON_FILE, PICTURE_FILE = f"{NAME}.json", f"{NAME}.png"
@@ -160,7 +160,7 @@ class Comparison:
         if drawn is None:
             Path(path).unlink(missing_ok=True)  # that of an earlier comparison would be taken for this one's
             return False
-        _write(Path(path), drawn)
+        write_file(Path(path), drawn)
         return True
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
@@ -170,7 +170,7 @@ class Comparison:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in zip(RESULT_FILES, texts, strict=False):
-                _write(folder / name, text.encode("utf-8", errors="backslashreplace"))
+                write_file(folder / name, text.encode("utf-8", errors="backslashreplace"))
             self.draw(folder / PICTURE_FILE)
         except OSError as error:
             raise OutputError(
@@ -188,12 +188,3 @@ class Comparison:
                 f"'{folder}' holds no {JSON_FILE} that can be read", "name the folder of a comparison"
             ) from error
         return cls.from_json(text)
-
-
-def _write(file: Path, content: bytes) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)

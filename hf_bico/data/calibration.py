@@ -31,14 +31,13 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
-from hf_bico.settings import Settings
+from hf_bico.settings import DEFAULT_MEASURED, Settings
 from hf_bico.sites import IMAGES, TEXTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
-EVALUATION_LIMIT = 1000
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,12 @@ def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
     data = DataSet(files.repo.id, labels, columns, reader.class_names(labels.values(), columns), **where)
     if not measure:  # labels are enough to draw by: what cannot be drawn is not downloaded
         _calibration_rows(data, split, settings)
-    rows = {name: groups.read(name, some, columns) for name, some in chosen.items()}
-    return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items()})
+    whole = {split} if settings.trains_on_all and not measure else set()
+    rows = {
+        name: groups.read_whole(name, columns) if name in whole else groups.read(name, some, columns)
+        for name, some in chosen.items()
+    }
+    return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items() if name not in whole})
 
 
 def _labelled_split(groups: RowGroups, columns: Columns, split: str) -> str:
@@ -212,8 +215,10 @@ def _choose_row_groups(groups: RowGroups, split: str, columns: Columns, reader: 
     unmeasured = label is None and not columns.teaches_itself
     if measure or not settings.evaluate or settings.own_objective or unmeasured:
         return chosen
+    # the usual number is there in any case
+    more = settings.eval_samples if settings.eval_samples > DEFAULT_MEASURED else 0
     for other in (name for name in _measured_first(columns) if name in groups.splits and name != split):
-        held_out = groups.choose(other, columns, Wanted(0), after=chosen[split])
+        held_out = groups.choose(other, columns, Wanted(more), after=chosen[split])
         if held_out.labelled or label is None:
             return chosen | {other: held_out}
     return chosen
@@ -323,8 +328,10 @@ def _require_enough(data: DataSet, split: str, strategy: Strategy, sizes: Counte
         _require_rows(strategy.n, left, f"the half of the classes that was drawn has {left} in '{split}'")
 
 
-def evaluation_samples(data: DataSet, calibration: Samples, split: str, seed: int) -> tuple[str, Samples]:
-    """Up to 1,000 held-out samples: of test, else validation, else what calibration on `split` did not use.
+def evaluation_samples(
+    data: DataSet, calibration: Samples, split: str, seed: int, most: int = DEFAULT_MEASURED
+) -> tuple[str, Samples]:
+    """At `most` so many held-out samples: of test, else validation, else what calibration on `split` did not use.
 
     Where calibration used all of its split, any other labelled split will do; where none has labels, there are none,
     but of texts and captions, which need none. A known data set has a split of its own to be measured on.
@@ -336,8 +343,8 @@ def evaluation_samples(data: DataSet, calibration: Samples, split: str, seed: in
     if not others and not unused:
         others = [name for name in data.splits if name != split and data.can_measure_on(name)]
     if not others:
-        return split, data.samples(split, data.first_of(split, unused, EVALUATION_LIMIT))
-    return others[0], data.samples(others[0], data.first_of(others[0], data.order(others[0], seed), EVALUATION_LIMIT))
+        return split, data.samples(split, data.first_of(split, unused, most))
+    return others[0], data.samples(others[0], data.first_of(others[0], data.order(others[0], seed), most))
 
 
 def _origin(splits: Mapping[str, Rows], settings: Settings) -> tuple[str, str | None]:

@@ -15,6 +15,7 @@ from hf_bico.record import JOINED
 from hf_bico.report import Report, format_table
 from hf_bico.results import (
     control_sentence,
+    foresight_sentence,
     gain_of,
     headline,
     is_trained,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hf_bico.comparison import Comparison
     from hf_bico.plans import Plan
     from hf_bico.pushing import Pushed
-    from hf_bico.record import Made, Record
+    from hf_bico.record import ForesightRecord, Made, Record
     from hf_bico.rerunning import Rerun
 
 
@@ -48,6 +49,11 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
+
+
+def print_foresight(foresight: ForesightRecord) -> None:
+    """What calibration says, while measuring takes its time."""
+    click.echo(foresight_sentence(foresight) + "\n")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:

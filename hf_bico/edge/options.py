@@ -14,6 +14,7 @@ from hf_bico.edge.sections import GENERAL, HUB, MEASURING, METHOD, MODELS, OUTPU
 from hf_bico.errors import UsageError
 from hf_bico.settings import (
     COMPLETIONS,
+    DEFAULT_MEASURED,
     DEVICE_MAPS,
     DTYPES,
     EVALUATIONS,
@@ -132,6 +133,28 @@ limit_options = _together(
     ),
 )
 
+dtype_option = RUNNING.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=Choice(DTYPES),
+    help="Precision to run the models in; auto is float32.",
+)
+eval_samples_option = MEASURING.option(
+    "--eval-samples",
+    default=DEFAULT_MEASURED,
+    show_default=True,
+    metavar="N",
+    help="Held-out samples to measure on, at most.",
+)
+training_options = _together(
+    TRAINING.option("--learning-rate", default=1e-5, show_default=True, help="Of fewshot and finetune."),
+    TRAINING.option("--weight-decay", default=0.1, show_default=True, help="Of fewshot and finetune."),
+    TRAINING.option("--train-steps", default=2000, show_default=True, help="Of finetune."),
+    TRAINING.option("--train-batch", default=128, show_default=True, help="Of finetune."),
+    TRAINING.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
+)
+
 data_options = _together(
     SAMPLES.option("--config", help="Configuration of the data set, where it has several."),
     SAMPLES.option(
@@ -160,13 +183,7 @@ data_options = _together(
     SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
     _batch_option,
     device_option,
-    RUNNING.option(
-        "--dtype",
-        default="auto",
-        show_default=True,
-        type=Choice(DTYPES),
-        help="Precision to run the models in; auto is float32.",
-    ),
+    dtype_option,
 )
 
 method_options = _together(
@@ -223,11 +240,8 @@ method_options = _together(
         type=Choice(SIGNS),
         help="gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
     ),
-    TRAINING.option("--learning-rate", default=1e-5, show_default=True, help="Of fewshot and finetune."),
-    TRAINING.option("--weight-decay", default=0.1, show_default=True, help="Of fewshot and finetune."),
-    TRAINING.option("--train-steps", default=2000, show_default=True, help="Of finetune."),
-    TRAINING.option("--train-batch", default=128, show_default=True, help="Of finetune."),
-    TRAINING.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
+    training_options,
+    eval_samples_option,
     MEASURING.option(
         "--evaluation",
         default="auto",

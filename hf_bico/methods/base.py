@@ -15,7 +15,7 @@ from hf_bico.factors import Change
 from hf_bico.progress import Progress
 from hf_bico.settings import Settings
 from hf_bico.sites import Layout, SitePair
-from hf_bico.statistics import Kind, Statistics
+from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
 
 if TYPE_CHECKING:
     from hf_bico.methods.training import Lesson, Trained
@@ -55,16 +55,34 @@ class MapFacts:
 
 
 @dataclass(frozen=True)
+class SiteDescent:
+    """Of one site: <gradient, change>, by which its change moves the target's loss to first order, and two energies.
+
+    They are those of the gradient and of the change, biases included.
+    """
+
+    change: float
+    gradient: float
+    delta: float
+
+    def scaled(self, factor: float) -> SiteDescent:
+        """Of the same change, so many times."""
+        return SiteDescent(factor * self.change, self.gradient, factor**2 * self.delta)
+
+
+@dataclass(frozen=True)
 class Carried:
     """A site's change in the target's coordinates, and what is told of the maps that brought it there.
 
-    `unseen` is the share of the weight change's energy that lay where calibration saw nothing.
+    `unseen` is the share of the weight change's energy that lay where calibration saw nothing, `descent` what the
+    change does to the target's loss, to first order, where that was looked at.
     """
 
     delta: SiteDelta
     input_map: MapFacts | None = None
     output_map: MapFacts | None = None
     unseen: float | None = None
+    descent: SiteDescent | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,11 @@ class Carrier(Method, ABC):
     @property
     def steps(self) -> int:
         return 1
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether it looks at gradients of the target's loss."""
+        return bool((OF_TASK_LOSS | OF_EXPECTED_LOSSES) & self.kinds)
 
     @abstractmethod
     def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None: ...

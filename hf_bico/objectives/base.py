@@ -107,15 +107,17 @@ class Heads:
 
 def class_losses(logits: Tensor, labels: Sequence[int], likely: LikelyLabels | None) -> Losses:
     """Cross-entropies summed over the samples: with the labels, where all are known, and with the likely ones."""
-    task = None
+    found = Losses()
     if min(labels) >= 0:
-        task = functional.cross_entropy(logits, sent(torch.tensor(labels), logits.device), reduction="sum")
+        wanted = sent(torch.tensor(labels), logits.device)
+        task = functional.cross_entropy(logits, wanted, reduction="sum")
+        found = Losses(task, answers=torch.tensor(len(labels)), wrong=(logits.argmax(-1) != wanted).sum())
     if likely is None:
-        return Losses(task)
+        return found
     ranks = sent(likely.labels, logits.device).T
     roots = sent(likely.probabilities.sqrt(), logits.device, logits.dtype).T
     each = (
         (root * functional.cross_entropy(logits, label, reduction="none")).sum()
         for label, root in zip(ranks, roots, strict=True)
     )
-    return Losses(task, tuple(each))
+    return replace(found, expected=tuple(each))

@@ -67,7 +67,7 @@ class CaptionHead(ContrastHead):
         text = TextRows(*clip.text_tokens(captions))
         numbers = range(asked.first, asked.first + len(captions))
         features = clip.image_features(clip.pixels(images)), clip.text_features(captions)
-        return Losses(self.gradients.surrogate(*features, numbers), text=text)
+        return Losses(self.gradients.surrogate(*features, numbers), text=text, stands_in=True)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         clip = require_clip(model)

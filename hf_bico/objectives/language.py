@@ -38,7 +38,9 @@ class TokenHead(Head):
 
     def losses(self, model: LiveModel, asked: Question) -> Losses:
         logits, wanted, read = self.run(model, asked.samples, asked.labels)
-        return Losses(_summed(logits, wanted), text=read.rows)
+        learnt = wanted != UNLEARNT
+        wrong = learnt & (logits.argmax(-1) != wanted)
+        return Losses(_summed(logits, wanted), text=read.rows, answers=learnt.sum(), wrong=wrong.sum())
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         """The mean loss of a label token."""

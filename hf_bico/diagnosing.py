@@ -1,0 +1,316 @@
+"""Diagnosing a pair of models: how alike they see the samples, and what becomes of a task vector between them.
+
+Measures layer by layer and returns a `Diagnosis`; prints and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_bico.collecting import Shown, Side, show
+from hf_bico.costs import cost_of
+from hf_bico.deltas import Deltas
+from hf_bico.diagnosis import UNTOUCHED, Diagnosis, Drift, InputLikeness, OutputLikeness
+from hf_bico.environment import (
+    Stopwatch,
+    available_memory,
+    choose_device,
+    device_name,
+    enough_memory,
+    exact_float32,
+    halving_batches,
+    installed_versions,
+)
+from hf_bico.errors import UsageError
+from hf_bico.families import LiveModel
+from hf_bico.hub.client import Hub
+from hf_bico.methods import METHODS, Carrier
+from hf_bico.methods.aligning import Aligner
+from hf_bico.models import ModelReference
+from hf_bico.objectives import Head, Question
+from hf_bico.outcomes import outcome_of
+from hf_bico.planning import plan
+from hf_bico.preparing import Ready, prepare
+from hf_bico.procrustes import polar
+from hf_bico.progress import Progress, silent
+from hf_bico.rounds import Round
+from hf_bico.settings import Settings
+from hf_bico.similarity import Likeness, MeanOfRows, Moved, turned_away
+from hf_bico.sites import Site, SitePair
+from hf_bico.statistics import Kind, key_of
+from hf_bico.transport import account
+from hf_bico.tuned import Tuned
+from hf_bico.version import __version__
+from hf_bico.watching import Pass, Trace
+
+COMPARED = ("input-only", "theseus", "bico")
+"""The methods whose outputs are held against the fine-tuned target's, unless others are named."""
+FLOAT64 = 8
+Result = TypeVar("Result")
+
+
+@torch.inference_mode(False)
+@enough_memory()
+@exact_float32()
+def diagnose(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    fine_tuned: ModelReference | None = None,
+    methods: Sequence[str] = COMPARED,
+    checkpoints: Sequence[ModelReference] = (),
+    token: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+    **options: Any,
+) -> Diagnosis:
+    """How alike `base` and `to` see some samples, layer by layer, and what becomes of the task vector between them.
+
+    Linear CKA and mean cosine of what the sites read, before and after the input-side map; rank, score, energy and
+    unseen energy of every site; the drift of what the source's sites read, from the base to each of the `checkpoints`
+    and to `source`; and the cost. With `fine_tuned`, the target fine-tuned directly, the outputs of every layer are
+    held against its own, for the untouched target and each of the `methods`. Two models that were not fine-tuned yet
+    are compared by giving the base as the source too. The other options are those of `hf_bico.Settings`.
+
+    >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
+    """
+    settings, hub = Settings.of({**options, "evaluate": False}), Hub(token)
+    for name in (settings.method, *methods):
+        if name not in METHODS or not issubclass(METHODS[name], Carrier):
+            raise UsageError(f"'{name}' carries no task vector", "name methods such as theseus and bico")
+    if not issubclass(METHODS[settings.method], Aligner):
+        raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
+    planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+    watch, device = Stopwatch(progress), choose_device(settings.device)
+    ready = prepare(planned, settings, hub, watch, device, unchanged=True)
+    found = _Look(ready, watch)
+    tuned = None
+    if fine_tuned is not None:
+        tuned = Tuned.over(planned.lineage.target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
+    stops = [Tuned.over(planned.lineage.base, one, "a checkpoint", hub, allow_pickle) for one in checkpoints]
+    return found.diagnosis(tuned, methods, stops)
+
+
+class _Look:
+    """One look at two models, on one draw of samples."""
+
+    def __init__(self, ready: Ready, watch: Stopwatch) -> None:
+        if ready.drawn is None or ready.heads is None:
+            raise TypeError("without samples there is nothing to look at")
+        self.bench, self.settings, self.watch = ready.bench, ready.settings, watch
+        self.drawn, self.heads = ready.drawn, ready.heads
+        self.round = self._round(watch)
+
+    def _round(self, watch: Stopwatch, keeps: bool = False) -> Round:
+        return Round(self.bench, self.drawn, self.heads, watch, self.settings, keeps=keeps)
+
+    def diagnosis(self, tuned: Tuned | None, methods: Sequence[str], checkpoints: Sequence[Tuned]) -> Diagnosis:
+        lineage, settings = self.bench.planned.lineage, self.settings
+        of_port = Stopwatch(self.watch.tell)
+        carried = self._round(of_port).carry(self._carrier(settings.method))
+        report = account(self.bench.vector, carried, self.bench.pairs, self.bench.planned.left)
+        inputs = self.inputs()
+        stops = [*checkpoints, Tuned(lineage.source.name, self.bench.vector, None)]
+        paired = max(one.rows for one in inputs)
+        parameters = [sum(map(prod, model.checkpoint.shapes.values())) for model in (lineage.base, lineage.target)]
+        rows = [_rows(model, len(self.round.samples), paired) for model in (self.bench.source, self.bench.target)]
+        return Diagnosis(
+            hf_bico=__version__,
+            source=lineage.source.name,
+            base=lineage.base.name,
+            target=lineage.target.name,
+            data=self.drawn.data.name,
+            split=self.drawn.split,
+            samples=len(self.drawn.samples),
+            method=settings.method,
+            completion=settings.completion,
+            inputs=inputs,
+            sites=list(report.sites),
+            layers=list(self.bench.planned.blocks),
+            cost=cost_of(self.bench.pairs, (parameters[0], parameters[1]), (rows[0], rows[1]), paired, of_port.seconds),
+            fine_tuned=None if tuned is None else tuned.name,
+            outputs=[] if tuned is None else list(self.outputs(tuned, methods)),
+            checkpoints=[stop.name for stop in stops],
+            drift=[drift for stop in stops for drift in self.drift(stop)],
+            seed=settings.seed,
+            device=device_name(self.bench.device),
+            versions=installed_versions(),
+        )
+
+    def _carrier(self, name: str) -> Carrier:
+        method = METHODS[name](replace(self.settings, method=name))
+        assert isinstance(method, Carrier)
+        return method
+
+    # what the two pretrained models read
+
+    def inputs(self) -> list[InputLikeness]:
+        """CKA and cosine of all that the sites read, as much of it at a time as there is memory for."""
+        by_input = {key_of(Kind.INPUTS, pair): pair for pair in reversed(self.bench.pairs)}
+        pairs = list(reversed(by_input.values()))
+        found: dict[Any, Likeness] = {}
+        for number, some in enumerate(groups := _affordable(pairs, self._room)):
+            self.watch.progress("similarity", number, len(groups))
+            found |= self._likeness(some)
+        return [self._told(pair, found[key_of(Kind.INPUTS, pair)]) for pair in pairs]
+
+    @property
+    def _room(self) -> int:
+        """For sums: a quarter of what there is."""
+        return (self.settings.memory or available_memory(self.bench.device)) // 4
+
+    def _likeness(self, pairs: Sequence[SitePair]) -> dict[Any, Likeness]:
+        statistics = self.round.collected({Kind.INPUTS}, pairs)
+        sums = {key_of(Kind.INPUTS, pair): statistics.of(Kind.INPUTS, pair) for pair in pairs}
+        norms = torch.stack([one.norms for one in sums.values()]).tolist()
+        maps = dict(
+            zip(sums, polar([one.evidence for one in sums.values()], norms, self.settings.completion), strict=True)
+        )
+
+        def begin() -> tuple[dict[Any, Likeness], Shown]:
+            likeness = {key: Likeness(one.matrix) for key, one in maps.items()}
+            return likeness, lambda kind, pair, x, y: likeness[key_of(kind, pair)].add(x, y)
+
+        return self.round.shown(Kind.INPUTS, pairs, begin)
+
+    def _told(self, pair: SitePair, likeness: Likeness) -> InputLikeness:
+        readers = [one.target for one in self.bench.pairs if one.target.input == pair.target.input]
+        return InputLikeness(
+            name=pair.target.input,
+            block=pair.target.block,
+            tower=pair.target.tower,
+            source=pair.source.input,
+            roles=[site.label for site in readers],
+            widths=likeness.widths,
+            rows=likeness.rows,
+            cka=likeness.cka,
+            cka_aligned=likeness.cka_aligned,
+            cosine=likeness.cosine,
+            cosine_aligned=likeness.cosine_aligned,
+        )
+
+    # what changed models read and write, beside themselves
+
+    def outputs(self, tuned: Tuned, methods: Sequence[str]) -> Iterator[OutputLikeness]:
+        """The cosine of what every site writes, to what it writes in the fine-tuned target."""
+        target, layout = self.bench.target, self.bench.planned.lineage.target.layout
+        wanted = tuned.vector.renamed(layout.own_names)
+        round = self._round(self.watch, keeps=True)
+        carriers = {name: self._carrier(name) for name in methods if len(self.bench.vector)}
+        kinds = {kind for carrier in carriers.values() for kind in carrier.kinds}
+        if kinds and round.fit(kinds).passes == 1:
+            round.see(kinds)
+        sites = [pair.target for pair in self.bench.pairs]
+        for number, name in enumerate((UNTOUCHED, *carriers)):
+            self.watch.progress("outputs", number, 1 + len(carriers))
+            changes = Deltas({}) if name == UNTOUCHED else outcome_of(carriers[name], round).changes
+
+            def begin() -> tuple[dict[str, MeanOfRows], Shown]:
+                means = {site.name: MeanOfRows() for site in sites}
+                return means, lambda _, pair, x, y: means[pair.target.name].add(1 - turned_away(x.double(), y.double()))
+
+            both = (changes.renamed(layout.own_names), wanted)
+            found = self._beside(target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
+            for site in sites:
+                yield OutputLikeness(
+                    name=site.name, block=site.block, tower=site.tower, model=name, cosine=found[site.name].value
+                )
+
+    def drift(self, checkpoint: Tuned) -> Iterator[Drift]:
+        """How far all that the source's sites read has moved."""
+        sites = list({pair.source.input: pair.source for pair in reversed(self.bench.pairs)}.values())[::-1]
+
+        def begin() -> tuple[dict[str, Moved], Shown]:
+            moved = {site.input: Moved() for site in sites}
+            return moved, lambda _, pair, x, y: moved[pair.target.input].add(x, y)
+
+        both = (Deltas({}), self.bench.on_source(checkpoint.vector))
+        self.watch.progress("drift", 0, 1)
+        found = self._beside(self.bench.source, self.heads.source, sites, both, Kind.INPUTS, begin)
+        for site in sites:
+            moved = found[site.input]
+            yield Drift(
+                name=site.input,
+                block=site.block,
+                tower=site.tower,
+                checkpoint=checkpoint.name,
+                direction=moved.direction,
+                magnitude=moved.magnitude,
+            )
+
+    def _beside(
+        self,
+        model: LiveModel,
+        head: Head,
+        sites: Sequence[Site],
+        both: tuple[Deltas, Deltas],
+        kind: Kind,
+        begin: Callable[[], tuple[Result, Shown]],
+    ) -> Result:
+        """One model with either of two changes, over the same samples."""
+        pairs = [SitePair(site, site) for site in sites]
+        first, second = (Side(_Changed(model, changes), model.layout.tokens, stays=False) for changes in both)
+
+        def passes(size: int) -> Iterator[tuple[Pass, Pass]]:
+            done = 0
+            for samples, labels in self.round.samples.batches(size):
+                asked = partial(head.losses, model, Question(model.ready(samples), labels, first=done))
+                yield asked, asked
+                done += len(labels)
+
+        def run(size: int) -> Result:
+            found, take = begin()
+            show(pairs, first, second, passes(size), {kind}, take)
+            return found
+
+        return halving_batches(self.settings.batch, run)
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A model that has its changes while it is watched, and at no other time."""
+
+    model: LiveModel
+    changes: Deltas
+
+    @contextmanager
+    def observed(self, sites: Sequence[Site], trace: Trace) -> Iterator[Trace]:
+        with self.changes.applied_to(self.model.module), self.model.observed(sites, trace):
+            yield trace
+
+    def checkpointed(self, trace: Trace, whole_blocks: bool, looked_into: bool) -> AbstractContextManager[None]:
+        return self.model.checkpointed(trace, whole_blocks, looked_into)
+
+    def weight(self, name: str) -> Tensor:
+        return self.model.weight(name)
+
+
+def _affordable(pairs: Sequence[SitePair], room: int) -> list[list[SitePair]]:
+    """Pairs whose sums of products fit together, at least one at a time."""
+    groups: list[list[SitePair]] = [[]]
+    used = 0
+    for pair in pairs:
+        source, target = pair.source.shape[1], pair.target.shape[1]
+        size = FLOAT64 * (source**2 + target**2 + 3 * source * target)
+        if groups[-1] and used + size > room:
+            groups.append([])
+            used = 0
+        groups[-1].append(pair)
+        used += size
+    return groups
+
+
+def _rows(model: LiveModel, samples: int, paired: int) -> int:
+    """How many tokens of these samples run through a model; of texts, those that were paired."""
+    tokens = model.layout.tokens
+    return paired if tokens is None else samples * (tokens.prefix + prod(tokens.grid))

@@ -1,0 +1,359 @@
+"""A diagnosis as the figures of the paper, each a PNG. Knows what was found; neither models nor how it was measured.
+
+Every picture is None where there is nothing to draw, and has the same bytes for the same findings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from math import ceil, floor, isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.comparison.cells import LABELS
+from hf_bico.comparison.picture import REFERENCE_LINES, method_style
+from hf_bico.diagnosis.block_axis import BlockAxis
+from hf_bico.diagnosis.findings import UNTOUCHED, Drift, Findings, Place, by_place
+from hf_bico.drawing import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, frame, png
+from hf_bico.heat_strips import alignment_picture
+from hf_bico.markdown import clean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 7.2
+# inches of an x axis: of one of two panels, beside a legend, and alone
+_HALF, _MOST, _ALL = 2.8, 5.0, 6.4
+_MOST_CHECKPOINTS = 9
+_MOST_MARKED = 30
+"""So many lines may have markers."""
+_GREY = "#777777"
+_DASHES = (0, (4, 1.5))
+_SECOND: dict[str, Any] = {"linestyle": _DASHES, "markerfacecolor": "white"}
+"""How a cosine is drawn beside a CKA."""
+_PAIRS = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"), (SKY, "P"))
+_LIGHTEST = 0.8
+"""Where viridis ends here: what is lighter cannot be seen on white."""
+_DRIFTS: dict[tuple[str, str], Callable[[Drift], float]] = {
+    ("direction", "1 \u2212 cos"): lambda one: one.direction,
+    ("magnitude", "relative change of norm"): lambda one: one.magnitude,
+}
+_LAST_NUMBER = re.compile(r"(?<!\d)\d{1,12}$", re.ASCII)
+_LEGEND: dict[str, Any] = {
+    "frameon": False,
+    "handlelength": 2.3,
+    "prop": {"family": FONT_FAMILY, "size": 8.5},
+    "labelcolor": INK,
+}
+
+
+def similarity_picture(diagnosis: Findings) -> bytes | None:
+    """Figure 1: CKA and cosine of what each target block reads, before and after the input-side alignment."""
+    return png(lambda: _draw_similarity(diagnosis)) if diagnosis.inputs else None
+
+
+def initial_picture(diagnoses: Sequence[Findings]) -> bytes | None:
+    """Figure B: CKA of several pairs before any alignment, and cosine where a pair has one width."""
+    towers = _towers(diagnoses)
+    return png(lambda: _draw_initial(towers)) if towers else None
+
+
+def outputs_picture(diagnosis: Findings) -> bytes | None:
+    """Figure 2: how near what each model writes is to what the fine-tuned target writes."""
+    return png(lambda: _draw_outputs(diagnosis)) if diagnosis.outputs else None
+
+
+def drift_picture(diagnosis: Findings) -> bytes | None:
+    """Figure A: how far what each block reads moves from the base, along the checkpoints; of one, block by block."""
+    checkpoints = _checkpoints(diagnosis)
+    if len(checkpoints) > 1:
+        return png(lambda: _draw_drift(diagnosis))
+    return png(lambda: _draw_only_drift(diagnosis)) if checkpoints else None
+
+
+def sites_picture(diagnosis: Findings) -> bytes | None:
+    """Score in, score out and unseen energy of every site, as the card of a port shows them."""
+    return alignment_picture(diagnosis.sites, len(diagnosis.layers))
+
+
+# Figure 1
+
+
+def _draw_similarity(diagnosis: Findings) -> Figure:
+    found = diagnosis.inputs
+    cka, cosine = by_place(found, lambda one: one.cka), by_place(found, lambda one: one.cosine)
+    aligned = by_place(found, lambda one: one.cka_aligned), by_place(found, lambda one: one.cosine_aligned)
+    blocks = BlockAxis.of((one.place for one in found), _HALF)
+    figure, (before, after) = _figure(2.9, 2, sharey=True)
+    for axes, (first, second) in ((before, (cka, cosine)), (after, aligned)):
+        blocks.line(axes, first, label="linear CKA", color=BLUE, marker="o")
+        blocks.line(axes, second, label="mean cosine", color=RED, marker="s", **_SECOND)
+        blocks.label(axes)
+    before.set_title("before alignment", fontsize=9, loc="left", **FONT)
+    after.set_title("after input-side alignment", fontsize=9, loc="left", **FONT)
+    before.set_ylabel("similarity", fontsize=9, **FONT)
+    _similarity_axis(before, _drawn(before, after))
+    widths = dict.fromkeys("{} to {}".format(*one.widths) for one in found if one.cosine is None)
+    if widths:
+        named = ", ".join(list(widths)[:2]) + (", …" if len(widths) > 2 else "")
+        _note(before, f"cosine: n/a across widths\n{named}")
+    _legend_above(figure, after)
+    return figure
+
+
+def _note(axes: Axes, text: str) -> None:
+    """Small and grey, above the panel, where no line can be."""
+    style: dict[str, Any] = {"fontsize": 7.5, "fontfamily": FONT_FAMILY, "color": _GREY, "linespacing": 1.3}
+    axes.text(1.0, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", **style)
+
+
+# Figure B
+
+
+@dataclass(frozen=True)
+class _Tower:
+    """One tower of one pair, before anything is lined up."""
+
+    name: str
+    cka: dict[Place, float]
+    cosine: dict[Place, float]
+
+    @property
+    def blocks(self) -> list[int]:
+        return [place.block for place in self.cka if place.block is not None]
+
+
+def _towers(diagnoses: Sequence[Findings]) -> list[_Tower]:
+    titles = [diagnosis.title for diagnosis in diagnoses if diagnosis.inputs]
+    towers = []
+    for diagnosis in diagnoses:
+        name = _shortened(diagnosis.title, 70)
+        if titles.count(diagnosis.title) > 1:
+            name = f"{_shortened(diagnosis.title, 48)} on {_shortened(diagnosis.data, 18)}"
+        for tower in dict.fromkeys(one.tower for one in diagnosis.inputs):
+            found = [one for one in diagnosis.inputs if one.tower == tower]
+            cka, cosine = by_place(found, lambda one: one.cka), by_place(found, lambda one: one.cosine)
+            towers.append(_Tower(f"{name}, {clean(tower, 12)}" if tower else name, cka, cosine))
+    return towers
+
+
+def _draw_initial(towers: Sequence[_Tower]) -> Figure:
+    lines = sum(2 if tower.cosine else 1 for tower in towers)
+    figure, (axes,) = _figure(2.9 + 0.2 * lines)
+    one_depth = all(tower.blocks == towers[0].blocks for tower in towers)
+    for tower, (colour, marker) in zip(towers, cycle(_PAIRS), strict=False):
+        unit = 1 if one_depth else max(1, len(tower.cka) - 1)
+        blocks = BlockAxis({place: number / unit for number, place in enumerate(tower.cka)}, _ALL)
+        style: dict[str, Any] = {"color": colour, "marker": marker}
+        blocks.line(axes, tower.cka, label=f"{tower.name}: CKA", **style)
+        blocks.line(axes, tower.cosine, label=f"{tower.name}: cosine", **style, **_SECOND)
+    if one_depth:
+        longest = max(towers, key=lambda tower: len(tower.cka))
+        BlockAxis.of((place._replace(tower="") for place in longest.cka), _ALL).label(axes)
+    else:
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("relative depth in the target (0: first block, 1: last)", fontsize=9, **FONT)
+    axes.set_ylabel("similarity before alignment", fontsize=9, **FONT)
+    _similarity_axis(axes, _drawn(axes))
+    _legend_above(figure, axes, columns=1)
+    return figure
+
+
+# Figure 2
+
+
+def _draw_outputs(diagnosis: Findings) -> Figure:
+    figure, (axes,) = _figure(3.2)
+    blocks = BlockAxis.of((one.place for one in diagnosis.outputs), _MOST)
+    ends = []
+    for number, model in enumerate(diagnosis.models):
+        cosines = by_place([one for one in diagnosis.outputs if one.model == model], lambda one: one.cosine)
+        colour, marker = method_style(model)
+        style: dict[str, Any] = {
+            "label": "target, pretrained" if model == UNTOUCHED else clean(LABELS.get(model, model), 28),
+            "linestyle": REFERENCE_LINES[UNTOUCHED] if model == UNTOUCHED else "-",
+            "linewidth": 2.2 if model == "bico" else 1.3,
+            "zorder": 5 if model == "bico" else 3,
+        }
+        line = blocks.line(axes, cosines, number, color=colour, marker=marker, **style)
+        ends.append((list(cosines.values())[-1], line))
+    blocks.label(axes)
+    axes.set_ylabel("mean cosine to the fine-tuned target", fontsize=9, **FONT)
+    low, high = min(_drawn(axes)), max(_drawn(axes))
+    room = 0.06 * (high - low) or 0.001
+    axes.set_ylim(low - room, high + room if high + room < 1 else max(high, 1.0))
+    axes.ticklabel_format(axis="y", useOffset=False)
+    top_down = [line for _, line in sorted(ends, key=lambda end: -end[0])]
+    axes.legend(handles=top_down, loc="center left", bbox_to_anchor=(1.02, 0.5), **_LEGEND)
+    return figure
+
+
+# Figure A
+
+
+def _checkpoints(diagnosis: Findings) -> list[str]:
+    """Those that something is known of, in their order."""
+    known = {one.checkpoint for one in diagnosis.drift}
+    return [name for name in dict.fromkeys(diagnosis.checkpoints) if name in known]
+
+
+def _draw_only_drift(diagnosis: Findings) -> Figure:
+    (checkpoint,) = _checkpoints(diagnosis)
+    found = [one for one in diagnosis.drift if one.checkpoint == checkpoint]
+    blocks = BlockAxis.of((one.place for one in found), _HALF)
+    figure, grid = _figure(2.6, 2)
+    for axes, (names, value) in zip(grid, _DRIFTS.items(), strict=True):
+        blocks.line(axes, by_place(found, value), color=BLUE, marker="o")
+        blocks.label(axes)
+        _drift_axis(axes, *names)
+    return figure
+
+
+def _draw_drift(diagnosis: Findings) -> Figure:
+    checkpoints = _checkpoints(diagnosis)
+    numbers = _numbers(checkpoints)
+    towers: dict[str, list[Place]] = {}
+    for place in dict.fromkeys(one.place for one in diagnosis.drift):
+        towers.setdefault(place.tower, []).append(place)
+    styles = _depth_styles(towers)
+    figure, grid = _figure(2.8 if numbers else 3.2, 2)
+    for axes, (names, value) in zip(grid, _DRIFTS.items(), strict=True):
+        drifts = [by_place([one for one in diagnosis.drift if one.checkpoint == here], value) for here in checkpoints]
+        for place, style in styles.items():
+            values = [0.0, *(drift.get(place, nan) for drift in drifts)]
+            axes.plot([0, *(numbers or range(1, len(values)))], values, clip_on=False, **style)
+        _drift_axis(axes, *names)
+        _label_checkpoints(axes, checkpoints, numbers)
+    if len(styles) > len(towers):
+        _depth_bar(figure, grid, {place: styles[place]["color"] for place in max(towers.values(), key=len)})
+    if len(towers) > 1:
+        _legend_of_towers(figure, {tower: styles[places[0]] for tower, places in towers.items()})
+    return figure
+
+
+def _depth_styles(towers: dict[str, list[Place]]) -> dict[Place, dict[str, Any]]:
+    """The colour tells the depth of a place, and dashes its tower; the base, at zero, has no marker."""
+    import matplotlib
+
+    viridis = matplotlib.colormaps["viridis"]
+    last = max(1, *(len(places) - 1 for places in towers.values()))
+    marked = sum(map(len, towers.values())) <= _MOST_MARKED
+    shown = {"linewidth": 1.2, "marker": "o", "markersize": 2.5} if marked else {"linewidth": 0.8}
+    styles: dict[Place, dict[str, Any]] = {}
+    for dashes, places in zip(cycle(("-", _DASHES, (0, (1, 1.5)))), towers.values(), strict=False):
+        for number, place in enumerate(places):
+            colour = viridis(_LIGHTEST * number / last)
+            styles[place] = {**shown, "color": colour, "linestyle": dashes, "markevery": slice(1, None)}
+    return styles
+
+
+def _legend_of_towers(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], **{**style, "color": INK, "marker": ""}) for style in styles.values()]
+    labels = [f"{clean(tower, 12) or 'main'} tower" for tower in styles]
+    figure.legend(lines, labels, loc="outside upper center", ncols=3, **_LEGEND)
+
+
+def _numbers(checkpoints: Sequence[str]) -> list[int] | None:
+    """The numbers that the names of checkpoints end in; None where one has none, or where they do not grow.
+
+    >>> _numbers(["step-100", "run@step300"]), _numbers(["step-100", "final"])
+    ([100, 300], None)
+    """
+    found = [int(number[0]) for name in checkpoints if (number := _LAST_NUMBER.search(name))]
+    grow = all(before < after for before, after in pairwise([0, *found]))
+    return found if grow and len(found) == len(checkpoints) else None
+
+
+def _label_checkpoints(axes: Axes, checkpoints: Sequence[str], numbers: list[int] | None) -> None:
+    """The base at zero, then numbers as they suit the axis, or names, not more than fit."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+
+    axes.set_xlim(0, numbers[-1] if numbers else len(checkpoints))
+    axes.set_xlabel("checkpoint", fontsize=9, **FONT)
+    if numbers:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        thousands = EngFormatter(sep="")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: thousands(number) if number else "base"))
+        return
+    names = ["base", *(_end(name, 14) for name in checkpoints)]
+    places = range(0, len(names), ceil(len(names) / _MOST_CHECKPOINTS))
+    slanted: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(places, [names[place] for place in places], fontsize=8, **slanted, **FONT)
+
+
+def _drift_axis(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=9, loc="left", **FONT)
+    axes.set_ylabel(unit, fontsize=9, **FONT)
+    axes.yaxis.get_offset_text().set_fontsize(8)
+    if min(_drawn(axes)) >= 0:
+        axes.set_ylim(bottom=0)
+
+
+def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[Place, Any]) -> None:
+    """Which colour is which block."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+
+    number = len(colours)
+    edges = BoundaryNorm([edge - 0.5 for edge in range(number + 1)], number)
+    shades = ScalarMappable(edges, ListedColormap(list(colours.values())))
+    bar = figure.colorbar(shades, ax=list(grid), fraction=0.03, pad=0.015, aspect=28)
+    blocks = BlockAxis.of((place._replace(tower="") for place in colours), 0)
+    shown = blocks.spread(dict.fromkeys(blocks.positions, number / 8))
+    bar.set_ticks([blocks.positions[place] for place in shown], labels=[place.label for place in shown])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(length=0, labelsize=8, labelcolor=INK, labelfontfamily=FONT_FAMILY)
+    bar.set_label("block", fontsize=9, **FONT)
+    bar.outline.set_visible(False)
+
+
+# What they share
+
+
+def _figure(height: float, panels: int = 1, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Panels side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height))
+    figure.set_layout_engine("constrained", w_pad=0.06)
+    grid = figure.subplots(1, panels, squeeze=False, sharey=sharey)
+    for axes in grid.flat:
+        frame(axes)
+    return figure, list(grid.flat)
+
+
+def _drawn(*panels: Axes) -> list[float]:
+    """The values of all lines that are numbers."""
+    import numpy as np
+
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for axes in panels for line in axes.lines])
+    return [float(value) for value in values if isfinite(value)] or [0.0]
+
+
+def _similarity_axis(axes: Axes, values: Sequence[float]) -> None:
+    """From 0, or from below where a cosine is, to 1."""
+    axes.set_ylim(min(0.0, floor(20 * min(values)) / 20), max(1.0, *values))
+
+
+def _legend_above(figure: Figure, axes: Axes, columns: int = 2) -> None:
+    """The lines of one panel, above all of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, **_LEGEND)
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Without its middle where it is long: names begin and end with what tells them apart."""
+    shown = clean(text, 2000)
+    half = (limit - 1) // 2
+    return shown if len(shown) <= limit else f"{shown[: limit - 1 - half].rstrip()}…{shown[-half:].lstrip()}"
+
+
+def _end(text: str, limit: int) -> str:
+    """The end of a long name, which tells checkpoints apart."""
+    shown = clean(text, 2000)
+    return shown if len(shown) <= limit else f"…{shown[1 - limit :].lstrip()}"

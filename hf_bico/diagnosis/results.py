@@ -1,0 +1,158 @@
+"""A diagnosis as a result: read, written, and shown as tables and pictures; measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from hf_bico.diagnosis.findings import SCHEMA as SCHEMA
+from hf_bico.diagnosis.findings import Drift, Findings, InputLikeness, OutputLikeness
+from hf_bico.diagnosis.pictures import (
+    drift_picture,
+    initial_picture,
+    outputs_picture,
+    similarity_picture,
+    sites_picture,
+)
+from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
+from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
+from hf_bico.markdown import markdown_table, plain
+from hf_bico.output import require_free, write_file
+from hf_bico.record import from_plain, to_plain
+from hf_bico.report import format_table
+
+JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
+PICTURES = {
+    "similarity.png": similarity_picture,
+    "outputs.png": outputs_picture,
+    "drift.png": drift_picture,
+    "sites.png": sites_picture,
+}
+"""The paper's figures 1, 2 and A for these models, and the strips that a card has."""
+INITIAL_FILE = "initial.png"
+"""Its figure B, beside other diagnoses."""
+_CAPTIONS = {
+    "similarity.png": "How alike the two pretrained models see the samples, before and after the input-side map.",
+    "outputs.png": "How alike the outputs of every layer are to those of the target that was fine-tuned directly.",
+    "drift.png": "How far what every layer of the source reads moves from the base.",
+    "sites.png": "How well the maps of every site line up, and how much of the change lay where nothing was seen.",
+    INITIAL_FILE: "How alike pairs of pretrained models see the samples, before any alignment.",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis(Findings):
+    """How alike two models are on some samples, and how well a task vector is carried between them."""
+
+    def to_json(self) -> str:
+        return to_plain(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Diagnosis:
+        try:
+            content = json.loads(text)
+            schema = content.get("schema") if isinstance(content, dict) else None
+            if schema != SCHEMA:
+                raise RecordError(f"the diagnosis has schema {schema!r}", "use the version of hf-bico that wrote it")
+            found: Diagnosis = from_plain(cls, content)
+        except (ValueError, TypeError) as error:
+            raise RecordError(f"the diagnosis cannot be read: {error}", "diagnose again") from error
+        return found
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Diagnosis:
+        """Read what was written into a folder."""
+        try:
+            text = (Path(folder) / JSON_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"'{folder}' holds no {JSON_FILE} that can be read", "name the folder of a diagnosis"
+            ) from error
+        return cls.from_json(text)
+
+    @classmethod
+    def averaged(cls, several: Sequence[Diagnosis]) -> Diagnosis:
+        """The means over several diagnoses of one pair of models, on other tasks or samples, as the paper's figures.
+
+        Sites, costs and what else is not a mean are those of the first.
+        """
+        if not several:
+            raise UsageError("there is no diagnosis to average", "give at least one")
+        first = several[0]
+        if any((one.base, one.target) != (first.base, first.target) for one in several):
+            raise UsageError("diagnoses of different pairs of models have no average", "average those of one pair")
+        lists: dict[str, Any] = {
+            name: [_mean(found) for found in zip(*(getattr(one, name) for one in several), strict=True)]
+            for name in ("inputs", "outputs", "drift")
+        }
+        data = ", ".join(dict.fromkeys(one.data for one in several))
+        return replace(first, data=data, **lists)
+
+    def table(self) -> str:
+        """Everything by block, as plain text."""
+        tables = [format_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
+        return "\n\n".join([*tables, "\n".join(cost_lines(self.cost))])
+
+    def __repr__(self) -> str:
+        return f"Diagnosis of {self.title} on {self.samples} samples of {self.data}"
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return "\n\n".join(self._shown())
+
+    def _shown(self) -> list[str]:
+        tables = [markdown_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
+        return [*tables, *(plain(line) for line in (*cost_lines(self.cost), seconds_line(self.cost)))]
+
+    def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> list[Path]:
+        """Write diagnosis.json, .md and the pictures; the files that were written.
+
+        With other diagnoses `beside`, their similarity before alignment is drawn together with this one's.
+        """
+        folder = Path(folder)
+        require_own(folder, overwrite)
+        drawn = {name: draw(self) for name, draw in PICTURES.items()}
+        drawn[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
+        pictures = {name: picture for name, picture in drawn.items() if picture is not None}
+        told = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._shown()]
+        told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in pictures]
+        content = {MARKDOWN_FILE: ("\n\n".join(told) + "\n").encode(), **pictures, JSON_FILE: self.to_json().encode()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in {*drawn, *content} - set(content):
+                (folder / name).unlink(missing_ok=True)  # of an earlier diagnosis
+            for name, some in content.items():  # what tells that the folder is ours comes last
+                write_file(folder / name, some)
+        except OSError as error:
+            raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
+        return [folder / name for name in content]
+
+
+Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift)
+
+
+def _mean(found: Sequence[Found]) -> Found:
+    """What was found of one place in several diagnoses, as one: numbers are means."""
+    first = found[0]
+    if len({one.name for one in found}) > 1:
+        raise UsageError("the diagnoses are of different layers", "average those of one pair of models")
+    numbers: dict[str, Any] = {}
+    for field in fields(first):
+        values = [getattr(one, field.name) for one in found]
+        if all(isinstance(value, float) for value in values):
+            numbers[field.name] = fmean(values)
+    return replace(first, **numbers)
+
+
+def require_own(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds something else, or another diagnosis unless that may be replaced."""
+    if not (folder / JSON_FILE).is_file():
+        require_free(folder, overwrite=False)
+    elif not overwrite:
+        raise OutputExistsError(
+            f"'{folder}' holds a diagnosis", "choose another folder with -o, or replace it with --overwrite"
+        )

@@ -1,0 +1,239 @@
+"""From a plan to models, samples and questions: all that is done before the first statistic.
+
+Draws the samples, downloads and loads the models, and finds out how they are asked. Neither carries nor measures.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import torch
+
+from hf_bico.bench import Bench, similar_blocks
+from hf_bico.choosing import settled, towers_of, without_labels
+from hf_bico.data.calibration import Drawn, draw, evaluation_samples
+from hf_bico.data.dataset import Samples
+from hf_bico.environment import Stopwatch
+from hf_bico.errors import DataUnknownError, EmptyTaskVectorError, UnsuitableMethodError, UsageError
+from hf_bico.heads import heads_of
+from hf_bico.hub.client import Hub
+from hf_bico.methods import METHODS, Method, Trainer
+from hf_bico.methods.aligning import Aligner
+from hf_bico.objectives import Heads
+from hf_bico.planning import matched
+from hf_bico.plans import Plan
+from hf_bico.processes import ALONE, Team, process_count
+from hf_bico.resolving import Lineage
+from hf_bico.rounds import no_predictions, require_enough_to_mispair
+from hf_bico.settings import Settings
+from hf_bico.sites import TEXT_SIDE, TEXTS
+from hf_bico.text_checks import require_readable, require_tokenizers
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The loaded models with the task vector, the samples, and how the models are asked about them; or no samples.
+
+    `held_out` is a split, and those of its samples that are measured on.
+    """
+
+    bench: Bench
+    method: Method
+    drawn: Drawn | None = None
+    heads: Heads | None = None
+    held_out: tuple[str, Samples] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self.bench.settings
+
+
+def prepare(
+    planned: Plan,
+    settings: Settings,
+    hub: Hub,
+    watch: Stopwatch,
+    device: torch.device,
+    team: Team = ALONE,
+    unchanged: bool = False,
+) -> Ready:
+    """Draw, download, load, and settle how the models are asked.
+
+    A source that differs nowhere from its base is refused, unless it may be `unchanged`, or the target is trained.
+    """
+    planned, asked, measured_by = matched(planned, settings.layers), settings.objective, settings.evaluation
+    settings = _settled(planned, settings)
+    method = METHODS[settings.method](settings)
+    require_possible(planned, settings, method)
+    with watch("sample"):
+        drawn = _draw(planned, settings, hub)
+        if drawn is not None:
+            if not drawn.data.labelled and drawn.data.columns.teaches_itself:
+                settings = without_labels(settings, measured_by)
+            if settings.control:
+                require_enough_to_mispair(len(drawn.samples))
+            require_tokenizers(planned.lineage, [drawn])
+    with watch("download"):
+        planned = planned.fetched(watch.progress)
+    _hash_meanwhile(planned.lineage)
+    bench = Bench.open(planned, settings, device, watch, team, unchanged or isinstance(method, Trainer))
+    bench = _with_towers(bench, method, drawn, asked)
+    if drawn is None:
+        return Ready(bench, method)
+    return Ready(method=method, **_asked_about(bench, drawn, method))
+
+
+def _hash_meanwhile(lineage: Lineage) -> None:
+    """Find the files' SHA-256, which the record tells in the end, while the GPU is busy."""
+
+    def find() -> None:
+        with suppress(OSError):  # what cannot be read is told by who reads it
+            _ = [model.sha256 for model in lineage.models]  # each keeps its own
+
+    Thread(target=find, daemon=True).start()
+
+
+def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> dict[str, Any]:
+    """The samples as they are used, how the models are asked about them, and what is held out to measure on."""
+    bench.agree_on_length()
+    drawn = bench.chosen(drawn)
+    held_out = _held_out(drawn, method, bench.settings.eval_samples)
+    require_readable(bench, drawn.split, drawn.samples)
+    if measures(bench.settings, drawn, held_out[1]):
+        require_readable(bench, *held_out)
+    heads = heads_of(bench, drawn.data.class_names, drawn)
+    drawn = bench.labelled(drawn, heads)
+    if bench.settings.layers == "similarity":
+        bench = bench.matched(similar_blocks(bench, drawn.samples))
+    return {"bench": bench, "drawn": drawn, "heads": heads, "held_out": held_out}
+
+
+def measures(settings: Settings, drawn: Drawn, samples: Samples) -> bool:
+    """Whether measuring is asked for, and there are samples for it, with labels where classes are told apart."""
+    known = drawn.data.labelled or settings.objective != "classification"
+    return settings.evaluate and len(samples) > 0 and known
+
+
+def _with_towers(bench: Bench, method: Method, drawn: Drawn | None, asked: Any) -> Bench:
+    """The bench with those towers of a CLIP that are carried, and the objective that asks both of them.
+
+    A data set of captions, or a text tower to carry, is asked by contrast, unless something else was `asked` for.
+    """
+    settings = bench.settings
+    if not bench.source.layout.text_blocks:
+        return bench
+    captions = drawn is not None and not drawn.data.labelled and drawn.data.columns.teaches_itself
+    predicted = drawn is not None and drawn.labels == "pseudo" and not captions
+    by_classes = predicted or isinstance(method, Trainer) or method.needs_predictions or settings.readout
+    fixed = by_classes or method.one_tower or asked == "zero-shot" or settings.own_objective
+    towers = towers_of(settings, bench.changed_towers, fixed)
+    objective = settings.objective
+    if drawn is not None and not settings.own_objective:
+        contrast = asked == "contrastive" or (not fixed and (TEXT_SIDE in towers or captions))
+        objective = "contrastive" if contrast else "zero-shot"
+        if TEXT_SIDE in towers and not contrast:
+            raise UnsuitableMethodError(
+                f"the text tower is asked by captions, and {settings.method} by classes", "use --tower vision, or bico"
+            )
+    if objective == "contrastive" and settings.control:
+        raise UnsuitableMethodError(
+            "--control mispairs samples, and captions of different lengths have no rows to pair", "leave --control out"
+        )
+    found = bench.of_towers(towers, objective)
+    lineage = found.planned.lineage
+    if not found.pairs:
+        raise EmptyTaskVectorError(
+            f"'{lineage.source.name}' changed nothing that can be carried in the "
+            f"{settings.tower or 'vision'} tower of its base",
+            "choose another with --tower",
+        )
+    method.require(lineage.base.layout, lineage.target.layout, found.pairs)
+    return found
+
+
+def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
+    """Refuse, before anything large is downloaded, what cannot be done with these models and this data."""
+    lineage = planned.lineage
+    # which towers of a CLIP a fine-tuned model changed is known once it is read
+    method.require(lineage.base.layout, lineage.target.layout, planned.main_pairs or planned.pairs)
+    if lineage.data is None and (method.looks_at_data or settings.readout):
+        raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
+    if not settings.predicts and (method.needs_predictions or settings.readout):
+        raise no_predictions("--readout" if settings.readout else settings.method)
+    if process_count() > 1 and isinstance(method, Trainer):
+        raise UnsuitableMethodError(
+            f"{settings.method} trains, which several processes do not share", "use one process"
+        )
+    if settings.own_objective and isinstance(method, Trainer):
+        raise UnsuitableMethodError(
+            f"{settings.method} trains by an objective of the models' own", "leave the objective out, or use bico"
+        )
+    require_projection(planned, settings)
+    if settings.tower is not None and "contrastive" not in lineage.base.layout.objectives:
+        raise UsageError("--tower chooses between the towers of a CLIP, and the base is none", "leave --tower out")
+    if settings.fit_head and settings.objective not in ("auto", "classification"):
+        raise UsageError(
+            f"--probe fits a classifier's head, and these models are asked by {_asked_by(settings)}",
+            "leave --probe out",
+        )
+    if isinstance(method, Trainer) and method.whole_split and settings.labels == "pseudo":
+        raise UnsuitableMethodError(
+            f"{settings.method} trains on the data set's own labels", "leave --labels pseudo out, or use fewshot"
+        )
+    if settings.control and not isinstance(method, Aligner):
+        raise UnsuitableMethodError(
+            f"--control mispairs the two models' samples, and {settings.method} does not pair any",
+            "leave --control out, or use a method that aligns, such as bico",
+        )
+    if settings.control and lineage.base.layout.reads == TEXTS:
+        raise UnsuitableMethodError(
+            "--control mispairs samples, and texts of different lengths have no rows to pair", "leave --control out"
+        )
+    if settings.layers == "similarity" and lineage.data is None:
+        raise UsageError("--layers similarity compares what blocks read, and no data was given", "name it with --data")
+
+
+def _settled(planned: Plan, settings: Settings) -> Settings:
+    """The settings for these models; what calibrates on nothing asks nothing."""
+    lineage = planned.lineage
+    return settings if lineage.data is None else settled(settings, lineage.base.layout, lineage.target.layout)
+
+
+def _asked_by(settings: Settings) -> str:
+    return settings.objective if isinstance(settings.objective, str) else "an objective of the caller's own"
+
+
+def require_projection(planned: Plan, settings: Settings) -> None:
+    """Refuse a readout where there is nothing that it could correct."""
+    if settings.readout and not any(site.role == "proj" for site in planned.lineage.target.layout.main_sites):
+        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+
+
+def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
+    data = planned.lineage.data
+    known = planned.lineage.source.origin.class_names
+    reads = planned.lineage.base.layout.reads
+    return None if data is None else draw(data, settings, hub, known_names=known or None, reads=reads)
+
+
+def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
+    """All labelled samples of the split that was drawn from, but for those that are measured on; of texts all of them.
+
+    There are none where its labels are not there, or are not to be used.
+    """
+    taken = set(held_out.indices) if split == drawn.split else set()
+    known = drawn.labels == "dataset" or drawn.data.columns.teaches_itself
+    order = drawn.data.order(drawn.split, drawn.strategy.seed) if known else []
+    rows = drawn.data.first_of(drawn.split, (index for index in order if index not in taken), len(order))
+    return drawn.data.samples(drawn.split, rows)
+
+
+def _held_out(drawn: Drawn, method: Method, most: int) -> tuple[str, Samples]:
+    """What is measured on; where that is of the split that a whole split is trained on, a fifth of it at most."""
+    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, most)
+    if isinstance(method, Trainer) and method.whole_split and split == drawn.split:
+        samples = samples.first(max(1, len(drawn.data.splits[split]) // 5))
+    return split, samples
