@@ -50,6 +50,8 @@ class Bench:
     """Where the models run and sums are kept."""
     team: Team = ALONE
     """The processes that share the work."""
+    unchanged: bool = False
+    """Whether the task vector changes none of the pairs, and they are all that there are."""
 
     @classmethod
     def open(
@@ -69,8 +71,8 @@ class Bench:
         with watch("read"):
             vector = TaskVector.over(lineage.source, lineage.base, None if device.type == "cpu" else device)
             pairs = _changed_pairs(planned, vector)
-            if unchanged and not pairs:
-                pairs = list(planned.pairs)
+            unchanged = unchanged and not pairs
+            pairs = list(planned.pairs) if unchanged else pairs
             require_plausible(vector, [pair.source for pair in pairs], lineage.base.checkpoint, settings.force)
         with watch("load"):
             dtype = choose_dtype(settings.dtype)
@@ -78,7 +80,7 @@ class Bench:
             if target.module is source.module:  # each is changed on its own
                 target = lineage.target.family.wrap(copy.deepcopy(target.module))
             source.max_length = target.max_length = settings.max_length
-        return cls(planned, settings, vector, pairs, source, target, device, team)
+        return cls(planned, settings, vector, pairs, source, target, device, team, unchanged)
 
     def agree_on_length(self) -> None:
         """Let both models read as much of a text as the shorter of them takes: they are measured on the same tokens."""
@@ -88,7 +90,7 @@ class Bench:
     @property
     def changed_towers(self) -> tuple[str, ...]:
         """Those of whose sites the task vector changes any; the main one where it changes nothing."""
-        if not len(self.vector):
+        if self.unchanged:
             return ("",)
         return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
 
@@ -100,7 +102,7 @@ class Bench:
 
     def _pairs_of(self, planned: Plan) -> list[SitePair]:
         """Those that the task vector changes, or all where it changes nothing."""
-        return _changed_pairs(planned, self.vector) if len(self.vector) else list(planned.pairs)
+        return list(planned.pairs) if self.unchanged else _changed_pairs(planned, self.vector)
 
     @property
     def tuning(self) -> Deltas:

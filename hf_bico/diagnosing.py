@@ -5,16 +5,19 @@ Measures layer by layer and returns a `Diagnosis`; prints and writes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_bico.choosing import settled
 from hf_bico.collecting import Shown, Side, show
 from hf_bico.costs import cost_of
 from hf_bico.deltas import Deltas
@@ -29,20 +32,22 @@ from hf_bico.environment import (
     halving_batches,
     installed_versions,
 )
-from hf_bico.errors import UsageError
+from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
 from hf_bico.hub.client import Hub
+from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS, Carrier
 from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
 from hf_bico.objectives import Head, Question
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
+from hf_bico.plans import Plan
 from hf_bico.preparing import Ready, prepare
 from hf_bico.procrustes import polar
 from hf_bico.progress import Progress, silent
-from hf_bico.rounds import Round
-from hf_bico.settings import Settings
+from hf_bico.rounds import Round, no_predictions
+from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.similarity import Likeness, MeanOfRows, Moved, turned_away
 from hf_bico.sites import Site, SitePair
 from hf_bico.statistics import Kind, key_of
@@ -53,6 +58,8 @@ from hf_bico.watching import Pass, Trace
 
 COMPARED = ("input-only", "theseus", "bico")
 """The methods whose outputs are held against the fine-tuned target's, unless others are named."""
+TUNED_TARGET, A_CHECKPOINT = "the fine-tuned target", "a checkpoint"
+"""What these models are called in errors."""
 FLOAT64 = 8
 Result = TypeVar("Result")
 
@@ -85,20 +92,53 @@ def diagnose(
     >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
     """
     settings, hub = Settings.of({**options, "evaluate": False}), Hub(token)
-    for name in (settings.method, *methods):
-        if name not in METHODS or not issubclass(METHODS[name], Carrier):
-            raise UsageError(f"'{name}' carries no task vector", "name methods such as theseus and bico")
     if not issubclass(METHODS[settings.method], Aligner):
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
+    names = _carriers([methods] if isinstance(methods, str) else methods)
     planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+    if fine_tuned is not None:
+        names = _suitable(names, planned, settings, spares="all" in methods)
+    for what, references in ((TUNED_TARGET, [fine_tuned]), (A_CHECKPOINT, checkpoints)):
+        for reference in references:
+            if isinstance(reference, str | Path):  # what is not there is said before anything large is downloaded
+                locate(reference, what, hub)
     watch, device = Stopwatch(progress), choose_device(settings.device)
     ready = prepare(planned, settings, hub, watch, device, unchanged=True)
-    found = _Look(ready, watch)
+    found, lineage = _Look(ready, watch), ready.bench.planned.lineage
     tuned = None
     if fine_tuned is not None:
-        tuned = Tuned.over(planned.lineage.target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
-    stops = [Tuned.over(planned.lineage.base, one, "a checkpoint", hub, allow_pickle) for one in checkpoints]
-    return found.diagnosis(tuned, methods, stops)
+        tuned = Tuned.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
+    stops = [Tuned.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle) for one in checkpoints]
+    return found.diagnosis(tuned, names, stops)
+
+
+def _carriers(methods: Sequence[str]) -> list[str]:
+    """The methods that were named, or all that carry."""
+    known = [name for name in METHOD_NAMES if issubclass(METHODS[name], Carrier)]
+    names = list(dict.fromkeys(one for name in methods for one in (known if name == "all" else [name])))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"'{name}' carries no task vector", f"name some of: all, {', '.join(known)}")
+    if not names:
+        raise UsageError("no method is named", f"name some of: all, {', '.join(known)}")
+    return names
+
+
+def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: bool) -> list[str]:
+    """Those that can carry between these models; one that cannot is refused, unless all were asked for."""
+    found, lineage = [], planned.lineage
+    asked = settled(settings, lineage.base.layout, lineage.target.layout)
+    for name in names:
+        method = METHODS[name](settings)
+        try:
+            method.require(lineage.base.layout, lineage.target.layout, planned.main_pairs or planned.pairs)
+            if method.needs_predictions and not asked.predicts:
+                raise no_predictions(name)
+            found.append(name)
+        except UnsuitableMethodError:
+            if not spares:
+                raise
+    return found
 
 
 class _Look:
@@ -120,7 +160,7 @@ class _Look:
         carried = self._round(of_port).carry(self._carrier(settings.method))
         report = account(self.bench.vector, carried, self.bench.pairs, self.bench.planned.left)
         inputs = self.inputs()
-        stops = [*checkpoints, Tuned(lineage.source.name, self.bench.vector, None)]
+        stops = _told_apart([*checkpoints, Tuned(lineage.source.name, self.bench.vector, None)])
         paired = max(one.rows for one in inputs)
         parameters = [sum(map(prod, model.checkpoint.shapes.values())) for model in (lineage.base, lineage.target)]
         rows = [_rows(model, len(self.round.samples), paired) for model in (self.bench.source, self.bench.target)]
@@ -293,6 +333,16 @@ class _Changed:
 
     def weight(self, name: str) -> Tensor:
         return self.model.weight(name)
+
+
+def _told_apart(checkpoints: Sequence[Tuned]) -> list[Tuned]:
+    """Under names of their own: folders may share one, and loaded models that of their class."""
+    seen: Counter[str] = Counter()
+    found = []
+    for one in checkpoints:
+        seen[one.name] += 1
+        found.append(one if seen[one.name] == 1 else replace(one, name=f"{one.name} ({seen[one.name]})"))
+    return found
 
 
 def _affordable(pairs: Sequence[SitePair], room: int) -> list[list[SitePair]]:

@@ -74,7 +74,10 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     trainings = {one.name: job.trainings(one) for one in job.tasks}
     data = {one.title: _data_bytes(job, one, hub, bool(trainings[one.name])) for one in job.tasks}
     seeds = job.seeds if isinstance(job.seeds, int) else len(job.seeds)
-    cells = sum(1 for row in job.table.rows if row.method not in ("source",)) * len(job.tasks) * max(1, seeds)
+    rows = [row.method for row in job.table.rows]
+    cells = seeds * sum(
+        len(rows) - (rows.count("target fine-tuned") if job.target_of(one) is None else 0) for one in job.tasks
+    )
     cost = {job.table.source: _of_sample(source), job.table.target: _of_sample(target)}
     steps = settings.train_steps * settings.train_batch
     operations = {

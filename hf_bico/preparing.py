@@ -100,7 +100,7 @@ def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> dict[str, Any]:
     """The samples as they are used, how the models are asked about them, and what is held out to measure on."""
     bench.agree_on_length()
     drawn = bench.chosen(drawn)
-    held_out = _held_out(drawn, method, bench.settings.eval_samples)
+    held_out = _held_out(drawn, method, bench.settings)
     require_readable(bench, drawn.split, drawn.samples)
     if measures(bench.settings, drawn, held_out[1]):
         require_readable(bench, *held_out)
@@ -231,9 +231,11 @@ def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
     return drawn.data.samples(drawn.split, rows)
 
 
-def _held_out(drawn: Drawn, method: Method, most: int) -> tuple[str, Samples]:
-    """What is measured on; where that is of the split that a whole split is trained on, a fifth of it at most."""
-    split, samples = evaluation_samples(drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, most)
+def _held_out(drawn: Drawn, method: Method, settings: Settings) -> tuple[str, Samples]:
+    """What is measured on; of a split that is trained on whole, a fifth at most, and nothing where none is measured."""
+    split, samples = evaluation_samples(
+        drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, settings.eval_samples
+    )
     if isinstance(method, Trainer) and method.whole_split and split == drawn.split:
-        samples = samples.first(max(1, len(drawn.data.splits[split]) // 5))
+        samples = samples.first(max(1, len(drawn.data.splits[split]) // 5) if settings.evaluate else 0)
     return split, samples

@@ -7,17 +7,21 @@ their fine-tuned models. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from hf_bico.checkpoints import expanded
 from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison import Comparison, Refusal
 from hf_bico.data.calibration import open_data
-from hf_bico.errors import ClassNamesError, OutputExistsError, SampleCountError, UsageError
+from hf_bico.errors import ClassNamesError, OutputError, OutputExistsError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import parse
 from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
@@ -86,6 +90,8 @@ class Job:
         if not chosen:
             raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(wanted.tasks)}")
         seeds = wanted.seeds if seeds is None else seeds
+        if not seeds or (isinstance(seeds, int) and seeds < 1):
+            raise UsageError(f"--seeds is {seeds}", "give at least one draw of the samples")
         return cls(wanted, tuple(map(task, chosen)), expanded(folder), given, seeds, train_target)
 
     def data_of(self, of: Task) -> str:
@@ -178,9 +184,9 @@ def carry_out(
     for one in job.tasks:
         options = one.options() | _running(settings)
         options |= _names(one, job.data_of(one), Settings.of(options), Hub(token), reads)
+        _require_same_recipe(job, one, settings)
         for model in job.trainings(one):
             _fine_tune(job, model, one, options | _recipe(settings), how)
-        _require_same_recipe(job, one, settings)
         for sampling, grid in job.comparisons():
 
             def note(comparison: Comparison, key: tuple[str, str] = (one.name, sampling)) -> None:
@@ -273,27 +279,47 @@ def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dic
     """Fine-tune a pretrained model on a task, by the paper's recipe, and keep it; what was interrupted goes on."""
     folder = job.tuned_folder(model, of)
     checkpoint = folder.with_name(f"{folder.name}-training")
-    made = port(
-        model,
-        to=model,
-        base=model,
-        data=job.data_of(of),
-        method="finetune",
-        checkpoint=str(checkpoint),
-        evaluate=False,
-        labels="dataset",
-        **options,
-        **how,
-    )
-    made.save(folder)
-    remove_checkpoint(checkpoint)
+    with _alone(folder):
+        if (folder / RECORD_FILE).is_file():  # another process has made it since
+            return
+        if folder.exists():
+            raise OutputExistsError(f"'{folder}' exists and holds no {RECORD_FILE}", "choose another folder with -o")
+        made = port(
+            model,
+            to=model,
+            base=model,
+            data=job.data_of(of),
+            method="finetune",
+            checkpoint=str(checkpoint),
+            evaluate=False,
+            labels="dataset",
+            **options,
+            **how,
+        )
+        made.save(folder)
+        remove_checkpoint(checkpoint)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Refuse a second process that would train the same model into this folder."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0):
+            yield
+    except Timeout:
+        raise OutputError(
+            f"another process is fine-tuning into '{folder}'", "wait for it, or choose another folder with -o"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder with -o") from error
 
 
 def _require_same_recipe(job: Job, of: Task, settings: Settings) -> None:
     """Refuse to go on with a model that was fine-tuned here by another recipe, or on other data."""
-    for model in (job.table.source, job.table.target):
+    for model, used in ((job.table.source, job.source_of(of)), (job.table.target, job.target_of(of))):
         folder = job.tuned_folder(model, of)
-        if not (folder / RECORD_FILE).is_file():
+        if used != folder or not (folder / RECORD_FILE).is_file():
             continue
         record = read_record(folder)
         training, data = record.method.training, record.data
@@ -303,10 +329,20 @@ def _require_same_recipe(job: Job, of: Task, settings: Settings) -> None:
             )
         recipe = (training.learning_rate, training.weight_decay, training.steps, training.batch, training.warmup)
         asked = tuple(getattr(settings, name) for name in RECIPE)
-        named = Path(job.data_of(of)).name
-        if recipe != asked or Path(data.id).name != named:
+        if data.id != _data_name(job.data_of(of)):
             raise OutputExistsError(
-                f"'{folder}' was fine-tuned on {data.id} by another recipe ({training.steps} steps at "
+                f"'{folder}' was fine-tuned on '{data.id}', not on '{job.data_of(of)}'",
+                "name the same data, or choose another folder with -o",
+            )
+        if recipe != asked:
+            raise OutputExistsError(
+                f"'{folder}' was fine-tuned by another recipe ({training.steps} steps at "
                 f"{training.learning_rate:g}, {training.batch} samples each)",
                 "give the same recipe, or choose another folder with -o",
             )
+
+
+def _data_name(data: str) -> str:
+    """What a record calls a data set: its Hub id, or the name of its folder."""
+    place = parse(data, "the data set", files=True)
+    return place.resolve().name if isinstance(place, Path) else place.id

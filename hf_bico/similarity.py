@@ -46,17 +46,25 @@ class Likeness:
             for shape in ((widths[0], widths[0]), (widths[1], widths[1]), tuple(widths))
         ]
         self._before, self._after = MeanOfRows(), MeanOfRows()
+        self._first: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, y: Tensor) -> None:
         x, y = (rows.to(self.turn) for rows in (x, y))
         self.rows += len(x)
+        self._add_centred(x, y)
+        if self.widths[0] == self.widths[1]:
+            self._before.add(1 - turned_away(x, y))
+        self._after.add(1 - turned_away(x @ self.turn, y))
+
+    def _add_centred(self, x: Tensor, y: Tensor) -> None:
+        """Sums of what is left of the first rows: of large means, products would keep no digits of what varies."""
+        if self._first is None:
+            self._first = x[:1], y[:1]
+        x, y = x - self._first[0], y - self._first[1]
         for total, rows in zip(self._sums, (x, y), strict=True):
             total += rows.sum(0)
         for product, (left, right) in zip(self._products, ((x, x), (y, y), (x, y)), strict=True):
             product.addmm_(left.T, right)
-        if self.widths[0] == self.widths[1]:
-            self._before.add(1 - turned_away(x, y))
-        self._after.add(1 - turned_away(x @ self.turn, y))
 
     @property
     def cosine(self) -> float | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_bico.checkpoints import digest_of
 from hf_bico.deltas import Deltas
+from hf_bico.errors import BaseMismatchError
 from hf_bico.factors import Factors
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import locate
@@ -32,7 +33,12 @@ class Tuned:
         """A model or adapter, downloaded if it must be; `what` says its part in errors."""
         place = locate(reference, what, hub) if isinstance(reference, str | Path) else None
         tuned = open_source(reference, place, base.family.library, hub, allow_pickle).fetched()
-        vector = TaskVector.over(tuned, base)
+        try:
+            vector = TaskVector.over(tuned, base)
+        except BaseMismatchError as error:
+            raise BaseMismatchError(
+                f"{what} '{tuned.name}' is no fine-tune of '{base.name}': {error.cause}", f"name one of '{base.name}'"
+            ) from error
         return cls(tuned.name, vector, tuned.sha256 or digest_of(parts_of(vector)))
 
 

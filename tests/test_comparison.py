@@ -417,3 +417,24 @@ log.add(Cell("x", "bico", 0.6, n=10, seed=1))
 def test_a_comparison_needs_no_torch() -> None:
     script = "import sys, hf_bico.comparison; assert not {'torch', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_reference_may_be_added_later_but_not_be_another(tmp_path: Path) -> None:
+    with CellLog.open(tmp_path / "log", {"target": "B"}) as log:
+        log.add(Cell("digits", "bico", 0.5, n=10, seed=0))
+    for _ in range(2):
+        with CellLog.open(tmp_path / "log", {"target": "B"}) as log:
+            log.refer("fine_tuned", {"id": "B-tuned"})
+            assert len(log.cells) == 1
+    with CellLog.open(tmp_path / "log", {"target": "B"}) as log, pytest.raises(UsageError, match="fine_tuned"):
+        log.refer("fine_tuned", {"id": "another"})
+
+
+@pytest.mark.parametrize("tuned", [None, {"id": "B-tuned"}])
+def test_a_log_of_an_earlier_version_is_gone_on_with(tmp_path: Path, tuned: dict[str, str] | None) -> None:
+    """Which had the fine-tuned target in its first line."""
+    with CellLog.open(tmp_path / "log", {"target": "B", "fine_tuned": tuned}) as log:
+        log.add(Cell("digits", "bico", 0.5, n=10, seed=0))
+    with CellLog.open(tmp_path / "log", {"target": "B"}) as log:
+        assert len(log.cells) == 1
+        log.refer("fine_tuned", {"id": "B-tuned"})

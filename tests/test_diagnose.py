@@ -9,11 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import hub_scenes
 import numpy as np
 import pytest
 import reference
 import torch
 from click.testing import CliRunner, Result
+from hub import Hub
 from language_toys import fine_tuned, sentences, write_decoder, write_t5
 from scenes import SOURCE, TARGET, Scene, make_scene
 from test_analytic import CUT, TOY, Rotated, change_sites
@@ -29,7 +31,14 @@ from hf_bico.diagnosing import COMPARED, _affordable
 from hf_bico.diagnosis import JSON_FILE, Diagnosis, OutputLikeness, Place, by_place
 from hf_bico.diagnosis.results import INITIAL_FILE, MARKDOWN_FILE, PICTURES
 from hf_bico.diagnosis.tables import NOT_DEFINED, block_rows, cost_lines, output_rows
-from hf_bico.errors import MemoryExhaustedError, OutputExistsError, RecordError, UnsuitableMethodError, UsageError
+from hf_bico.errors import (
+    BaseMismatchError,
+    MemoryExhaustedError,
+    OutputExistsError,
+    RecordError,
+    UnsuitableMethodError,
+    UsageError,
+)
 from hf_bico.sites import Site, SitePair, Slot
 
 State = dict[str, Tensor]
@@ -261,13 +270,11 @@ def test_alpha_is_that_of_the_models_whose_outputs_are_compared(pair: Pair, diag
 
 
 @pytest.mark.parametrize("method", ["gradfix", "transfusion"])
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the methods are not asked whether they can do it")
 def test_a_method_that_cannot_carry_between_these_models_is_refused(pair: Pair, method: str) -> None:
     with pytest.raises(UnsuitableMethodError):
         pair.diagnosis(fine_tuned=pair.folders["target-tuned"], methods=[method])
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoints are told apart by name, and modules have that of their class")
 def test_checkpoints_of_one_name_are_told_apart(pair: Pair, diagnosis: Diagnosis, tmp_path: Path) -> None:
     far = write_open_clip(tmp_path / "tuned", NARROW, changed(pair.base, 2, 0.5))
     head, first, *_ = block_rows(pair.diagnosis(checkpoints=[far]))
@@ -275,7 +282,6 @@ def test_checkpoints_of_one_name_are_told_apart(pair: Pair, diagnosis: Diagnosis
     assert first[at] == block_rows(diagnosis)[1][at], "that of the source, which is the last"
 
 
-@pytest.mark.xfail(strict=True, reason="a text tower's drift is looked up at the target's block, not the source's")
 def test_drift_of_a_deeper_text_tower_is_that_of_the_source_block_which_each_one_takes(tmp_path: Path) -> None:
     shallow, deep = NARROW.but(text_blocks=2), WIDE.but(text_blocks=3)
     base = random_state(shallow, 0)
@@ -508,7 +514,7 @@ def test_only_its_own_folder_is_replaced_and_only_when_told(diagnosis: Diagnosis
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(OutputExistsError, match="was not written by hf-bico"):
+        with pytest.raises(OutputExistsError, match="holds no diagnosis"):
             diagnosis.save(tmp_path / "mine", overwrite=overwrite)
     assert names_in(tmp_path / "mine") == {"notes.txt"}
     diagnosis.save(tmp_path / "own")
@@ -597,7 +603,8 @@ def broken(folder: Path) -> Path:
 MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[object]], int, str]] = {
     "unknown method": (lambda scene, _: ["--method", "bica"], 2, "bica"),
     "no maps": (lambda scene, _: ["--method", "naive"], 2, "naive finds no maps to diagnose"),
-    "a trainer": (lambda scene, _: ["--method", "finetune"], 2, "'finetune' carries no task vector"),
+    "a trainer": (lambda scene, _: ["--method", "finetune"], 2, "finetune finds no maps to diagnose"),
+    "no methods": (lambda scene, _: ["--methods", ","], 2, "no method is named"),
     "unknown methods": (lambda scene, _: ["--methods", "bico,bica"], 2, "there is no method 'bica'"),
     "trainers": (lambda scene, _: ["--methods", "bico,fewshot"], 2, "'fewshot' carries no task vector"),
     "nothing beside": (lambda scene, folder: ["--beside", folder / "nowhere"], 1, "holds no diagnosis.json"),
@@ -636,7 +643,7 @@ def test_a_folder_that_is_taken_is_refused_before_anything_is_done(scene: Scene,
     assert "--overwrite" in result.stderr
     result = run("nowhere", "--to", "nowhere", "-o", scene.base, "--overwrite")
     assert result.exit_code == 1
-    assert "was not written by hf-bico" in result.stderr
+    assert "holds no diagnosis" in result.stderr
     assert (earlier / JSON_FILE).read_bytes() == before
     copy = tmp_path / "out"
     Diagnosis.load(earlier).save(copy)
@@ -650,3 +657,47 @@ def test_what_only_python_can_get_wrong(scene: Scene) -> None:
         hf_bico.diagnose(scene.tuned, **where, colour="red")
     with pytest.raises(hf_bico.BicoError, match="no calibration data"):
         hf_bico.diagnose(scene.tuned, to=scene.target, base=scene.base)
+
+
+def test_an_average_is_of_the_same_layers_and_methods(pair: Pair, diagnosis: Diagnosis) -> None:
+    assert Diagnosis.averaged([diagnosis, diagnosis]).inputs == diagnosis.inputs
+    tuned = pair.folders["target-tuned"]
+    one, other = (
+        pair.diagnosis(fine_tuned=tuned, methods=methods) for methods in (["bico", "naive"], ["naive", "bico"])
+    )
+    for several in ([one, other], [one, diagnosis]):
+        with pytest.raises(UsageError, match="differ in what their outputs are of"):
+            Diagnosis.averaged(several)
+    with pytest.raises(UsageError, match="no diagnosis to average"):
+        Diagnosis.averaged([])
+
+
+def test_all_methods_are_those_that_can_carry_between_these_models(pair: Pair) -> None:
+    found = pair.diagnosis(fine_tuned=pair.folders["target-tuned"], methods="all")
+    assert {"naive", "theseus", "bico", "bico-path"} <= set(found.models)
+    assert not {"gradfix", "transfusion", "fewshot", "finetune"} & set(found.models)
+
+
+def test_a_model_that_is_no_fine_tune_of_the_target_is_named(pair: Pair) -> None:
+    with pytest.raises(BaseMismatchError, match="the fine-tuned target 'base' is no fine-tune of 'target'"):
+        pair.diagnosis(fine_tuned=pair.folders["base"])
+
+
+def test_from_hub_ids_alone(hub: Hub, tmp_path: Path) -> None:
+    """Also the models that are held against others, whose files come with the job."""
+    scene = hub_scenes.publish(hub, tmp_path)
+    hub_scenes.upload(hub, "user/target-tuned", scene.target)
+    found = hf_bico.diagnose(
+        hub_scenes.SOURCE,
+        to=hub_scenes.TARGET,
+        n=8,
+        fine_tuned="user/target-tuned",
+        checkpoints=[hub_scenes.SOURCE],
+        device="cpu",
+    )
+    assert {one.cosine for one in found.outputs if one.model == "target"} == {1.0}
+    assert found.checkpoints == [hub_scenes.SOURCE, f"{hub_scenes.SOURCE} (2)"]
+    folders = {"base": scene.base, "data": scene.data, "checkpoints": [scene.tuned], "device": "cpu"}
+    local = hf_bico.diagnose(scene.tuned, to=scene.target, n=8, fine_tuned=scene.target, **folders)
+    assert found.inputs == local.inputs
+    assert [one.direction for one in found.drift] == [one.direction for one in local.drift]

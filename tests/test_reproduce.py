@@ -144,6 +144,64 @@ def test_given_models_are_used_and_tables_share_what_was_trained(hub: Hub, tmp_p
     assert record.method.training.samples == 270, "nine tenths of the whole training split"
 
 
+def test_a_target_that_is_trained_later_adds_its_line(hub: Hub, tmp_path: Path) -> None:
+    publish_vision(hub, tmp_path, "1", ("mnist",))
+    how: dict[str, Any] = {"folder": tmp_path / "out", **OPTIONS}
+    before = hf_bico.reproduce("1", ["mnist"], **how)
+    hf_bico.reproduce("D", ["mnist"], **how)  # whose source is the target here
+    added = hf_bico.reproduce("1", ["mnist"], **how)
+    tuned = added.table.rows[1]
+    assert tuned.method == "target fine-tuned"
+    assert not before.measured(tuned).values
+    assert added.measured(tuned).values
+    assert all(added.measured(row) == before.measured(row) for row in added.table.rows if row != tuned)
+    with pytest.raises(UsageError, match="holds another comparison: fine_tuned"):
+        hf_bico.reproduce("1", ["mnist"], target_of={"mnist": str(tmp_path / "target")}, **how)
+
+
+def test_data_is_the_same_whatever_its_reference(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish_vision(hub, tmp_path, "1", ("mnist",))
+    how: dict[str, Any] = {"folder": tmp_path / "out", **OPTIONS}
+    first = hf_bico.reproduce("1", ["mnist"], data_of={"mnist": "ylecun/mnist@main"}, **how)
+    again = hf_bico.reproduce("1", ["mnist"], **how)
+    assert again.text() == first.text()
+    monkeypatch.chdir(tmp_path / "mnist")
+    local = {"data_of": {"mnist": "."}, **how, "folder": tmp_path / "local"}
+    assert hf_bico.reproduce("1", ["mnist"], **local).text() == hf_bico.reproduce("1", ["mnist"], **local).text()
+    with pytest.raises(OutputExistsError, match="was fine-tuned on 'ylecun/mnist', not on '.'"):
+        hf_bico.reproduce("1", ["mnist"], data_of={"mnist": "."}, **how)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_all_of_the_training_split_is_trained_on(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """However large the repo: a large one is else read in part."""
+    publish_vision(hub, tmp_path, "1", ("mnist",))
+    if large:
+        monkeypatch.setattr("hf_bico.data.files.SMALL", 0)
+    hf_bico.reproduce("1", ["mnist"], folder=tmp_path / "out", **{**OPTIONS, "eval_samples": 20})
+    record = read_record(tmp_path / "out" / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-mnist")
+    assert record.method.training is not None
+    assert record.method.training.samples == 270, "nine tenths of 300"
+
+
+def test_two_processes_do_not_train_one_model(hub: Hub, tmp_path: Path) -> None:
+    publish_vision(hub, tmp_path, "1", ("mnist",))
+    asked = ("1", "--tasks", "mnist", *RECIPE, "--train-steps", "20000")
+    first = started(hub, tmp_path / "both", *asked)
+    training = tmp_path / "both" / "reproduced" / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-mnist-training"
+    deadline = time.monotonic() + 300
+    while not (training / "training.safetensors").is_file():
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    code, _, err = finished(started(hub, tmp_path / "both", *asked))
+    killed(first, lambda: True)
+    assert code == 1
+    assert "another process is fine-tuning into" in err
+
+
 def test_the_papers_settings_are_what_is_run(hub: Hub, tmp_path: Path) -> None:
     publish_vision(hub, tmp_path, "1", ("mnist",))
     hf_bico.reproduce("1", ["mnist"], folder=tmp_path / "out", **OPTIONS)
@@ -169,6 +227,9 @@ def test_another_recipe_or_other_classes_are_refused(hub: Hub, tmp_path: Path) -
 def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no table '9'"):
         hf_bico.reproduce("9", folder=tmp_path)
+    for seeds in (0, -1, []):
+        with pytest.raises(UsageError, match="--seeds is"):
+            hf_bico.reproduce("1", seeds=seeds, folder=tmp_path)
     with pytest.raises(UsageError, match="table 2 has no task 'eurosat'"):
         hf_bico.reproduce("2", ["eurosat"], folder=tmp_path)
     with pytest.raises(UsageError, match="--source-of names 'rte', and table 1 has no such task"):

@@ -35,7 +35,7 @@ from hf_bico.preparing import require_projection
 from hf_bico.progress import Progress, silent
 from hf_bico.record import PROBE
 from hf_bico.rounds import require_enough_to_mispair
-from hf_bico.settings import Settings
+from hf_bico.settings import DEFAULT_MEASURED, Settings
 from hf_bico.text_checks import require_tokenizers
 from hf_bico.tuned import Tuned, parts_of
 from hf_bico.version import __version__
@@ -107,6 +107,8 @@ def compare(
             target = work.bench.planned.lineage.target
             work.tuned = Tuned.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
         log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
+        if work.tuned is not None:
+            log.refer("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
         for _ in work.measure(log):
             progress("compare", len(log.chosen(work.asked)), len(work.asked))
             shown(work.comparison(log))
@@ -216,9 +218,12 @@ class _Work:
             "hf_bico": __version__,
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
-            "fine_tuned": None if self.tuned is None else {"id": self.tuned.name, "sha256": self.tuned.sha256},
             "data": {subject.name: subject.about() for subject in self.subjects},
-            "settings": {name: _plain(settings[name]) for name in DECISIVE},
+            "settings": {
+                name: _plain(settings[name])
+                for name in DECISIVE
+                if name != "eval_samples" or settings[name] != DEFAULT_MEASURED  # as it was before one could choose
+            },
         }
 
     def comparison(self, log: CellLog) -> Comparison:

@@ -43,6 +43,7 @@ class CellLog:
         self.folder = folder
         self._lock = lock
         self._cells: dict[CellKey, Cell] = {}
+        self._references: dict[str, Any] = {}
 
     @classmethod
     def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> CellLog:
@@ -93,6 +94,14 @@ class CellLog:
         self._append({"cell": asdict(cell)})
         self._cells[cell.key] = cell
 
+    def refer(self, name: str, what: Any) -> None:
+        """Note what a reference is that may be added later; a folder holds the numbers of one of that name."""
+        what = json.loads(json.dumps(what, allow_nan=False))
+        if name not in self._references:
+            self._append({"reference": {name: what}})
+            self._references[name] = what
+        _require_same(self.folder, {name: self._references[name]}, {name: what})
+
     def close(self) -> None:
         """Let other processes have the folder."""
         self._lock.release()
@@ -121,7 +130,10 @@ class CellLog:
         content = self.file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         first, *others = whole.splitlines()
-        _require_same(self.folder, json.loads(first)["identity"], identity)
+        known = json.loads(first)["identity"]
+        if (tuned := known.pop("fine_tuned", None)) is not None:  # where earlier versions noted it
+            self._references["fine_tuned"] = tuned
+        _require_same(self.folder, known, identity)
         for number, line in enumerate(others, start=2):
             try:
                 self._take(json.loads(line))
@@ -134,6 +146,9 @@ class CellLog:
             os.truncate(self.file, len(whole))
 
     def _take(self, entry: dict[str, Any]) -> None:
+        if "reference" in entry:
+            self._references.update(entry["reference"])
+            return
         cell = Cell(**entry["cell"])
         if self.has(cell.key):
             raise ValueError("a number stands twice")

@@ -180,7 +180,7 @@ def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
         _calibration_rows(data, split, settings)
     whole = {split} if settings.trains_on_all and not measure else set()
     rows = {
-        name: groups.read_whole(name, columns) if name in whole else groups.read(name, some, columns)
+        name: groups.read_whole(name, columns, training=True) if name in whole else groups.read(name, some, columns)
         for name, some in chosen.items()
     }
     return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items() if name not in whole})

@@ -177,8 +177,8 @@ class RowGroups:
                 found[columns.label] = self._read_labels(split, chosen.groups, columns.label)
             return self._rows(split, found)
 
-    def read_whole(self, split: str, columns: Columns) -> Any:
-        """All rows of a split; its files are fetched through the cache."""
+    def read_whole(self, split: str, columns: Columns, training: bool = False) -> Any:
+        """All rows of a split, to measure on or for `training`; its files are fetched through the cache."""
         import datasets
 
         files = self.splits[split]
@@ -187,7 +187,9 @@ class RowGroups:
             raise DownloadTooLargeError(
                 f"split '{split}' of '{self.repo.id}' is a download of {size_text(size)}; "
                 f"{size_text(self._limit)} are allowed",
-                "measure on fewer samples with -n, or allow more with --max-download",
+                "allow more with --max-download"
+                if training
+                else "measure on fewer samples with -n, or allow more with --max-download",
             )
         features = self._some_features(split, columns.names)
         folder = fetch(self.repo, files)

@@ -85,10 +85,14 @@ class Diagnosis(Findings):
         first = several[0]
         if any((one.base, one.target) != (first.base, first.target) for one in several):
             raise UsageError("diagnoses of different pairs of models have no average", "average those of one pair")
-        lists: dict[str, Any] = {
-            name: [_mean(found) for found in zip(*(getattr(one, name) for one in several), strict=True)]
-            for name in ("inputs", "outputs", "drift")
-        }
+        lists: dict[str, Any] = {}
+        for name in ("inputs", "outputs", "drift"):
+            places = [[_place(found) for found in getattr(one, name)] for one in several]
+            if any(own != places[0] for own in places):
+                raise UsageError(
+                    f"the diagnoses differ in what their {name} are of", "average those of the same layers and methods"
+                )
+            lists[name] = [_mean(found) for found in zip(*(getattr(one, name) for one in several), strict=True)]
         data = ", ".join(dict.fromkeys(one.data for one in several))
         return replace(first, data=data, **lists)
 
@@ -135,11 +139,14 @@ class Diagnosis(Findings):
 Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift)
 
 
+def _place(found: InputLikeness | OutputLikeness | Drift) -> tuple[str, ...]:
+    """What it was found of."""
+    return found.name, *(str(getattr(found, name)) for name in ("model", "checkpoint") if hasattr(found, name))
+
+
 def _mean(found: Sequence[Found]) -> Found:
     """What was found of one place in several diagnoses, as one: numbers are means."""
     first = found[0]
-    if len({one.name for one in found}) > 1:
-        raise UsageError("the diagnoses are of different layers", "average those of one pair of models")
     numbers: dict[str, Any] = {}
     for field in fields(first):
         values = [getattr(one, field.name) for one in found]
@@ -151,6 +158,8 @@ def _mean(found: Sequence[Found]) -> Found:
 def require_own(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that holds something else, or another diagnosis unless that may be replaced."""
     if not (folder / JSON_FILE).is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise OutputExistsError(f"'{folder}' exists and holds no diagnosis", "choose another folder with -o")
         require_free(folder, overwrite=False)
     elif not overwrite:
         raise OutputExistsError(

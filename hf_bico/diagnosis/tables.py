@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 
 from hf_bico.comparison.cells import LABELS
 from hf_bico.diagnosis.findings import UNTOUCHED, Cost, Findings, Place, by_place
@@ -37,10 +38,10 @@ def block_rows(found: Findings) -> list[list[str]]:
             values = [value for site in sites if (value := getattr(site, name)) is not None]
             shown.append(_number(sum(values) / len(values) if values else None, percent=name == "unseen"))
         shown.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
-        # the source's block that this one takes
-        taken = place if place.block is None or place.tower else Place(place.tower, found.layers[place.block])
-        for value in (by_place(drifted, lambda one: one.direction), by_place(drifted, lambda one: one.magnitude)):
-            shown.append(_number(value.get(taken)))
+        taken = {one.source for one in found.inputs if one.place == place}
+        moved = [one for one in drifted if one.name in taken]
+        for values in ([one.direction for one in moved], [one.magnitude for one in moved]):
+            shown.append(_number(fmean(values) if values else None))
         rows.append([place.label, *shown])
     return rows
 
