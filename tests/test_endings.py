@@ -63,6 +63,8 @@ SUCCESSES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "plan": (lambda out: MODELS, "sites"),
     "compare": (lambda out: [*SMALL, "--methods", "naive", "--seeds", "1", "-o", str(out)], "comparison"),
     "eval": (lambda out: ["target", "--data", "pictures", "-n", "5"], "value"),
+    "diagnose": (lambda out: [*SMALL, "-o", str(out)], "diagnosis"),
+    "reproduce": (lambda out: [], "tables"),
     "extract": (lambda out: ["tuned", "--base", "base", "--rank", "2", "-o", str(out)], "record"),
     "apply": (lambda out: ["lora", "--to", "base", "-o", str(out)], "record"),
     "rerun": (lambda out: ["ported"], "same"),
@@ -93,6 +95,7 @@ FAILURES: dict[str, list[str]] = {
     "plan": ["no/such folder", "--to", "target"],
     "compare": ["no/such folder", "--to", "target"],
     "eval": ["no/such folder", "--data", "pictures"],
+    "diagnose": ["no/such folder", "--to", "target"],
     "extract": ["no/such folder"],
     "apply": ["no/such folder"],
     "rerun": ["no/such folder"],
@@ -112,7 +115,8 @@ def test_a_failure_is_one_object_and_two_lines(name: str, tmp_path: Path, monkey
 
 
 def test_every_command_that_can_fail_is_here() -> None:
-    assert set(FAILURES) | {"completion"} | ELSEWHERE == set(main.commands)
+    # what reproduce names is on the Hub: it fails in its own tests
+    assert set(FAILURES) | {"completion", "reproduce"} | ELSEWHERE == set(main.commands)
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -210,7 +214,8 @@ def test_a_real_interrupt_leaves_one_line_and_nothing_else(moment: str, scene: S
     arguments = [str(tmp_path / "out") if word == "OUT" else word for word in words]
     before = sorted(scene.folder.iterdir())
     done = stopped(arguments, place, tmp_path / "temporary")
-    assert (done.returncode, done.stdout) == (130, "")
+    assert done.returncode == 130
+    assert done.stdout == "" or (moment == "port, while writing" and done.stdout.startswith("Outlook: "))
     assert done.stderr == f"Interrupted: {said}.\n"
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "temporary"], "neither a result nor a scratch folder stays"
     assert sorted(scene.folder.iterdir()) == before

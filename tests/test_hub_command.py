@@ -115,7 +115,8 @@ def test_a_worse_port_is_kept_and_not_pushed(hub: Hub, worlds: Callable[[int], W
     publish_world(hub, worlds(0))
     refused = hf_bico(hub, tmp_path / "one", *PORT, "--alpha", "-2")
     assert refused.returncode == 1
-    assert refused.stdout.startswith("The port measured WORSE")
+    assert refused.stdout.startswith("Outlook: doubtful")
+    assert refused.stdout.splitlines()[2].startswith("The port measured WORSE")
     line = f"hf-bico push vit-b16-eurosat-to-ViT-B-16-plus {REPO} --force"
     assert refused.stderr.splitlines()[-1] == f"Remedy: insist with: {line}"
     assert ("model", REPO) not in hub.repos

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,9 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
 
 
 def print_foresight(foresight: ForesightRecord) -> None:
-    """What calibration says, while measuring takes its time."""
-    click.echo(foresight_sentence(foresight) + "\n")
+    """What calibration says, while measuring takes its time; a reader that went away stops no job."""
+    with suppress(BrokenPipeError):
+        click.echo(foresight_sentence(foresight) + "\n")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
