@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import sqrt
 
-import torch
 from torch import Tensor
 
 from hf_bico.factors import Change, Factors, energy
@@ -27,7 +26,7 @@ def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
     change = own = 0.0
     of_gradient = descent.energies[0]
     if delta.weight is not None:
-        change += _inner(descent.weight.float(), delta.weight.to(descent.weight.device, torch.float32))
+        change += _inner(descent.weight.float(), delta.weight)
         own = energy(delta.weight)
     if delta.bias is not None:
         gradient = descent.bias.float()
@@ -40,8 +39,9 @@ def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
 def _inner(gradient: Tensor, change: Change) -> float:
     """<gradient, change>; of factors without their product."""
     if isinstance(change, Factors):
-        return float(((gradient @ change.right.T) * change.left).sum())
-    return float((gradient * change).sum())
+        left, right = (part.to(gradient) for part in (change.left, change.right))
+        return float(((gradient @ right.T) * left).sum())
+    return float((gradient * change.to(gradient)).sum())
 
 
 def foresee(

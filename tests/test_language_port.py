@@ -645,7 +645,8 @@ def shell(case: Callable[[str], Case], tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_port_prints_the_losses_and_what_became_of_them(shell: Shell) -> None:
-    first = shell.printed.splitlines()[0]
+    outlook, _, first, *_ = shell.printed.splitlines()
+    assert outlook.startswith("Outlook: ")
     assert "eld-out loss" in first
     for model in ("target", "ported", "source", "base"):
         assert f"{shell.value(model):.3f}" in shell.printed

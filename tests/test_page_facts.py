@@ -11,7 +11,7 @@ import hf_bico
 from hf_bico import errors
 from hf_bico.adapters.config import BY_PEFT
 from hf_bico.families import FAMILIES
-from hf_bico.statistics import Kind
+from hf_bico.statistics import OF_TARGET, Kind
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -46,9 +46,7 @@ def test_every_kind_of_adapter_that_peft_computes_is_named() -> None:
 
 def test_kinds_of_rows_are_those_that_can_be_lined_up() -> None:
     page = (DOCS / "adding-a-method.md").read_text()
-    assert re.findall(r"^\| `([A-Z_]+)` \|", page, re.M) == [
-        kind.name for kind in Kind if kind is not Kind.TARGET_GRADIENTS
-    ]
+    assert re.findall(r"^\| `([A-Z_]+)` \|", page, re.M) == [kind.name for kind in Kind if kind not in OF_TARGET]
 
 
 @pytest.mark.parametrize(
