@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.budget import BATCH, BATCH_ON_CPU, CAPTION_TOKENS, MOST_SAMPLES, USUAL_TOKENS, Fit, Held, fit, needs_of
+from hf_bico.budget import BATCH, BATCH_ON_CPU, MOST_SAMPLES, Fit, fit
 from hf_bico.checkpoints import align_names
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
@@ -23,6 +23,7 @@ from hf_bico.families.text_models import TextModel
 from hf_bico.matching import blocks_by_similarity
 from hf_bico.measuring import Batched, features_of, logits_of
 from hf_bico.methods import Carried, Pretrained
+from hf_bico.needs import CAPTION_TOKENS, USUAL_TOKENS, Held, needs_of
 from hf_bico.objectives import Classifier, Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan

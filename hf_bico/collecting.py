@@ -47,15 +47,15 @@ def collect(
     kinds: Collection[Kind],
     device: torch.device | None = None,
     at_once: bool = False,
-    felt: Collection[str] | None = None,
+    descents_of: Collection[str] | None = None,
 ) -> Statistics:
     """Run every batch through both models once, or the target alone where that is enough, and add up what is asked.
 
-    The sums are kept on `device`: the CPU if nothing is said. Descents are those of the target sites that are `felt`,
+    The sums are kept on `device`: the CPU if nothing is said. Descents are those `descents_of` these target sites,
     or of all. With `at_once` the target's forward pass comes before the
     source's backward pass: the source's inputs have gone when its gradients come, and both graphs are there.
     """
-    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"), felt)
+    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"), descents_of)
 
     def add(kind: Kind, pair: SitePair, source_rows: Tensor, target_rows: Tensor) -> None:
         statistics.of(kind, pair).add(source_rows, target_rows)

@@ -94,7 +94,8 @@ def diagnose(
     settings, hub = Settings.of({**options, "evaluate": False}), Hub(token)
     if not issubclass(METHODS[settings.method], Aligner):
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
-    names = _carriers([methods] if isinstance(methods, str) else methods)
+    methods = [methods] if isinstance(methods, str) else methods
+    names = _carriers(methods)
     planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
     if fine_tuned is not None:
         names = _suitable(names, planned, settings, spares="all" in methods)

@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_bico.budget import USUAL_TOKENS
 from hf_bico.costs import BACKWARD, FORWARD
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import parse
@@ -67,7 +66,10 @@ class Expected:
 def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickle: bool = False) -> Expected:
     """What the job takes from here on; what is there already is not counted."""
     hub = Hub(token)
-    source, target = (Model.open(name, "a model", hub=hub, allow_pickle=allow_pickle) for name in _models(job))
+    source, target = (
+        Model.open(name, what, hub=hub, allow_pickle=allow_pickle)
+        for name, what in ((job.table.source, "the base"), (job.table.target, "the target"))
+    )
     downloads = {
         model.name: 0 if model.place is None else model.place.to_download(model.needed()) for model in (source, target)
     }
@@ -91,10 +93,6 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     return Expected(downloads, data, named, cells, operations, REACHED * _speed(settings))
 
 
-def _models(job: Job) -> tuple[str, str]:
-    return job.table.source, job.table.target
-
-
 def _draws(job: Job, seeds: int) -> int:
     """Samples that are calibrated on, in all."""
     classes: Sequence[int] = [len(one.classes) if job.table.is_per_class else 1 for one in job.tasks]
@@ -102,9 +100,9 @@ def _draws(job: Job, seeds: int) -> int:
 
 
 def _of_sample(model: Model) -> int:
-    """Multiplications of one forward pass over one sample: a row meets every weight once."""
+    """How often a row of one sample meets a weight: FORWARD operations each."""
     tokens = model.layout.tokens
-    rows = min(USUAL_TOKENS, SHORT_TEXT) if tokens is None else tokens.prefix + prod(tokens.grid)
+    rows = SHORT_TEXT if tokens is None else tokens.prefix + prod(tokens.grid)
     return rows * sum(prod(site.shape) for site in model.layout.main_sites)
 
 
@@ -124,7 +122,7 @@ def _data_bytes(job: Job, of: Task, hub: Hub, whole: bool) -> int | None:
 
 
 def _speed(settings: Settings) -> float:
-    """Multiplications a second of float32 matrices on this device, timed for a moment."""
+    """Operations a second in products of float32 matrices on this device, timed for a moment."""
     import torch
 
     from hf_bico.environment import choose_device, exact_float32

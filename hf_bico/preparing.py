@@ -81,9 +81,7 @@ def prepare(
     _hash_meanwhile(planned.lineage)
     bench = Bench.open(planned, settings, device, watch, team, unchanged or isinstance(method, Trainer))
     bench = _with_towers(bench, method, drawn, asked)
-    if drawn is None:
-        return Ready(bench, method)
-    return Ready(method=method, **_asked_about(bench, drawn, method))
+    return Ready(bench, method) if drawn is None else _asked_about(bench, drawn, method)
 
 
 def _hash_meanwhile(lineage: Lineage) -> None:
@@ -96,7 +94,7 @@ def _hash_meanwhile(lineage: Lineage) -> None:
     Thread(target=find, daemon=True).start()
 
 
-def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> dict[str, Any]:
+def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> Ready:
     """The samples as they are used, how the models are asked about them, and what is held out to measure on."""
     bench.agree_on_length()
     drawn = bench.chosen(drawn)
@@ -108,7 +106,7 @@ def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> dict[str, Any]:
     drawn = bench.labelled(drawn, heads)
     if bench.settings.layers == "similarity":
         bench = bench.matched(similar_blocks(bench, drawn.samples))
-    return {"bench": bench, "drawn": drawn, "heads": heads, "held_out": held_out}
+    return Ready(bench, method, drawn, heads, held_out)
 
 
 def measures(settings: Settings, drawn: Drawn, samples: Samples) -> bool:

@@ -6,7 +6,7 @@ their fine-tuned models. Prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,10 +53,15 @@ class Given:
     def require_of(self, wanted: PaperTable) -> None:
         """Refuse what is given for a task that the table does not have."""
         for option, given in (("source", self.sources), ("target", self.targets), ("data", self.data)):
-            for name in given:
-                if name not in wanted.tasks:
-                    remedy = did_you_mean(name, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
-                    raise UsageError(f"--{option}-of names '{name}', and table {wanted.name} has no such task", remedy)
+            _require_tasks(given, wanted, f"--{option}-of")
+
+
+def _require_tasks(names: Iterable[str], wanted: PaperTable, option: str) -> None:
+    """Refuse what an option names and the table does not have."""
+    for name in names:
+        if name not in wanted.tasks:
+            remedy = did_you_mean(name, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
+            raise UsageError(f"{option} names '{name}', and table {wanted.name} has no such task", remedy)
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,7 @@ class Job:
     ) -> Job:
         wanted = table(name)
         given.require_of(wanted)
-        for one in tasks or ():
-            if one not in wanted.tasks:
-                remedy = did_you_mean(one, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
-                raise UsageError(f"table {wanted.name} has no task '{one}'", remedy)
+        _require_tasks(tasks or (), wanted, "--tasks")
         chosen = [one for one in wanted.tasks if tasks is None or one in tasks]
         if not chosen:
             raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(wanted.tasks)}")
@@ -303,16 +305,20 @@ def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dic
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Refuse a second process that would train the same model into this folder."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0):
-            yield
+        lock.acquire(timeout=0)
     except Timeout:
         raise OutputError(
             f"another process is fine-tuning into '{folder}'", "wait for it, or choose another folder with -o"
         ) from None
     except OSError as error:
         raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder with -o") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _require_same_recipe(job: Job, of: Task, settings: Settings) -> None:

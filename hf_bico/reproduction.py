@@ -27,7 +27,7 @@ _ALL_DATA = "N is all of the training data in the paper; here a probe on the lar
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured here of one line of a table, in percent, by task; and what it was measured on."""
+    """What was measured here of one line of a table, in percent, by task."""
 
     values: Mapping[str, Spread] = field(default_factory=dict)
 

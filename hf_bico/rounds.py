@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.bench import Bench
-from hf_bico.budget import Fit, solved_together
+from hf_bico.budget import Fit
 from hf_bico.collecting import Shown, Side, collect, show
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import Drawn
@@ -28,10 +28,11 @@ from hf_bico.families import LiveModel
 from hf_bico.foresight import descent_along
 from hf_bico.measuring import logits_of
 from hf_bico.methods import Carried, Carrier, Seen
+from hf_bico.needs import solved_together
 from hf_bico.objectives import Classifier, Head, Heads, LikelyLabels, Question, ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
-from hf_bico.sites import SitePair, felt
+from hf_bico.sites import SitePair, descent_sites
 from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
 from hf_bico.transport import joined, site_delta
 from hf_bico.watching import Pass
@@ -248,7 +249,7 @@ class Round:
                 self.batch_size = size
                 passes = self._passes(size, set(some), turn)
                 sides, sums_on = self._sides(thrifty, fitted.lean), bench.device
-                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, felt(bench.pairs))
+                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, descent_sites(bench.pairs))
 
             leaner = None if fitted.checkpointing else partial(run, thrifty=True)
             found = halving_batches(fitted.batch_size, run, leaner)

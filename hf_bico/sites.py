@@ -147,7 +147,7 @@ class SitePair:
     target: Site
 
 
-def felt(pairs: Iterable[SitePair]) -> set[str]:
+def descent_sites(pairs: Iterable[SitePair]) -> set[str]:
     """The target sites whose descent is looked at: those outside of MLPs, or all where there are no others.
 
     MLPs hold two thirds of the weights, and add little to what the others foretell (benchmarks/foresight.py).

@@ -252,9 +252,9 @@ class Statistics:
         pairs: Iterable[SitePair],
         kinds: Collection[Kind],
         device: torch.device,
-        felt: Collection[str] | None = None,
+        descents_of: Collection[str] | None = None,
     ) -> Statistics:
-        """Of these pairs, before anything was seen; descents are those of the target sites that are `felt`, or all."""
+        """Of these pairs, before anything was seen; descents are those `descents_of` some target sites, or all."""
         # in one order for all processes, which add them up: that of a set is each process's own
         found = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
         if Kind.DESCENT in kinds:
@@ -267,7 +267,7 @@ class Statistics:
                     sums[key_of(kind, pair)] = CrossCovariance(widths, device)
             if Kind.TARGET_GRADIENTS in kinds:
                 found.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
-            if Kind.DESCENT in kinds and (felt is None or pair.target.name in felt):
+            if Kind.DESCENT in kinds and (descents_of is None or pair.target.name in descents_of):
                 found.descents[pair.target.name] = Descent.zeros(*pair.target.shape, device)
         return found
 

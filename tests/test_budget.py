@@ -23,24 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hf_bico
 from hf_bico.bench import Bench
-from hf_bico.budget import (
-    BATCH,
-    BATCH_ON_CPU,
-    LEAST_ACTIVATIONS,
-    MOST_SAMPLES,
-    SPARE,
-    WAYS,
-    Fit,
-    Held,
-    Limits,
-    Needs,
-    Sample,
-    Way,
-    fit,
-    needs_of,
-    solved_together,
-    sum_bytes,
-)
+from hf_bico.budget import BATCH, BATCH_ON_CPU, LEAST_ACTIVATIONS, MOST_SAMPLES, SPARE, WAYS, Fit, Limits, Way, fit
 from hf_bico.choosing import settled
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
@@ -52,11 +35,12 @@ from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.heads import heads_of
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import METHODS, Carried, Carrier
+from hf_bico.needs import Held, Needs, Sample, needs_of, solved_together, sum_bytes
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.rounds import Round
 from hf_bico.settings import Settings
-from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens, felt
+from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens, descent_sites
 from hf_bico.sizes import size_text
 from hf_bico.statistics import Kind, Statistics
 from hf_bico.watching import Losses
@@ -233,7 +217,7 @@ def test_descents_are_counted_of_the_sites_that_are_felt() -> None:
     pairs = paired(40, 50)
     mlp = [replace(site, name="up", role="mlp.up", input="up.in") for site in (pairs[0].source, pairs[0].target)]
     pairs.append(SitePair(mlp[0], mlp[1]))
-    names = felt(pairs)
+    names = descent_sites(pairs)
     assert len(names) == len(pairs) - 1
     held = Statistics.zeros(pairs, {Kind.DESCENT}, torch.device("cpu"), names)
     real = sum(tensor.nbytes for descent in held.descents.values() for tensor in descent.tensors)
@@ -309,7 +293,7 @@ def test_a_batch_takes_what_the_budget_says(way: Way, kinds: frozenset[Kind], tm
     def run() -> Statistics:
         sides = [Side(live, live.layout.tokens, way.checkpointing, way.lean) for live in (source, target)]
         batches = [(asked(source, images[0]), asked(target, images[1]))] * 2
-        return collect(pairs, *sides, batches, kinds, at_once=way.at_once, felt=felt(pairs))
+        return collect(pairs, *sides, batches, kinds, at_once=way.at_once, descents_of=descent_sites(pairs))
 
     taken = allocated(run, tmp_path / "trace.json") - sum(needs.sums)
     assert 0.75 < taken / (8 * needs.of_sample(*way)) < 1

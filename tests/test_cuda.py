@@ -25,6 +25,7 @@ from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods import Bico, Seen
 from hf_bico.plans import Plan
+from hf_bico.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.statistics import Kind, Statistics
 from hf_bico.watching import Losses
@@ -186,6 +187,25 @@ def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
 
     one, two = port(), port()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def foreseen(device: str) -> ForesightRecord:
+    base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
+    names = [str(index) for index in range(CLASSES)]
+    options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "class_names": names}
+    tuned = fine_tuned(base)
+    models = {"to": target.to(device), "base": base.to(device)}
+    found = hf_bico.port(tuned.to(device), **models, **options, device=device).record.foresight
+    assert found is not None
+    return found
+
+
+def test_the_outlook_is_that_of_the_cpu() -> None:
+    """Although a GPU keeps the target's gradients in half precision until the maps are found."""
+    on_gpu, on_cpu = foreseen("cuda"), foreseen("cpu")
+    assert on_gpu.loss == pytest.approx(on_cpu.loss, rel=1e-4)
+    assert on_gpu.first_order == pytest.approx(on_cpu.first_order, rel=1e-2)
+    assert on_gpu.agreement == pytest.approx(on_cpu.agreement, rel=1e-2)
 
 
 def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.MonkeyPatch) -> None:

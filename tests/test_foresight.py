@@ -40,7 +40,7 @@ from hf_bico.record import RECORD_FILE, ForesightRecord, read_record
 from hf_bico.results import foresight_sentence
 from hf_bico.rounds import Round
 from hf_bico.settings import DEFAULT_TEMPLATES
-from hf_bico.sites import Site, SitePair, Slot, felt
+from hf_bico.sites import Site, SitePair, Slot, descent_sites
 from hf_bico.statistics import Descent, Kind, Statistics, TaskSum
 from hf_bico.watching import Losses
 
@@ -89,12 +89,16 @@ def by_autograd(round: Round) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 
 def collected(
-    round: Round, kinds: Collection[Kind], at_once: bool = False, felt: Collection[str] | None = None, **sides: bool
+    round: Round,
+    kinds: Collection[Kind],
+    at_once: bool = False,
+    descents_of: Collection[str] | None = None,
+    **sides: bool,
 ) -> dict[str, Descent]:
     """Three samples at a time, so that batches of texts are padded and the last one is smaller."""
     source, target = round._sides(**sides)
     batches = round._passes(3, set(kinds), 0)
-    return collect(round.bench.pairs, source, target, batches, kinds, at_once=at_once, felt=felt).descents
+    return collect(round.bench.pairs, source, target, batches, kinds, at_once=at_once, descents_of=descents_of).descents
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
@@ -146,7 +150,7 @@ def test_descent_is_added_up_beside_the_losses_with_every_label(rounds: Callable
 def test_only_the_sites_that_are_felt_are_added_up(rounds: Callable[[str], Round]) -> None:
     round = rounds("open_clip")
     names = {"proj", "blocks.1.attn.k"}
-    expected, found = by_autograd(round), collected(round, PAIRED, felt=names)
+    expected, found = by_autograd(round), collected(round, PAIRED, descents_of=names)
     assert found.keys() == names
     assert all(largest_error(found[site].weight, expected[site][0]) < 1e-5 for site in names)
 
@@ -158,9 +162,9 @@ def a_pair(role: str, name: str) -> SitePair:
 
 def test_mlps_are_felt_only_where_nothing_else_is() -> None:
     mlps = [a_pair("mlp.up", "up"), a_pair("mlp.gate", "gate"), a_pair("mlp.down", "down")]
-    assert felt([*mlps, a_pair("attn.q", "q"), a_pair("proj", "proj")]) == {"q", "proj"}
-    assert felt(mlps) == {"up", "gate", "down"}
-    assert felt([]) == set()
+    assert descent_sites([*mlps, a_pair("attn.q", "q"), a_pair("proj", "proj")]) == {"q", "proj"}
+    assert descent_sites(mlps) == {"up", "gate", "down"}
+    assert descent_sites([]) == set()
 
 
 def test_the_target_is_asked_how_it_does_in_the_same_pass(rounds: Callable[[str], Round]) -> None:
@@ -498,7 +502,7 @@ def test_a_round_foretells_only_where_it_is_told_to(rounds: Callable[[str], Roun
     assert round.task is None
     again = Round(round.bench, round._drawn, round.heads, round.watch, round.settings, keeps=False, foretells=True)
     found = again.carry(method)
-    assert {name for name, one in found.items() if one.descent is not None} == felt(round.bench.pairs)
+    assert {name for name, one in found.items() if one.descent is not None} == descent_sites(round.bench.pairs)
     assert again.task is not None
 
 

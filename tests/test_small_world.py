@@ -88,7 +88,9 @@ def test_worse_port_says_so_first_and_even_when_quiet(worlds: Callable[[int], Wo
     ]
     arguments = ["port", *models, "--data", str(world.data(task)), "--alpha", "-2"]
     loud = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "loud")])
-    assert loud.stdout.startswith("The port measured WORSE than the target")
+    foretold, measured, *_ = loud.stdout.split("\n\n")
+    assert foretold.startswith("Outlook: doubtful, it may well not help")
+    assert measured.startswith("The port measured WORSE than the target")
     assert "**The port measured WORSE than the target" in (tmp_path / "loud" / "README.md").read_text()
     quiet = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "quiet"), "-q"])
     assert quiet.stdout == ""

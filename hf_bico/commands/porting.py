@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.budget import FLOAT32, FLOAT64, Limits
+from hf_bico.budget import Limits
 from hf_bico.edge.completing import complete_data, complete_folder, complete_model
 from hf_bico.edge.ending import edge
 from hf_bico.edge.options import (
@@ -40,6 +40,7 @@ from hf_bico.edge.options import (
 from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
 from hf_bico.edge.several import go_on_alone, require_device_for_each
 from hf_bico.errors import LineageError
+from hf_bico.needs import FLOAT32, FLOAT64
 from hf_bico.processes import is_first_process
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank
 from hf_bico.sizes import read_size

@@ -87,7 +87,7 @@ def reproduce(table: str | None, **options: Any) -> None:
         from hf_bico.settings import Settings
 
         settings, folder = Settings(**options), Path(output or "reproduced").expanduser()
-        paper.table(table)
+        paper.table(table)  # what is mistyped is said before what takes seconds to import
         from hf_bico.estimating import estimate
         from hf_bico.reproducing import Given, Job, carry_out
 
@@ -97,9 +97,9 @@ def reproduce(table: str | None, **options: Any) -> None:
         if not silent:
             click.echo("\n".join(expected.lines()), err=not dry_run)
         if dry_run:
-            from hf_bico.reproduction import Reproduction as Shown
+            from hf_bico.reproduction import Reproduction
 
-            known = Shown(job.table, tuple(one.name for one in job.tasks))
+            known = Reproduction(job.table, tuple(one.name for one in job.tasks))
             if as_json:
                 click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(known.to_json())}))
             elif not quiet:

@@ -22,7 +22,7 @@ from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, second
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from hf_bico.markdown import markdown_table, plain
 from hf_bico.output import require_free, write_file
-from hf_bico.record import from_plain, to_plain
+from hf_bico.plain_data import from_plain, to_plain
 from hf_bico.report import format_table
 
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"

@@ -1,0 +1,259 @@
+"""What a port needs of memory, by shapes alone: models, covariances, a batch's activations, the solver's work.
+
+An estimate that is held against measured peaks; knows no torch, and no limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hf_bico.sites import Layout, Site, SitePair, descent_sites
+from hf_bico.workspace import BATCH_BYTES, COPIES
+
+FLOAT64, FLOAT32 = 8, 4
+BESIDE = 1.12
+"""What a batch takes in all, as a multiple of what its sites read and write: fitted to ViT-B/16 and ViT-L/14 on an
+H200."""
+LOGITS = 14
+"""Bytes that the loss of a language model takes for each logit: the logits, their softmax and its gradient."""
+USUAL_TOKENS = 512
+"""Of a text, while nothing else is known."""
+CAPTION_TOKENS = 77
+"""Of what the text side of a CLIP reads."""
+USUAL_KINDS = ("inputs", "gradients", "descent")
+"""Which sums are reckoned with, while the method is not known."""
+_OF_TARGET = ("target gradients", "descent")
+"""What is added up of the target's parameters, from what its sites read: that is kept until gradients come."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one model holds for one sample of a batch, in bytes."""
+
+    graph: int
+    """What the backward pass needs."""
+    thrifty: int
+    """The same with activation checkpointing: what enters each block, and one block's work."""
+    shown_inputs: int
+    shown_outputs: int
+    """What the watched sites read and write, each once."""
+    lean: int | None = None
+    """As `graph`, but with what enters the MLPs alone; None where there are none."""
+    block: int = 0
+    """What one block takes while gradients pass through it."""
+
+    def kept(self, checkpointing: bool, lean: bool) -> int:
+        """What it keeps for the backward pass."""
+        if checkpointing:
+            return self.thrifty
+        return self.lean if lean and self.lean is not None else self.graph
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a port needs, in bytes: models, the sums of each group of pairs, one sample, and the carried change."""
+
+    weights: tuple[int, int]
+    sums: tuple[int, ...]
+    """Of the covariances of each group of pairs that can be solved on its own."""
+    solver: int
+    carried: int
+    """What was carried so far stays where it was found."""
+    samples: tuple[Sample, Sample]
+    both_graphs: bool = False
+    """Whether the two models' graphs are needed at once, as for labels that are gone through one by one."""
+
+    def of_models(self, alternating: bool) -> int:
+        return max(self.weights) if alternating else sum(self.weights)
+
+    texts: bool = False
+    """Whether inputs wait for the end of the target's forward pass: then it is known which rows are real tokens."""
+    adding: int = 0
+    """What is added up at a time, of one sample: the rows of the two models in float64."""
+    descents: int = 0
+    """Of the sums, those that take half of the room when the solver begins."""
+    kept_inputs: int = 0
+    """What the target's sites read and is kept until their gradients come."""
+
+    def of_sample(self, checkpointing: bool, lean: bool = False, at_once: bool = False) -> int:
+        """The activations of one sample at the peak."""
+        source, target = self.samples
+        graphs = [one.kept(checkpointing, lean) for one in self.samples]
+        shown = source.shown_inputs + source.shown_outputs
+        if self.both_graphs:
+            return max(1, sum(graphs) + 2 * shown + target.shown_inputs + self.adding)
+        kept = self.kept_inputs
+        waiting = source.shown_inputs + max(0, target.shown_inputs - kept) if self.texts else 0
+        last = graphs[1] + source.shown_outputs + self.adding + kept
+        if at_once:  # the source's inputs go while the target's graph comes, its graph while its gradients come
+            return max(1, sum(graphs) + kept + max(source.shown_inputs, waiting), last)
+        # the source's graph goes while its gradients come, and its inputs go while the target's graph comes
+        return max(1, shown + source.block, graphs[0] + source.shown_inputs, last + waiting)
+
+    @property
+    def can_be_lean(self) -> bool:
+        return any(one.lean is not None for one in self.samples)
+
+
+def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
+    """The pairs in groups that share no sum: those of a block, and whatever reads the same activation."""
+    groups: list[list[SitePair]] = []
+    place: dict[object, int] = {}
+    for pair in pairs:
+        keys = [("reads", pair.source.input, pair.target.input)]
+        if pair.target.block is not None:
+            keys.append(("block", pair.target.tower, str(pair.target.block)))
+        number = next((place[key] for key in keys if key in place), len(groups))
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(pair)
+        place.update(dict.fromkeys(keys, number))
+    return groups
+
+
+def sum_bytes(
+    pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS, of_descent: Collection[str] | None = None
+) -> int:
+    """Of the float64 sums of these pairs, inputs that are shared counted once.
+
+    Descents, in float32, are those of all target sites, or of some.
+    """
+    found = FLOAT64 * sum(map(prod, _covariances(pairs, kinds)))
+    parameters = {pair.target.name: pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs}
+    if "target gradients" in kinds:  # the sum, and the votes
+        found += 2 * FLOAT64 * sum(parameters.values())
+    if "descent" in kinds:
+        found += FLOAT32 * sum(size for name, size in parameters.items() if of_descent is None or name in of_descent)
+    return found
+
+
+def solver_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
+    """The solver's work space, beside the covariances themselves: those of equal shape are solved together."""
+    alike = Counter(FLOAT64 * prod(shape) for shape in _covariances(pairs, kinds))
+    batches = (size * min(count, max(1, BATCH_BYTES // size)) for size, count in alike.items())
+    return COPIES * max(batches, default=0)
+
+
+def _covariances(pairs: Sequence[SitePair], kinds: Collection[str]) -> Iterator[tuple[int, int]]:
+    """The shapes of the cross-covariances of these kinds."""
+    read = {(pair.source.input, pair.target.input): pair for pair in pairs}
+    for kind in kinds:
+        if kind in _OF_TARGET:
+            continue
+        axis = 1 if "inputs" in kind or kind == "input gradients" else 0
+        for pair in read.values() if kind == "inputs" else pairs:
+            yield pair.source.shape[axis], pair.target.shape[axis]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One of the two models as the budget sees it: its tensors, its precision, and how many rows a sample has."""
+
+    layout: Layout
+    shapes: Mapping[str, tuple[int, ...]]
+    itemsize: int = FLOAT32
+    tokens: int = USUAL_TOKENS
+    """Of a text, where it reads any."""
+
+    @property
+    def weights(self) -> int:
+        return self.itemsize * sum(prod(shape) for shape in self.shapes.values())
+
+    def rows(self, site: Site) -> int:
+        """How many rows of a site belong to one sample."""
+        if site.text:
+            return self.tokens
+        tokens = self.layout.tokens
+        return USUAL_TOKENS if tokens is None else tokens.prefix + prod(tokens.grid)
+
+    def bytes_of(self, sites: Iterable[Site]) -> tuple[int, int]:
+        """What these sites read, each activation once, and what they write, for one sample."""
+        sites = list(sites)
+        read = {site.input: site.shape[1] * self.rows(site) for site in sites}
+        return self.itemsize * sum(read.values()), self.itemsize * sum(
+            site.shape[0] * self.rows(site) for site in sites
+        )
+
+    def sample(self, watched: Sequence[Site], language: bool) -> Sample:
+        """What it holds for one sample while these sites are watched."""
+        towers = {site.tower for site in watched}
+        running = [site for site in self.layout.sites if site.tower in towers]
+        graph = int(BESIDE * sum(self.bytes_of(running)))
+        first = {(site.tower, site.block): site for site in reversed(running)}
+        entering = int(BESIDE * self.itemsize * sum(site.shape[1] * self.rows(site) for site in first.values()))
+        loss = LOGITS * self.tokens * self._vocabulary if language else 0
+        block = graph // max(1, len(first))
+        thrifty = min(graph, entering + block)
+        reads, writes = (int(BESIDE * size) for size in self.bytes_of(watched))
+        lean = self._lean(running, graph, loss)
+        return Sample(graph + loss, thrifty + loss, reads, writes, lean, min(graph, 2 * block))
+
+    def _lean(self, running: Sequence[Site], graph: int, loss: int) -> int | None:
+        """What is kept of all but the MLPs, what enters these, and one of them while it runs once more."""
+        inside = [site for site in running if site.role.startswith("mlp.")]
+        if not inside:
+            return None
+        hidden = int(BESIDE * sum(self.bytes_of(inside)))
+        entering = int(BESIDE * self.bytes_of(site for site in inside if site.role != "mlp.down")[0])
+        places = len({(site.tower, site.block) for site in inside})
+        return min(graph, graph - hidden + entering + hidden // places) + loss
+
+    @property
+    def _vocabulary(self) -> int:
+        """The longest table of embeddings."""
+        carried = self.layout.tensors
+        return max(
+            (shape[0] for name, shape in self.shapes.items() if name not in carried and len(shape) == 2), default=0
+        )
+
+
+def needs_of(
+    pairs: Sequence[SitePair],
+    source: Held,
+    target: Held,
+    *,
+    kinds: Collection[str] = USUAL_KINDS,
+    ranks: Mapping[str, int] | None = None,
+    both_graphs: bool = False,
+    language: bool = False,
+) -> Needs:
+    """What carrying these pairs needs, by sums of these kinds.
+
+    `ranks` are those of a LoRA by the source's tensors, and `language` says whether the loss is over a vocabulary.
+    """
+    groups = solved_together(pairs)
+    sources = list({pair.source.name: pair.source for pair in pairs}.values())
+    adding = (
+        FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
+    )
+    return Needs(
+        weights=(source.weights, target.weights),
+        sums=tuple(sum_bytes(group, kinds, descent_sites(pairs)) for group in groups),
+        solver=max((solver_bytes(group, kinds) for group in groups), default=0),
+        carried=FLOAT32 * sum(_carried(pair, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs),
+        samples=(
+            source.sample(sources, language),
+            target.sample([pair.target for pair in pairs], language),
+        ),
+        both_graphs=both_graphs,
+        texts=any(pair.target.text for pair in pairs),
+        descents=sum_bytes(pairs, ("descent",), descent_sites(pairs)) if "descent" in kinds else 0,
+        adding=int(BESIDE * max(adding, default=0)),
+        kept_inputs=int(BESIDE * target.bytes_of(_read_later(pairs, kinds))[0]),
+    )
+
+
+def _read_later(pairs: Sequence[SitePair], kinds: Collection[str]) -> list[Site]:
+    """The target's sites whose inputs meet their gradients."""
+    if "target gradients" in kinds:
+        return [pair.target for pair in pairs]
+    some = descent_sites(pairs) if "descent" in kinds else ()
+    return [pair.target for pair in pairs if pair.target.name in some]
+
+
+def _carried(pair: SitePair, rank: int | None) -> int:
+    """The numbers of one change in the target's coordinates: two factors, or a matrix."""
+    return prod(pair.target.shape) if rank is None else rank * sum(pair.target.shape)
