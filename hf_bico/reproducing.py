@@ -6,7 +6,7 @@ their fine-tuned models. Prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,18 +50,20 @@ class Given:
     targets: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
 
-    def require_of(self, wanted: PaperTable) -> None:
-        """Refuse what is given for a task that the table does not have."""
-        for option, given in (("source", self.sources), ("target", self.targets), ("data", self.data)):
-            _require_tasks(given, wanted, f"--{option}-of")
+    def of_table(self, wanted: PaperTable) -> Given:
+        """The same by the names of the table's tasks; refused for a task that it does not have."""
+        given = {"source": self.sources, "target": self.targets, "data": self.data}
+        named = [{_task_name(name, wanted, f"--{of}-of"): one[name] for name in one} for of, one in given.items()]
+        return Given(*named)
 
 
-def _require_tasks(names: Iterable[str], wanted: PaperTable, option: str) -> None:
-    """Refuse what an option names and the table does not have."""
-    for name in names:
-        if name not in wanted.tasks:
-            remedy = did_you_mean(name, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
-            raise UsageError(f"{option} names '{name}', and table {wanted.name} has no such task", remedy)
+def _task_name(written: str, wanted: PaperTable, option: str) -> str:
+    """Which of the table's tasks an option names, in whatever capitals."""
+    name = written.strip().lower()
+    if name not in wanted.tasks:
+        remedy = did_you_mean(name, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
+        raise UsageError(f"{option} names '{written}', and table {wanted.name} has no such task", remedy)
+    return name
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ class Job:
         train_target: bool,
     ) -> Job:
         wanted = table(name)
-        given.require_of(wanted)
-        _require_tasks(tasks or (), wanted, "--tasks")
-        chosen = [one for one in wanted.tasks if tasks is None or one in tasks]
+        given = given.of_table(wanted)
+        named = wanted.tasks if tasks is None else [_task_name(one, wanted, "--tasks") for one in tasks]
+        chosen = [one for one in wanted.tasks if one in named]
         if not chosen:
             raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(wanted.tasks)}")
         seeds = wanted.seeds if seeds is None else seeds

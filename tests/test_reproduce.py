@@ -240,6 +240,16 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tasks_may_be_written_as_the_paper_does(tmp_path: Path) -> None:
+    given = Given(sources={"EuroSAT": "user/model"})
+    job = Job.of("1", ["MNIST", "EuroSAT"], tmp_path, given, None, False)
+    given_to = [(one.name, job.source_of(one) == "user/model") for one in job.tasks]
+    assert given_to == [
+        ("eurosat", True),
+        ("mnist", False),
+    ]
+
+
 def test_a_dry_run_downloads_no_weight(hub: Hub, tmp_path: Path) -> None:
     publish_vision(hub, tmp_path, "1", ("mnist",))
     code, out, err = finished(started(hub, tmp_path / "dry", "1", "--tasks", "mnist", "--dry-run"))
