@@ -167,7 +167,9 @@ class Bench:
             both_graphs=of_labels,
             language=language,
         )
-        needs = replace(needs, weights=(self._weights_of(self.source), self._weights_of(self.target)))
+        descents = needs.descents if self.device.type == "cuda" else 0
+        weights = (self._weights_of(self.source), self._weights_of(self.target))
+        needs = replace(needs, weights=weights, descents=descents)
         limit = settings.memory or available_memory(self.device)
         size = settings.calibration_batch or settings.batch_size
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU

@@ -74,7 +74,7 @@ class Needs:
     adding: int = 0
     """What is added up at a time, of one sample: the rows of the two models in float64."""
     descents: int = 0
-    """Of the sums, those that take half of the room when the solver begins."""
+    """Of the sums, those that a GPU keeps in half of the room when the solver begins."""
     kept_inputs: int = 0
     """What the target's sites read and is kept until their gradients come."""
 

@@ -54,10 +54,16 @@ def outcome_of(method: Method, round: Round, whole_split: Samples | None = None)
 def _foresight(carried: Mapping[str, Carried], report: Report, round: Round) -> ForesightRecord | None:
     """Whether it will help, where the pass over the samples looked at that; samples of one class cannot tell."""
     descents = [one.descent for one in carried.values() if one.descent is not None]
-    one_class = round.class_names and len(set(round.drawn_samples.labels)) == 1
-    if round.task is None or not descents or one_class:
+    if round.task is None or not descents or _asks_one_class(round):
         return None
     return foresee(descents, round.task, len(round.samples), report.unseen_energy, round.settings.alpha)
+
+
+def _asks_one_class(round: Round) -> bool:
+    """Whether classes are the answers, and all samples have the same."""
+    answered = round.settings.objective in ("zero-shot", "contrastive", "text-to-text")
+    labels = set(round.drawn_samples.labels)
+    return answered and len(labels) == 1 and labels != {-1}
 
 
 def with_readout(outcome: Outcome, round: Round) -> Outcome:

@@ -1,17 +1,17 @@
-"""Writing a result: a folder that appears whole or not at all. Knows folders; not what is written into them."""
+"""Writing a result: a folder or files that appear whole or not at all. Knows folders; not what is written into them."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hf_bico.errors import OutputError, OutputExistsError
+from hf_bico.errors import OutputError, OutputExistsError, RecordError
 from hf_bico.record import RECORD_FILE
 
 
@@ -68,6 +68,30 @@ def write_file(file: Path, content: bytes) -> None:
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_files(folder: Path, content: Mapping[str, str | bytes | None]) -> tuple[Path, ...]:
+    """Write files in their order, each whole or not at all, and remove those of no content; those that were written."""
+    written = {name: some for name, some in content.items() if some is not None}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in content.keys() - written.keys():  # what an earlier run wrote would be taken for this one's
+            (folder / name).unlink(missing_ok=True)
+        for name, some in written.items():
+            write_file(folder / name, some.encode(errors="backslashreplace") if isinstance(some, str) else some)
+    except OSError as error:
+        raise OutputError(
+            f"'{folder}' cannot be written: {error.strerror}", "free some space or choose another folder"
+        ) from error
+    return tuple(folder / name for name in written)
+
+
+def read_text(folder: Path, name: str, what: str) -> str:
+    """The text of a file that `write_files` wrote into the folder of `what`."""
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"'{folder}' holds no {name} that can be read", f"name the folder of {what}") from error
 
 
 def _replace(folder: Path, new: Path) -> None:

@@ -101,7 +101,9 @@ def carry_out(
     team = join(device)
     ready = prepare(planned, settings, hub, watch, device, team)
     bench, settings, method, drawn, held_out = ready.bench, ready.settings, ready.method, ready.drawn, ready.held_out
-    round = Round(bench, drawn, ready.heads, watch, settings, keeps=False, foretells=True)
+    # a head that is fitted to the samples answers them all, and leaves nothing to foretell from
+    foretells = settings.objective != "classification"
+    round = Round(bench, drawn, ready.heads, watch, settings, keeps=False, foretells=foretells)
     whole = None
     if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
         whole = training_samples(drawn, *held_out)

@@ -199,7 +199,7 @@ class ForesightRecord:
     (of a change of MLPs alone, by all of it), `agreement` the cosine of that change and the target's own descent,
     `headroom` the share of the calibration answers that the target gets wrong, and `unseen` that of the carried energy
     where calibration saw nothing. The `outlook` is the least of the fall of the loss and the headroom, less what is
-    unseen: it orders ports, and is no accuracy.
+    unseen: it orders ports, and is no accuracy. Of a port with a readout, it is that of what is carried.
     """
 
     outlook: float

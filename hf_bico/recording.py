@@ -37,7 +37,14 @@ from hf_bico.record import (
 )
 from hf_bico.report import Report
 from hf_bico.resolving import Lineage
-from hf_bico.settings import DEFAULT_DOWNLOAD, DEFAULT_TEMPLATES, METHOD_NAMES, OPTION_METHODS, Settings
+from hf_bico.settings import (
+    DEFAULT_DOWNLOAD,
+    DEFAULT_MEASURED,
+    DEFAULT_TEMPLATES,
+    METHOD_NAMES,
+    OPTION_METHODS,
+    Settings,
+)
 from hf_bico.version import __version__
 
 UNNAMED_LOSS = (
@@ -292,6 +299,7 @@ def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | No
         ("--train-batch", settings.train_batch, 128),
         ("--warmup", settings.warmup, 200),
         ("--evaluation", settings.evaluation, PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"),
+        ("--eval-samples", settings.eval_samples, DEFAULT_MEASURED),
         ("--control", "" if settings.control else None, None),
         ("--batch-size", settings.batch_size, None),
         ("--memory", settings.memory, None),

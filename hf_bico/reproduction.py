@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from hf_bico.comparison import LABELS, Comparison, Row, Spread
-from hf_bico.errors import OutputError
 from hf_bico.markdown import Markdown, markdown_table, plain
-from hf_bico.output import write_file
+from hf_bico.output import write_files
 from hf_bico.paper import PaperRow, PaperTable, task
 from hf_bico.record import PROBE
 from hf_bico.report import format_table
@@ -173,12 +172,7 @@ class Reproduction:
 
     def save(self, folder: Path) -> None:
         """Write reproduction.json and .md, each whole or not at all."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in ((JSON_FILE, self.to_json()), (MARKDOWN_FILE, self.to_markdown())):
-                write_file(folder / name, text.encode())
-        except OSError as error:
-            raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "free some space") from error
+        write_files(folder, {JSON_FILE: self.to_json(), MARKDOWN_FILE: self.to_markdown()})
 
 
 def _told(row: PaperRow) -> list[str]:

@@ -134,9 +134,7 @@ class Round:
         for step in range(method.steps):
             found: dict[str, Carried] = {}
             for pairs in passes:
-                seen = (
-                    self._along(step / method.steps, parts, method.kinds, pairs) if step else self._start(method, pairs)
-                )
+                seen = self._along(step / method.steps, parts, method, pairs) if step else self._start(method, pairs)
                 self.task = self.task or seen.task
                 seen.settle_descents()
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
@@ -191,15 +189,18 @@ class Round:
         return self.collected(kinds, pairs) if kinds else Statistics()
 
     def _along(
-        self, share: float, parts: Sequence[dict[str, Carried]], kinds: Collection[Kind], pairs: Sequence[SitePair]
+        self, share: float, parts: Sequence[dict[str, Carried]], method: Carrier, pairs: Sequence[SitePair]
     ) -> Statistics:
-        """The statistics with a share of the task vector in the source, and what became of it in the target."""
+        """The statistics with a share of the task vector in the source, and what became of it in the target.
+
+        In the same batches as at the start, so that one number repeats the whole path.
+        """
         bench = self.bench
         so_far = bench.gathered(joined(parts), alpha=1.0).renamed(bench.planned.lineage.target.layout.own_names)
         with ExitStack() as stack:
             stack.enter_context((share * bench.tuning).applied_to(bench.source.module))
             stack.enter_context(so_far.applied_to(bench.target.module))
-            return self.collected(kinds, pairs)
+            return self.collected(method.kinds, pairs, self.fit(self._kinds_of(method)))
 
     def readout(self, changes: Deltas) -> Readout:
         """The correction of the final projection of the target with these changes.
@@ -240,9 +241,9 @@ class Round:
             self._fits[asked] = self.bench.team.agreed(self.bench.fit(asked, self.samples, self.settings))
         return self._fits[asked]
 
-    def collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair]) -> Statistics:
+    def collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair], fitted: Fit | None = None) -> Statistics:
         """The statistics of some pairs, from a pass of their own."""
-        bench, fitted = self.bench, self.fit(kinds)
+        bench, fitted = self.bench, fitted or self.fit(kinds)
 
         def collected(turn: int, some: Collection[Kind]) -> Statistics:
             def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:

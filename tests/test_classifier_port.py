@@ -243,6 +243,10 @@ def test_padding_and_batches_count_for_nothing(
     assert distance(bare_names(again), found.changes) < 1e-5
 
 
+def test_no_outlook_by_a_head_that_was_fitted_to_the_samples(case: Callable[[str], Case]) -> None:
+    assert case("bert").port().record.foresight is None
+
+
 # --- heads
 
 

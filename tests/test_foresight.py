@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,9 @@ from torch.nn import functional
 from toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
 import hf_bico
+from hf_bico import outcomes
+from hf_bico.bench import Bench
+from hf_bico.budget import Fit
 from hf_bico.cli import main
 from hf_bico.collecting import collect
 from hf_bico.deltas import Deltas
@@ -376,12 +379,37 @@ def test_alpha_scales_the_slope_and_the_agreement_keeps_its_size(seen: Case) -> 
     assert back.loss == once.loss
 
 
-def test_altered_copies_are_samples_too(seen: Case) -> None:
+def test_altered_copies_are_samples_too(seen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = []
+
+    def noted(sites: Iterable[SiteDescent], task: TaskSum, *others: Any) -> ForesightRecord:
+        tasks.append(task)
+        return foresee(sites, task, *others)
+
+    monkeypatch.setattr(outcomes, "foresee", noted)
     found, plain = seen.foresight(augment=2), seen.foresight()
-    assert found.headroom is not None
-    assert (found.headroom * 3 * SAMPLES) % 1 == pytest.approx(0.0, abs=1e-9)
+    assert [task.answers for task in tasks] == [3 * SAMPLES, SAMPLES]
     assert found.loss != plain.loss
     assert found.loss == pytest.approx(plain.loss, rel=0.5), "a mean, and no sum over copies"
+
+
+def test_all_of_a_path_is_seen_in_the_same_batches(seen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is foretold at its start takes memory, so that fewer samples may fit; one number repeats it."""
+    sizes, fit, steps = [], Bench.fit, 3
+
+    def fewer_with_descents(self: Bench, kinds: Collection[Kind], *others: Any) -> Fit:
+        return replace(fit(self, kinds, *others), batch_size=3 if Kind.DESCENT in kinds else 4)
+
+    def noted(self: Round, size: int, *others: Any) -> Any:
+        sizes.append(size)
+        return passes(self, size, *others)
+
+    passes = Round._passes
+    monkeypatch.setattr(Bench, "fit", fewer_with_descents)
+    monkeypatch.setattr(Round, "_passes", noted)
+    ported = seen.port(method="bico-path", path_steps=steps)
+    assert sizes == [3] * steps
+    assert ported.record.run.batch_size == 3
 
 
 def test_a_path_is_foretold_from_where_it_starts(seen: Case) -> None:
@@ -464,6 +492,18 @@ def test_what_looks_at_gradients_is_foretold(method: str, scene: Scene) -> None:
     assert found.first_order != 0
     assert found.headroom is not None
     assert abs(found.agreement) < 1
+
+
+def test_one_class_cannot_tell_where_classes_are_the_answers(tmp_path: Path) -> None:
+    case = images(tmp_path)
+    case.rows = [{**row, "label": 1} for row in case.rows]
+    assert case.port().record.foresight is None
+
+
+def test_one_class_of_texts_that_are_only_read_is_foretold(tmp_path: Path) -> None:
+    case = texts(tmp_path)
+    case.rows = [{**row, "label": 1} for row in case.rows]
+    assert case.port(class_names=("one", "two")).record.foresight is not None
 
 
 def write_twin(scene: Scene) -> Path:

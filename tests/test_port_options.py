@@ -143,6 +143,7 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--batch-size", "2"], {"run.batch_size": 2}, {}),
     (["--control"], {"evaluation": [*USUAL, ("control", None)]}, {}),
     (["--evaluation", "probe"], {"evaluation": PROBED}, {}),
+    (["--eval-samples", "5"], {"evaluation": USUAL}, {}),
     (["--evaluation", "both"], {"evaluation": BOTH}, {}),
     (["--evaluation", "both", "--no-eval"], {"evaluation": []}, {}),
     (["--method", "finetune", "--readout", *TRAINING, *STEPS], {"method.training.steps": 3}, {}),

@@ -41,6 +41,8 @@ def test_a_port_on_a_narrow_terminal(shown: Callable[..., Seen]) -> None:
     assert seen.code == 0, seen.text
     assert seen.coloured
     screen = seen.screen
+    assert [line for line in screen if line.startswith("Outlook: ")], "the bars that go on do not wipe it off"
+    assert not [line for line in screen if "━━" in line]
     table = screen[screen.index(next(line for line in screen if line.startswith("model"))) :]
     assert [line for line in table if line.startswith(("target, ported", "target, zero-shot"))]
     header = next(line for line in table if line.startswith("role"))

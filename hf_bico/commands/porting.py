@@ -146,16 +146,15 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         if push_to is not None:
             require_hidden(push_to, push, planned.lineage.restricted, hub)
         # what takes seconds to import comes after what a typo would stop
-        from hf_bico.edge.bars import shown_progress
+        from hf_bico.edge.bars import shown_with_words
         from hf_bico.edge.console import print_foresight, print_ported, print_pushed
         from hf_bico.pipeline import carry_out
         from hf_bico.pushing import push_folder
         from hf_bico.record import read_record
         from hf_bico.results import headline, is_worse
 
-        with shown_progress(quiet or as_json) as progress:
-            told = (lambda foresight: None) if quiet or as_json else print_foresight
-            ported = carry_out(planned, settings, hub, progress, told)
+        with shown_with_words(quiet or as_json) as (progress, say):
+            ported = carry_out(planned, settings, hub, progress, lambda told: print_foresight(told, say))
             if not is_first_process():
                 return
             go_on_alone()

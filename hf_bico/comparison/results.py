@@ -12,9 +12,9 @@ from hf_bico.comparison.cells import Cell, CellKey, Order, Refusal
 from hf_bico.comparison.picture import picture
 from hf_bico.comparison.rows import Row, aggregate
 from hf_bico.comparison.tables import caption, comparison_table, csv_text, refusal_line, text_table
-from hf_bico.errors import OutputError, RecordError, UsageError
+from hf_bico.errors import RecordError, UsageError
 from hf_bico.markdown import fenced, plain
-from hf_bico.output import write_file
+from hf_bico.output import read_text, write_file, write_files
 
 NAME = "comparison"
 JSON_FILE, PICTURE_FILE = f"{NAME}.json", f"{NAME}.png"
@@ -165,26 +165,11 @@ class Comparison:
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
         """Write comparison.csv, .json, .md and .png, each whole or not at all; the files that were written."""
-        folder = Path(folder)
-        texts = (self.to_csv(), self.to_json(), self.to_markdown())
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in zip(RESULT_FILES, texts, strict=False):
-                write_file(folder / name, text.encode("utf-8", errors="backslashreplace"))
-            self.draw(folder / PICTURE_FILE)
-        except OSError as error:
-            raise OutputError(
-                f"the comparison cannot be written into '{folder}': {error.strerror}", "free some space, then run again"
-            ) from error
-        return tuple(file for name in RESULT_FILES if (file := folder / name).is_file())
+        drawn = picture(self.rows(), self.data_sets, self.title)
+        content = (self.to_csv(), self.to_json(), self.to_markdown(), drawn)
+        return write_files(Path(folder), dict(zip(RESULT_FILES, content, strict=True)))
 
     @classmethod
     def load(cls, folder: Path | str) -> Comparison:
         """Read what `save` wrote."""
-        try:
-            text = (Path(folder) / JSON_FILE).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecordError(
-                f"'{folder}' holds no {JSON_FILE} that can be read", "name the folder of a comparison"
-            ) from error
-        return cls.from_json(text)
+        return cls.from_json(read_text(Path(folder), JSON_FILE, "a comparison"))

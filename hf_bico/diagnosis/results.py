@@ -19,9 +19,9 @@ from hf_bico.diagnosis.pictures import (
     sites_picture,
 )
 from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
-from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
+from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.markdown import markdown_table, plain
-from hf_bico.output import require_free, write_file
+from hf_bico.output import read_text, require_free, write_files
 from hf_bico.plain_data import from_plain, to_plain
 from hf_bico.report import format_table
 
@@ -66,13 +66,7 @@ class Diagnosis(Findings):
     @classmethod
     def load(cls, folder: Path | str) -> Diagnosis:
         """Read what was written into a folder."""
-        try:
-            text = (Path(folder) / JSON_FILE).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecordError(
-                f"'{folder}' holds no {JSON_FILE} that can be read", "name the folder of a diagnosis"
-            ) from error
-        return cls.from_json(text)
+        return cls.from_json(read_text(Path(folder), JSON_FILE, "a diagnosis"))
 
     @classmethod
     def averaged(cls, several: Sequence[Diagnosis]) -> Diagnosis:
@@ -112,7 +106,7 @@ class Diagnosis(Findings):
         tables = [markdown_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
         return [*tables, *(plain(line) for line in (*cost_lines(self.cost), seconds_line(self.cost)))]
 
-    def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> list[Path]:
+    def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> tuple[Path, ...]:
         """Write diagnosis.json, .md and the pictures; the files that were written.
 
         With other diagnoses `beside`, their similarity before alignment is drawn together with this one's.
@@ -121,19 +115,10 @@ class Diagnosis(Findings):
         require_own(folder, overwrite)
         drawn = {name: draw(self) for name, draw in PICTURES.items()}
         drawn[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
-        pictures = {name: picture for name, picture in drawn.items() if picture is not None}
         told = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._shown()]
-        told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in pictures]
-        content = {MARKDOWN_FILE: ("\n\n".join(told) + "\n").encode(), **pictures, JSON_FILE: self.to_json().encode()}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in {*drawn, *content} - set(content):
-                (folder / name).unlink(missing_ok=True)  # of an earlier diagnosis
-            for name, some in content.items():  # what tells that the folder is ours comes last
-                write_file(folder / name, some)
-        except OSError as error:
-            raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
-        return [folder / name for name in content]
+        told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in drawn if drawn[name] is not None]
+        # what tells that the folder is ours comes last
+        return write_files(folder, {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()})
 
 
 Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift)

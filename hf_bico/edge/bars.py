@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,13 +22,22 @@ if TYPE_CHECKING:
 @contextmanager
 def shown_progress(off: bool) -> Iterator[Progress]:
     """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
+    with shown_with_words(off) as (progress, _):
+        yield progress
+
+
+@contextmanager
+def shown_with_words(off: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """The same, and a way to say something on stdout meanwhile: above the bars, which would else wipe it off."""
     if off:
-        yield silent
+        yield silent, lambda text: None
     elif not is_screen(sys.stderr):
-        yield _announced
+        yield _announced, click.echo
     else:
+        one_screen = is_screen(sys.stdout)
         with _bars() as bars:
-            yield _shown_in(bars)
+            above = partial(bars.print, markup=False, highlight=False, soft_wrap=True)
+            yield _shown_in(bars), above if one_screen else click.echo
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +53,10 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
 
 
-def print_foresight(foresight: ForesightRecord) -> None:
+def print_foresight(foresight: ForesightRecord, say: Callable[[str], None]) -> None:
     """What calibration says, while measuring takes its time; a reader that went away stops no job."""
     with suppress(BrokenPipeError):
-        click.echo(foresight_sentence(foresight) + "\n")
+        say(foresight_sentence(foresight) + "\n")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
