@@ -65,8 +65,9 @@ def pair(folder: Path, world: int, task: str) -> tuple[Diagnosis, Diagnosis]:
 @click.option("--worlds", default=3, show_default=True, help="Pairs of pretrainings.")
 @click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's pictures.")
 def main(folder: Path, worlds: int, docs: Path | None) -> None:
-    found = [_alike(*pair(folder, world, task)) for world in range(worlds) for task in TASKS]
+    found = [pair(folder, world, task) for world in range(worlds) for task in TASKS]
     same, other = (Diagnosis.averaged([one[number] for one in found]) for number in (0, 1))
+    same = _by_steps(same)
     click.echo(f"{same.table()}\n\n{other.table()}")
     if docs is None:
         return
@@ -83,12 +84,12 @@ def main(folder: Path, worlds: int, docs: Path | None) -> None:
     (docs / "diagnosis.txt").write_text(f"{same.table()}\n\n{other.table()}\n", encoding="utf-8")
 
 
-def _alike(same: Diagnosis, other: Diagnosis) -> tuple[Diagnosis, Diagnosis]:
-    """Under names that do not tell the task."""
+def _by_steps(found: Diagnosis) -> Diagnosis:
+    """With checkpoints that are called after their steps."""
     steps = [f"step-{number}" for number in (*STEPS, 60)]
-    names = dict(zip(same.checkpoints, steps, strict=True))
-    drift = [replace(one, checkpoint=names[one.checkpoint]) for one in same.drift]
-    return replace(same, checkpoints=steps, drift=drift), other
+    names = dict(zip(found.checkpoints, steps, strict=True))
+    drift = [replace(one, checkpoint=names[one.checkpoint]) for one in found.drift]
+    return replace(found, checkpoints=steps, drift=drift)
 
 
 if __name__ == "__main__":

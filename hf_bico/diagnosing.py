@@ -6,7 +6,7 @@ Measures layer by layer and returns a `Diagnosis`; prints and writes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,10 +35,12 @@ from hf_bico.environment import (
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
 from hf_bico.hub.client import Hub
+from hf_bico.hub.references import HubReference, parse
 from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS, Carrier
 from hf_bico.methods.aligning import Aligner
 from hf_bico.models import ModelReference
+from hf_bico.needs import FLOAT64
 from hf_bico.objectives import Head, Question
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
@@ -60,7 +62,6 @@ COMPARED = ("input-only", "theseus", "bico")
 """The methods whose outputs are held against the fine-tuned target's, unless others are named."""
 TUNED_TARGET, A_CHECKPOINT = "the fine-tuned target", "a checkpoint"
 """What these models are called in errors."""
-FLOAT64 = 8
 Result = TypeVar("Result")
 
 
@@ -109,7 +110,7 @@ def diagnose(
     tuned = None
     if fine_tuned is not None:
         tuned = Tuned.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
-    stops = [Tuned.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle) for one in checkpoints]
+    stops = [_by_revision(Tuned.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle), one) for one in checkpoints]
     return found.diagnosis(tuned, names, stops)
 
 
@@ -150,15 +151,15 @@ class _Look:
             raise TypeError("without samples there is nothing to look at")
         self.bench, self.settings, self.watch = ready.bench, ready.settings, watch
         self.drawn, self.heads = ready.drawn, ready.heads
-        self.round = self._round(watch)
+        self.round = self._round(watch, self.settings)
 
-    def _round(self, watch: Stopwatch, keeps: bool = False) -> Round:
-        return Round(self.bench, self.drawn, self.heads, watch, self.settings, keeps=keeps)
+    def _round(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Round:
+        return Round(self.bench, self.drawn, self.heads, watch, settings, keeps=keeps)
 
     def diagnosis(self, tuned: Tuned | None, methods: Sequence[str], checkpoints: Sequence[Tuned]) -> Diagnosis:
         lineage, settings = self.bench.planned.lineage, self.settings
         of_port = Stopwatch(self.watch.tell)
-        carried = self._round(of_port).carry(self._carrier(settings.method))
+        carried = self._round(of_port, settings).carry(self._carrier(settings.method))
         report = account(self.bench.vector, carried, self.bench.pairs, self.bench.planned.left)
         inputs = self.inputs()
         stops = _told_apart([*checkpoints, Tuned(lineage.source.name, self.bench.vector, None)])
@@ -246,15 +247,12 @@ class _Look:
         """The cosine of what every site writes, to what it writes in the fine-tuned target."""
         target, layout = self.bench.target, self.bench.planned.lineage.target.layout
         wanted = tuned.vector.renamed(layout.own_names)
-        round = self._round(self.watch, keeps=True)
         carriers = {name: self._carrier(name) for name in methods if len(self.bench.vector)}
-        kinds = {kind for carrier in carriers.values() for kind in carrier.kinds}
-        if kinds and round.fit(kinds).passes == 1:
-            round.see(kinds)
+        rounds = self._rounds_of(carriers)
         sites = [pair.target for pair in self.bench.pairs]
         for number, name in enumerate((UNTOUCHED, *carriers)):
             self.watch.progress("outputs", number, 1 + len(carriers))
-            changes = Deltas({}) if name == UNTOUCHED else outcome_of(carriers[name], round).changes
+            changes = Deltas({}) if name == UNTOUCHED else outcome_of(carriers[name], rounds[name]).changes
 
             def begin() -> tuple[dict[str, MeanOfRows], Shown]:
                 means = {site.name: MeanOfRows() for site in sites}
@@ -266,6 +264,21 @@ class _Look:
                 yield OutputLikeness(
                     name=site.name, block=site.block, tower=site.tower, model=name, cosine=found[site.name].value
                 )
+
+    def _rounds_of(self, carriers: Mapping[str, Carrier]) -> dict[str, Round]:
+        """A round for each method: those with as many altered copies share one, which has seen what they need."""
+        rounds: dict[int, Round] = {}
+        found = {}
+        for name, carrier in carriers.items():
+            copies = self.bench.copies(carrier.settings, len(self.drawn.samples))
+            if copies not in rounds:
+                rounds[copies] = self._round(self.watch, carrier.settings, keeps=True)
+            found[name] = rounds[copies]
+        for round in rounds.values():
+            kinds = {kind for name, carrier in carriers.items() if found[name] is round for kind in carrier.kinds}
+            if kinds and round.fit(kinds).passes == 1:
+                round.see(kinds)
+        return found
 
     def drift(self, checkpoint: Tuned) -> Iterator[Drift]:
         """How far all that the source's sites read has moved."""
@@ -334,6 +347,12 @@ class _Changed:
 
     def weight(self, name: str) -> Tensor:
         return self.model.weight(name)
+
+
+def _by_revision(checkpoint: Tuned, reference: ModelReference) -> Tuned:
+    """A revision of a repo under a name that tells it: the repo's own would be that of all of them."""
+    place = parse(reference, A_CHECKPOINT) if isinstance(reference, str) else None
+    return replace(checkpoint, name=str(place)) if isinstance(place, HubReference) else checkpoint
 
 
 def _told_apart(checkpoints: Sequence[Tuned]) -> list[Tuned]:

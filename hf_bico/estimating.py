@@ -15,9 +15,11 @@ from typing import Any
 from hf_bico.costs import BACKWARD, FORWARD
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import parse
+from hf_bico.hub.repos import locate
 from hf_bico.models import Model
 from hf_bico.paper import Task
 from hf_bico.reproducing import Job
+from hf_bico.resolving import open_source
 from hf_bico.settings import Settings
 from hf_bico.sizes import size_text
 
@@ -73,6 +75,10 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     downloads = {
         model.name: 0 if model.place is None else model.place.to_download(model.needed()) for model in (source, target)
     }
+    for name, what in job.given_models():
+        place = locate(name, what, hub)
+        tuned = open_source(name, place, source.family.library, hub, allow_pickle)
+        downloads.setdefault(tuned.name, place.to_download(tuned.needed(beside=False)))
     trainings = {one.name: job.trainings(one) for one in job.tasks}
     data = {one.title: _data_bytes(job, one, hub, bool(trainings[one.name])) for one in job.tasks}
     seeds = job.seeds if isinstance(job.seeds, int) else len(job.seeds)

@@ -19,9 +19,10 @@ from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison import Comparison, Refusal
 from hf_bico.data.calibration import open_data
-from hf_bico.errors import ClassNamesError, OutputError, OutputExistsError, SampleCountError, UsageError
+from hf_bico.errors import ClassNamesError, OutputError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import parse
+from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
@@ -35,11 +36,12 @@ from hf_bico.spelling import did_you_mean
 
 LITERAL: dict[str, Any] = {"completion": "svd", "labels": "dataset", "alpha": 1.0}
 """What the paper does where our own defaults are others."""
+RUNNING = ("max_download", "batch_size", "memory", "device", "dtype", "eval_samples", "max_length", "seed")
 RECIPE = ("learning_rate", "weight_decay", "train_steps", "train_batch", "warmup")
 MOST_DOWNLOAD = "20GB"
 """Of one data set: fine-tuning reads all of its training split."""
-Shown = Callable[[Reproduction, Comparison], None]
-"""Called with what is known so far, after every number, and the comparison that it is of."""
+Shown = Callable[[str, Comparison], None]
+"""Called after every number, with the task (and the sampling, where there are several) and the numbers so far."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ class Job:
         chosen = [one for one in wanted.tasks if one in named]
         if not chosen:
             raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(wanted.tasks)}")
+        if (train_target or given.targets) and not wanted.has("target fine-tuned"):
+            option = "--train-target" if train_target else "--target-of"
+            raise UsageError(f"table {wanted.name} has no line of the fine-tuned target", f"leave {option} out")
         seeds = wanted.seeds if seeds is None else seeds
         if not seeds or (isinstance(seeds, int) and seeds < 1):
             raise UsageError(f"--seeds is {seeds}", "give at least one draw of the samples")
@@ -109,10 +114,20 @@ class Job:
         return self.given.sources.get(of.name) or self.tuned_folder(self.table.source, of)
 
     def target_of(self, of: Task) -> str | Path | None:
-        """The fine-tuned target, where there is one."""
+        """The fine-tuned target, where there is one and the table has a line of it."""
+        if not self.table.has("target fine-tuned"):
+            return None
         given = self.given.targets.get(of.name)
         made = self.tuned_folder(self.table.target, of)
         return given or (made if self.train_target or (made / RECORD_FILE).is_file() else None)
+
+    def given_models(self) -> Iterator[tuple[str, str]]:
+        """The fine-tuned models that are given for its tasks, and what they are called in errors."""
+        for what, given in (
+            ("the fine-tuned source", self.given.sources),
+            ("the fine-tuned target", self.given.targets),
+        ):
+            yield from ((given[one.name], what) for one in self.tasks if one.name in given)
 
     def trainings(self, of: Task) -> list[str]:
         """The models that are to be fine-tuned on a task, and are not yet."""
@@ -151,7 +166,7 @@ def reproduce(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    shown: Shown = lambda reproduction, comparison: None,
+    shown: Shown = lambda part, comparison: None,
     **options: Any,
 ) -> Reproduction:
     """One of the paper's tables on its own models and data sets, with its settings, beside its own numbers.
@@ -165,7 +180,11 @@ def reproduce(
     """
     given = Given(source_of or {}, target_of or {}, data_of or {})
     job = Job.of(name, tasks, folder, given, seeds, train_target)
-    return carry_out(job, Settings.of({"max_download": MOST_DOWNLOAD, **options}), token, allow_pickle, progress, shown)
+    settings = Settings.of({"max_download": MOST_DOWNLOAD, **options})
+    for option in options:
+        if option not in (*RUNNING, *RECIPE):
+            raise UsageError(f"'{option}' is the table's own", f"the options are: {', '.join((*RUNNING, *RECIPE))}")
+    return carry_out(job, settings, token, allow_pickle, progress, shown)
 
 
 def carry_out(
@@ -174,7 +193,7 @@ def carry_out(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    shown: Shown = lambda reproduction, comparison: None,
+    shown: Shown = lambda part, comparison: None,
 ) -> Reproduction:
     """Fine-tune what is missing, compare on every task, and write the table as it fills."""
     reads = TEXTS if job.table.protocol == PROBE else IMAGES
@@ -185,17 +204,28 @@ def carry_out(
         return Reproduction(job.table, asked, dict(found))
 
     how = {"token": token, "allow_pickle": allow_pickle, "progress": progress}
+    hub = Hub(token)
+
+    def asked_with(of: Task) -> dict[str, Any]:
+        options = of.options(job.data_of(of)) | _running(settings)
+        return options | _names(of, job.data_of(of), Settings.of(options), hub, reads)
+
+    for model, what in job.given_models():  # what is mistyped is said before what takes hours
+        locate(model, what, hub)
     for one in job.tasks:
-        options = one.options() | _running(settings)
-        options |= _names(one, job.data_of(one), Settings.of(options), Hub(token), reads)
+        if one.name in job.given.data:
+            asked_with(one)
         _require_same_recipe(job, one, settings)
+    for one in job.tasks:
+        options = asked_with(one)
         for model in job.trainings(one):
             _fine_tune(job, model, one, options | _recipe(settings), how)
         for sampling, grid in job.comparisons():
+            part = one.title if len(job.table.samplings) == 1 else f"{one.title}, {sampling}"
 
-            def note(comparison: Comparison, key: tuple[str, str] = (one.name, sampling)) -> None:
+            def note(comparison: Comparison, key: tuple[str, str] = (one.name, sampling), part: str = part) -> None:
                 found[key] = comparison if key not in found else _joined(found[key], comparison)
-                shown(so_far(), comparison)
+                shown(part, comparison)
 
             for comparison in _compared(job, one, sampling, grid, {**options, **_recipe(settings), **how}, note):
                 note(comparison)
@@ -222,6 +252,9 @@ def _compared(
             evaluation=job.table.protocol,
             **{**options, **LITERAL, **grid},
         )
+    except (OutputExistsError, RecordError) as error:
+        remedy = f"give the same models and options, or remove '{job.results}'; fine-tuned models lie elsewhere"
+        raise type(error)(error.cause, remedy) from error
     except SampleCountError as error:
         if len(grid[size]) > 1:  # some of the sizes may do
             for number in grid[size]:
@@ -241,8 +274,7 @@ def _joined(known: Comparison, more: Comparison) -> Comparison:
 
 def _running(settings: Settings) -> dict[str, Any]:
     """Those of the settings that say how to run and measure."""
-    names = ("max_download", "batch_size", "memory", "device", "dtype", "eval_samples", "max_length", "seed")
-    return {name: getattr(settings, name) for name in names}
+    return {name: getattr(settings, name) for name in RUNNING}
 
 
 def _recipe(settings: Settings) -> dict[str, Any]:

@@ -243,6 +243,26 @@ def test_padding_and_batches_count_for_nothing(
     assert distance(bare_names(again), found.changes) < 1e-5
 
 
+def test_a_fine_tuned_target_with_a_head_of_its_own(case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Its classifier changed too, and nothing that is looked at reads it."""
+    found = case("bert")
+    model = found.kind.headed.from_pretrained(found.target, num_labels=3)
+    headed, tuned = tmp_path / "headed", tmp_path / "headed-tuned"
+    for folder in (headed, tuned):
+        model.save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(found.target).save_pretrained(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    where: dict[str, Any] = {"base": found.base, "data": text_rows(), "n": 8, "class_names": NAMES, "device": "cpu"}
+    looked = hf_bico.diagnose(found.tuned, to=headed, fine_tuned=tuned, methods=["bico"], **where)
+    assert looked.models == ["target", "bico"]
+    compared = hf_bico.compare(
+        *(found.tuned,), to=headed, fine_tuned=tuned, methods=["naive"], folder=tmp_path / "compared", **where
+    )
+    assert "target fine-tuned" in {cell.method for cell in compared.cells}
+
+
 def test_no_outlook_by_a_head_that_was_fitted_to_the_samples(case: Callable[[str], Case]) -> None:
     assert case("bert").port().record.foresight is None
 

@@ -239,13 +239,17 @@ def test_outputs_of_the_untouched_target_are_as_far_as_fine_tuning_went(pair: Pa
         assert cosine < 1
 
 
-@pytest.mark.parametrize("method", COMPARED)
+@pytest.mark.parametrize("method", [*COMPARED, "bico-path"])
 def test_outputs_of_a_method_are_those_of_what_it_ports(pair: Pair, diagnosis: Diagnosis, method: str) -> None:
+    if method not in COMPARED:  # which alone sees altered copies of few samples
+        tuned_target = pair.folders["target-tuned"]
+        diagnosis = pair.diagnosis(fine_tuned=tuned_target, methods=[*COMPARED, method])
     ported = hf_bico.port(pair.folders["tuned"], **pair.asked(method=method, evaluate=False))
     state = {name: tensor.clone() for name, tensor in pair.target.items()}
     for name, change in ported.task_vector.items():
         state[name] += change
     tuned, now = pair.outputs(pair.tuned_target), pair.outputs(state)
+    assert of_model(diagnosis, method)
     for name, cosine in of_model(diagnosis, method).items():
         assert cosine == pytest.approx(mean_cosine(now[name], tuned[name]), abs=1e-9), name
 
@@ -672,6 +676,17 @@ def test_an_average_is_of_the_same_layers_and_methods(pair: Pair, diagnosis: Dia
         Diagnosis.averaged([])
 
 
+def test_an_average_over_tasks_whose_sources_have_other_names(pair: Pair) -> None:
+    first, second = pair.diagnosis(n=8), pair.diagnosis("halfway")
+    mean = Diagnosis.averaged([first, second])
+    assert (first.checkpoints, second.checkpoints, mean.checkpoints) == (["tuned"], ["halfway"], ["checkpoint 1"])
+    for name, value in (("inputs", "cka"), ("drift", "direction"), ("sites", "score_in")):
+        of_each = ([getattr(one, value) for one in getattr(found, name)] for found in (first, second, mean))
+        for one, two, both in zip(*of_each, strict=True):
+            assert both == pytest.approx((one + two) / 2)
+    assert mean.inputs != first.inputs
+
+
 def test_all_methods_are_those_that_can_carry_between_these_models(pair: Pair) -> None:
     found = pair.diagnosis(fine_tuned=pair.folders["target-tuned"], methods="all")
     assert {"naive", "theseus", "bico", "bico-path"} <= set(found.models)
@@ -692,11 +707,11 @@ def test_from_hub_ids_alone(hub: Hub, tmp_path: Path) -> None:
         to=hub_scenes.TARGET,
         n=8,
         fine_tuned="user/target-tuned",
-        checkpoints=[hub_scenes.SOURCE],
+        checkpoints=[f"{hub_scenes.SOURCE}@main"],
         device="cpu",
     )
     assert {one.cosine for one in found.outputs if one.model == "target"} == {1.0}
-    assert found.checkpoints == [hub_scenes.SOURCE, f"{hub_scenes.SOURCE} (2)"]
+    assert found.checkpoints == [f"{hub_scenes.SOURCE}@main", hub_scenes.SOURCE]
     folders = {"base": scene.base, "data": scene.data, "checkpoints": [scene.tuned], "device": "cpu"}
     local = hf_bico.diagnose(scene.tuned, to=scene.target, n=8, fine_tuned=scene.target, **folders)
     assert found.inputs == local.inputs

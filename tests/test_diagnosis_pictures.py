@@ -410,6 +410,7 @@ def test_a_number_beyond_reason_is_part_of_a_name() -> None:
 def test_of_one_checkpoint_the_drift_is_shown_by_block() -> None:
     diagnosis = a_diagnosis(checkpoints=["me/tuned"])
     figure = drawn(pictures._draw_only_drift, diagnosis)
+    assert {axes.get_xlabel() for axes in figure.axes} == {"source block"}
     assert [values(axes) for axes in figure.axes] == [
         [means(diagnosis.drift, "direction")],
         [means(diagnosis.drift, "magnitude")],

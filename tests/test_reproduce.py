@@ -14,15 +14,19 @@ from typing import Any
 
 import pytest
 from hub import Hub
+from hub_scenes import upload
 from paper_world import publish_language, publish_vision
 
 import hf_bico
 from hf_bico import paper
 from hf_bico.comparison import Cell, Comparison
+from hf_bico.edge.bars import shown_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
+from hf_bico.estimating import estimate
 from hf_bico.record import read_record
 from hf_bico.reproducing import Given, Job
 from hf_bico.reproduction import Reproduction
+from hf_bico.settings import Settings
 
 RECIPE = ("--train-steps", "30", "--train-batch", "16", "--warmup", "3", "--learning-rate", "0.003")
 OPTIONS: dict[str, Any] = {"train_steps": 30, "train_batch": 16, "warmup": 3, "learning_rate": 0.003, "device": "cpu"}
@@ -237,7 +241,37 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
         hf_bico.reproduce("2", ["eurosat"], folder=tmp_path)
     with pytest.raises(UsageError, match="--source-of names 'rte', and table 1 has no such task"):
         hf_bico.reproduce("1", source_of={"rte": "user/model"}, folder=tmp_path)
+    with pytest.raises(UsageError, match="table 5 has no line of the fine-tuned target"):
+        hf_bico.reproduce("5", train_target=True, folder=tmp_path)
+    with pytest.raises(UsageError, match="table B has no line of the fine-tuned target\nRemedy: leave --target-of out"):
+        hf_bico.reproduce("B", target_of={"mnist": "user/model"}, folder=tmp_path)
+    for option in ({"alpha": 0.5}, {"n": 50}, {"completion": "drop"}):
+        with pytest.raises(UsageError, match="is the table's own"):
+            hf_bico.reproduce("1", folder=tmp_path, **option)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_trained(hub: Hub, tmp_path: Path) -> None:
+    publish_vision(hub, tmp_path, "1", ("eurosat", "mnist"))
+    with pytest.raises(hf_bico.BicoError, match="user/mistyped"):
+        hf_bico.reproduce("1", ["eurosat", "mnist"], source_of={"mnist": "user/mistyped"}, folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_in_a_folder_has_no_configurations(tmp_path: Path) -> None:
+    svhn = paper.task("svhn")
+    assert (svhn.options()["config"], svhn.options("user/svhn")["config"]) == ("cropped_digits", "cropped_digits")
+    assert svhn.options(str(tmp_path))["config"] is None
+
+
+def test_a_line_for_every_number_of_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tasks of one data set, as GLUE's, have cells of the same key."""
+    comparison = Comparison("a", "b", (Cell("nyu-mll/glue", "bico", 0.5, n=10, seed=0),))
+    with shown_comparison(off=False) as (_, show):
+        for part in ("MNLI", "MNLI", "QNLI"):
+            show(comparison, part)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["MNLI", "QNLI"]
 
 
 def test_tasks_may_be_written_as_the_paper_does(tmp_path: Path) -> None:
@@ -258,6 +292,16 @@ def test_a_dry_run_downloads_no_weight(hub: Hub, tmp_path: Path) -> None:
     assert "92.93" in out
     assert not list((tmp_path / "dry").rglob("*.safetensors"))
     assert not (tmp_path / "dry" / "reproduced").exists()
+
+
+def test_downloads_are_those_of_the_models_that_are_given_too(hub: Hub, tmp_path: Path) -> None:
+    publish_vision(hub, tmp_path, "1", ("mnist",))
+    upload(hub, "user/mnist", tmp_path / "source")
+    given = Given(sources={"mnist": "user/mnist"})
+    job = Job.of("1", ["mnist"], tmp_path / "out", given, None, False)
+    found = estimate(job, Settings())
+    assert found.models["user/mnist"] == (tmp_path / "source" / "open_clip_model.safetensors").stat().st_size
+    assert found.trainings == []
 
 
 def test_the_tables_are_listed(hub: Hub, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from hf_bico.edge.ending import edge
 from hf_bico.edge.options import (
     CALIBRATION_DATA,
     Choice,
+    aligning_options,
     base_option,
     data_options,
     folder_option,
     hub_options,
     last_name,
     limit_options,
-    method_options,
     output_options,
     read_methods,
     read_settings,
@@ -64,7 +64,7 @@ from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS
 @METHOD.option("--tower", type=Choice(TOWERS), help="Of a CLIP: which tower; by default what the source changed.")
 @data_options
 @limit_options
-@method_options
+@aligning_options
 @OUTPUT.option(
     "--beside",
     multiple=True,

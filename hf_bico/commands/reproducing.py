@@ -26,7 +26,6 @@ from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
     from hf_bico.comparison import Comparison
-    from hf_bico.reproduction import Reproduction
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")
@@ -110,9 +109,9 @@ def reproduce(table: str | None, **options: Any) -> None:
         at.interrupted = "nothing was measured yet"
         with shown_comparison(silent) as (progress, show):
 
-            def measured(_: Reproduction, comparison: Comparison) -> None:
+            def measured(part: str, comparison: Comparison) -> None:
                 at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
-                show(comparison)
+                show(comparison, part)
 
             found = carry_out(job, settings, token, allow_pickle, progress, measured)
         if as_json:

@@ -49,7 +49,7 @@ class BlockAxis:
             style["label"] = "_"  # once in the legend
         return lines[0] if lines else None
 
-    def label(self, axes: Axes) -> None:
+    def label(self, axes: Axes, of: str = "target") -> None:
         """Block numbers, not more than fit; the name of a tower that is not the main one stands below its first."""
         last = max(self.positions.values())
         unit = self.inches / (1 + last)
@@ -59,7 +59,7 @@ class BlockAxis:
             labels[first] = f"{labels[first]}\n{clean(first.tower, 14)}".strip()
         axes.set_xticks([self.positions[place] for place in shown], [labels[place] for place in shown])
         axes.set_xlim(-max(0.5, 0.03 * last), last + max(0.5, 0.03 * last))
-        axes.set_xlabel("target block", fontsize=9, **FONT)
+        axes.set_xlabel(f"{of} block", fontsize=9, **FONT)
 
     def spread(self, widths: dict[Place, float]) -> list[Place]:
         """Those that have room beside each other: the first of each tower, what is outside of blocks, round numbers.

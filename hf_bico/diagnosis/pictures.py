@@ -207,7 +207,7 @@ def _draw_only_drift(diagnosis: Findings) -> Figure:
     figure, grid = _figure(2.6, 2)
     for axes, (names, value) in zip(grid, _DRIFTS.items(), strict=True):
         blocks.line(axes, by_place(found, value), color=BLUE, marker="o")
-        blocks.label(axes)
+        blocks.label(axes, of="source")
         _drift_axis(axes, *names)
     return figure
 

@@ -23,6 +23,7 @@ from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.markdown import markdown_table, plain
 from hf_bico.output import read_text, require_free, write_files
 from hf_bico.plain_data import from_plain, to_plain
+from hf_bico.record import SiteRecord
 from hf_bico.report import format_table
 
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
@@ -72,15 +73,16 @@ class Diagnosis(Findings):
     def averaged(cls, several: Sequence[Diagnosis]) -> Diagnosis:
         """The means over several diagnoses of one pair of models, on other tasks or samples, as the paper's figures.
 
-        Sites, costs and what else is not a mean are those of the first.
+        Checkpoints go by their place in the order; ranks, and what was not measured on samples, are the first one's.
         """
         if not several:
             raise UsageError("there is no diagnosis to average", "give at least one")
+        several = _under_names_in_common(several)
         first = several[0]
         if any((one.base, one.target) != (first.base, first.target) for one in several):
             raise UsageError("diagnoses of different pairs of models have no average", "average those of one pair")
         lists: dict[str, Any] = {}
-        for name in ("inputs", "outputs", "drift"):
+        for name in ("inputs", "outputs", "drift", "sites"):
             places = [[_place(found) for found in getattr(one, name)] for one in several]
             if any(own != places[0] for own in places):
                 raise UsageError(
@@ -121,10 +123,24 @@ class Diagnosis(Findings):
         return write_files(folder, {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()})
 
 
-Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift)
+Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift, SiteRecord)
 
 
-def _place(found: InputLikeness | OutputLikeness | Drift) -> tuple[str, ...]:
+def _under_names_in_common(several: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """With the same names for checkpoints of the same place; the last is the source, which has the task's name."""
+    if len({len(one.checkpoints) for one in several}) > 1:
+        return list(several)  # their drifts have nothing in common
+    places = zip(*(one.checkpoints for one in several), strict=True)
+    shared = [names[0] if len(set(names)) == 1 else f"checkpoint {n}" for n, names in enumerate(places, start=1)]
+    found = []
+    for one in several:
+        names = dict(zip(one.checkpoints, shared, strict=True))
+        drift = [replace(moved, checkpoint=names[moved.checkpoint]) for moved in one.drift]
+        found.append(replace(one, checkpoints=shared, drift=drift))
+    return found
+
+
+def _place(found: InputLikeness | OutputLikeness | Drift | SiteRecord) -> tuple[str, ...]:
     """What it was found of."""
     return found.name, *(str(getattr(found, name)) for name in ("model", "checkpoint") if hasattr(found, name))
 

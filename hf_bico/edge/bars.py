@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -17,6 +17,12 @@ from hf_bico.sizes import size_text
 
 if TYPE_CHECKING:
     from hf_bico.comparison import CellKey, Comparison
+
+
+class ShowsComparison(Protocol):
+    """What shows the numbers so far: of one comparison, or of a part of several."""
+
+    def __call__(self, comparison: Comparison, part: str | None = None) -> None: ...
 
 
 @contextmanager
@@ -58,19 +64,19 @@ def shown_training(off: bool) -> Iterator[Progress]:
 
 
 @contextmanager
-def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison], None]]]:
+def shown_comparison(off: bool) -> Iterator[tuple[Progress, ShowsComparison]]:
     """The table as it fills, on stderr: with bars on a terminal, else a line for every number."""
     if off:
-        yield silent, lambda comparison: None
+        yield silent, lambda comparison, part=None: None
         return
     if not is_screen(sys.stderr):
-        known: set[CellKey] = set()
+        known: set[tuple[str | None, CellKey]] = set()
 
-        def say(comparison: Comparison) -> None:
+        def say(comparison: Comparison, part: str | None = None) -> None:
             for cell in comparison.cells:
-                if cell.key not in known:
-                    known.add(cell.key)
-                    click.echo(cell_line(cell), err=True)
+                if (part, cell.key) not in known:
+                    known.add((part, cell.key))
+                    click.echo(cell_line(cell) if part is None else f"{part}: {cell_line(cell)}", err=True)
 
         yield _announced, say
         return
@@ -81,10 +87,12 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison
 
     bars = _bars()
     with Live(bars, console=console_of(sys.stderr), transient=True) as live:
-        yield (
-            _shown_in(bars),
-            lambda comparison: live.update(Group(live_table(comparison.rows(), comparison.data_sets), bars)),
-        )
+
+        def show(comparison: Comparison, part: str | None = None) -> None:
+            table = live_table(comparison.rows(), comparison.data_sets)
+            live.update(Group(*([] if part is None else [part]), table, bars))
+
+        yield _shown_in(bars), show
 
 
 def _bars() -> Any:

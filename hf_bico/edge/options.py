@@ -186,7 +186,7 @@ data_options = _together(
     dtype_option,
 )
 
-method_options = _together(
+aligning_options = _together(
     METHOD.option(
         "--completion",
         default="drop",
@@ -240,6 +240,10 @@ method_options = _together(
         type=Choice(SIGNS),
         help="gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
     ),
+)
+
+method_options = _together(
+    aligning_options,
     training_options,
     eval_samples_option,
     MEASURING.option(

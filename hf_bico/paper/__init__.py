@@ -6,6 +6,7 @@ computed from the cells, and where a printed one says something else that is tol
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,9 +48,10 @@ class Task:
     rows: dict[str, int] = field(default_factory=dict)
     download: int | None = None
 
-    def options(self) -> dict[str, Any]:
-        """The settings that it is opened and asked with."""
-        shared = {"config": self.config, "split": self.split, "label_column": self.label}
+    def options(self, data: str | None = None) -> dict[str, Any]:
+        """The settings that it is opened and asked with; `data` may be another copy, which in a folder is alone."""
+        config = None if data is not None and os.path.exists(os.path.expanduser(data)) else self.config
+        shared = {"config": config, "split": self.split, "label_column": self.label}
         if self.image is None:  # how a T5 is asked about a known task of sentence pairs, it was taught
             return {**shared, "text_column": ",".join(self.text or ())}
         return {**shared, "image_column": self.image, "templates": self.templates, "class_names": self.classes}
