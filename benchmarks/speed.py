@@ -325,8 +325,8 @@ def main() -> None:
         draw(figures.growth, options.picture, figures.device)
     if figures.failed:
         raise SystemExit(f"failed: {', '.join(figures.failed)}")
-    if options.readme is not None:
-        write_readme(figures, options.readme)
+    if options.readme is not None:  # of the file, whose numbers are rounded
+        write_readme(Figures.read(options.json) if options.json else figures, options.readme)
 
 
 if __name__ == "__main__":
