@@ -5,7 +5,7 @@ READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench docs notebooks cards lint format clean
+.PHONY: demo test bench docs notebooks cards faults fuzz lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
@@ -31,6 +31,13 @@ notebooks: $(READY)  ## the outputs that the notebooks store, from runs on the s
 
 cards: $(READY)  ## the gallery of model cards, from real ports between repos of a loopback Hub
 	OMP_NUM_THREADS=1 $(BIN)/python tests/gallery.py
+
+faults: $(READY)  ## every fault of the Hub at every request of a port and its push, as a table; about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fault_matrix.py --processes 2
+
+READERS := adapter card config data index record results tokenizer weights
+fuzz: $(READY)  ## ten minutes of broken files for each reader; what is found is kept in tests/corpus
+	for reader in $(READERS); do OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $$reader --minutes 10 || exit 1; done
 
 lint: $(READY)
 	$(BIN)/ruff check .

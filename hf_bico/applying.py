@@ -20,6 +20,7 @@ from hf_bico.errors import (
     RepoError,
     UsageError,
 )
+from hf_bico.foreseen import last_net
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import is_hub_id
@@ -31,11 +32,12 @@ from hf_bico.record import ModelRecord, PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import find_base
 from hf_bico.settings import FORMATS, require_rank
-from hf_bico.task_vector import TaskVector, made_for
+from hf_bico.task_vector import SEVERAL, TaskVector, made_for
 
 VectorReference: TypeAlias = str | Path | TaskVector
 
 
+@last_net()
 def apply(
     vectors: VectorReference | Sequence[VectorReference],
     to: ModelReference | None = None,
@@ -86,7 +88,9 @@ class _Part:
     def other_base(self, target: Model) -> list[str]:
         """A notice where it was made for other weights, as far as that is known."""
         meant = self.vector.about.get("base_sha256")
-        if meant is not None:
+        if SEVERAL in self.vector.about:
+            other = True
+        elif meant is not None:
             other = bool(target.sha256) and meant != target.sha256
         else:
             other = is_hub_id(self.named_base or "") and target.commit is not None and self.named_base != target.name

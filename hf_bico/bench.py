@@ -27,6 +27,7 @@ from hf_bico.needs import CAPTION_TOKENS, USUAL_TOKENS, Held, needs_of
 from hf_bico.objectives import Classifier, Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
+from hf_bico.plausibility import require_plausible
 from hf_bico.processes import ALONE, Team
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
@@ -34,7 +35,7 @@ from hf_bico.sites import IMAGES, TEXTS, SitePair
 from hf_bico.sizes import size_text
 from hf_bico.statistics import OF_EXPECTED_LOSSES, Kind
 from hf_bico.task_vector import TaskVector
-from hf_bico.transport import gather, require_plausible, site_delta
+from hf_bico.transport import gather, site_delta
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.small_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +35,11 @@ ADAPTER_PICKLE = "adapter_model.bin"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types in which weights are kept that can be computed with as they are, as safetensors names them."""
 HASHED_AT_ONCE = 2**24
+LONGEST_NAME = 500
+"""No module of a real model lies so deep that a tensor's name would be longer."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -129,10 +134,37 @@ class FileCheckpoint:
             # framework "numpy" reads headers without importing torch
             with open_safetensors(file, "numpy") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a mapping
+                    self._require_new(name, file)
                     part = reader.get_slice(name)
                     self._file_of[name] = file
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
+
+        if self.index is not None:
+            self._require_indexed(self.index)
+
+    def _require_new(self, name: str, file: Path) -> None:
+        if len(name) > LONGEST_NAME:
+            raise BrokenWeightsError(
+                f"'{file.name}' in '{folder_name(file.parent)}' has a tensor with a name of {len(name):,} characters",
+                "save the model again",
+            )
+        if name in self._file_of:
+            raise BrokenWeightsError(
+                f"'{name}' is in two shards of '{folder_name(file.parent)}', "
+                f"'{self._file_of[name].name}' and '{file.name}'",
+                "save the model again",
+            )
+
+    def _require_indexed(self, index: Path) -> None:
+        """Every tensor must be in the shard that the index says."""
+        for name, shard in _weight_map(index, folder_name(index.parent)).items():
+            if name not in self._file_of or self._file_of[name].name != shard:
+                raise BrokenWeightsError(
+                    f"'{shard}' in '{folder_name(index.parent)}' lacks the tensor '{name[:LONGEST_NAME]}', "
+                    f"which '{index.name}' says is there",
+                    "copy or download the shard and its index again",
+                )
 
     @classmethod
     def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
@@ -144,8 +176,20 @@ class FileCheckpoint:
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_safetensors(file, "pt"))
-        tensor: Tensor = self._open[file].get_tensor(name)
+        try:
+            tensor: Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
+            raise BrokenWeightsError(
+                f"'{name}' in '{file.name}' of '{folder_name(file.parent)}' cannot be read as {self.dtypes[name]}: "
+                f"{error}",
+                "save it again in float32, float16 or bfloat16",
+            ) from error
         return tensor
+
+    def not_floats(self, names: Iterable[str] | None = None) -> list[str]:
+        """Those of these tensors, or of all, that are kept as anything but numbers of 16 bits or more."""
+        asked = self.dtypes if names is None else names
+        return [name for name in asked if name in self.dtypes and self.dtypes[name] not in FLOATS]
 
     @property
     def size(self) -> int:
@@ -176,10 +220,13 @@ def expanded(path: str | Path) -> Path:
 
 def open_safetensors(file: Path, framework: str) -> Any:
     """`safe_open`, with an error that names the file."""
+    is_file = os.path.isfile(file)  # of a pipe one would wait for ever
     try:
+        if not is_file:
+            raise OSError("it is no file")
         return safe_open(str(file), framework=framework)
-    except (SafetensorError, OSError) as error:
-        pointer = file.is_file() and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
+    except (SafetensorError, OSError, ValueError) as error:
+        pointer = is_file and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
         raise BrokenWeightsError(
             f"'{file.name}' in '{folder_name(file.parent)}' cannot be read as safetensors: {error}",
             "it is a Git LFS pointer: run 'git lfs pull' there" if pointer else "copy or download the file again",
@@ -280,10 +327,9 @@ def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
     >>> align_names(["encoder.0.w", "stem"], ["vision.encoder.0.w", "text.encoder.0.w", "vision.stem"])
     {'encoder.0.w': 'vision.encoder.0.w', 'stem': 'vision.stem'}
     """
-    own, known = list(names), set(reference)
-    candidates = [_with_prefix(own, known, *change) for change in sorted(_prefix_changes(own, known))]
-    best = max(candidates, key=len)
-    exact = {name: name for name in own if name in known}
+    agreeing = _by_prefix_change(list(names), set(reference))
+    candidates = [agreeing[change] for change in sorted(agreeing)]
+    best, exact = max(candidates, key=len), agreeing["", ""]
     if len(exact) == len(best):
         return exact
     if sum(len(candidate) == len(best) for candidate in candidates) > 1:
@@ -294,26 +340,26 @@ def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
     return best
 
 
-def _prefix_changes(own: list[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """(dropped, added) prefixes under which at least one name agrees."""
-    changes = {("", "")}
-    by_ending: dict[str, set[str]] = {}
+def _by_prefix_change(own: list[str], known: set[str]) -> dict[tuple[str, str], dict[str, str]]:
+    """The names that agree, and what with, by the (dropped, added) prefixes under which they do."""
+    agreeing: dict[tuple[str, str], dict[str, str]] = {("", ""): {name: name for name in own if name in known}}
+    asked = set(own)
+    longer: dict[str, list[str]] = {}
     for name in known:
         for start in _suffix_starts(name):
-            by_ending.setdefault(name[start:], set()).add(name[:start])
+            if name[start:] in asked:
+                longer.setdefault(name[start:], []).append(name)
     for name in own:
-        changes.update(("", added) for added in by_ending.get(name, ()))
-        changes.update((name[:start], "") for start in _suffix_starts(name) if name[start:] in known)
-    return iter(changes)
+        for other in longer.get(name, ()):
+            agreeing.setdefault(("", other[: -len(name)]), {})[name] = other
+        for start in _suffix_starts(name):
+            if name[start:] in known:
+                agreeing.setdefault((name[:start], ""), {})[name] = name[start:]
+    return agreeing
 
 
 def _suffix_starts(name: str) -> list[int]:
     return [index + 1 for index, letter in enumerate(name) if letter == "."]
-
-
-def _with_prefix(own: list[str], known: set[str], dropped: str, added: str) -> dict[str, str]:
-    pairs = ((name, added + name[len(dropped) :]) for name in own if name.startswith(dropped))
-    return {name: other for name, other in pairs if other in known}
 
 
 @dataclass(frozen=True)
@@ -367,12 +413,9 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
 
 
 def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]:
-    try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenWeightsError(
-            f"the index '{index.name}' of '{called}' cannot be read: {error!r}", "copy it again"
-        ) from error
+    shards = sorted(set(_weight_map(index, called).values()))
+    if not shards:
+        raise BrokenWeightsError(f"the index '{index.name}' of '{called}' names no shard", "copy it again")
     for name in shards:
         if Path(name).name != name or name not in names:
             raise BrokenWeightsError(
@@ -380,6 +423,19 @@ def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]
                 "copy or download the missing shard",
             )
     return tuple(shards)
+
+
+def _weight_map(index: Path, called: str) -> dict[str, str]:
+    """The shard of each tensor, as an index has it."""
+    try:
+        found = read_object(index).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(shard, str) for shard in found.values()):
+            raise ValueError("it has no 'weight_map' from names to files")
+    except (OSError, ValueError) as error:
+        raise BrokenWeightsError(
+            f"the index '{index.name}' of '{called}' cannot be read: {error}", "copy it again"
+        ) from error
+    return found
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -162,7 +162,7 @@ class HeadForm:
 
     def skeleton(self, target: Model) -> nn.Module:
         """The class that has the head, without weights."""
-        return bare_model(self.place.model_class, self.config(target))
+        return bare_model(self.place.model_class, self.config(target), target.checkpoint.shapes)
 
     def over(self, target: Model, skeleton: nn.Module) -> Model:
         """The target with its tensors known by their names in the class that has the head."""

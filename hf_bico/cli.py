@@ -17,7 +17,7 @@ from hf_bico.commands.measuring import evaluate
 from hf_bico.commands.porting import plan, port, rerun
 from hf_bico.commands.publishing import card, push
 from hf_bico.commands.reproducing import reproduce
-from hf_bico.edge.ending import FAILED, STOPPED, WRONG, whole_process
+from hf_bico.edge.ending import FAILED, STOPPED, TERMINATED, WRONG, whole_process
 from hf_bico.edge.screen import is_plain
 from hf_bico.edge.sections import SectionedHelp
 from hf_bico.edge.several import require_together
@@ -37,6 +37,7 @@ EXIT_CODES = {
     FAILED: "the job failed: one line of cause and one of remedy, on stderr",
     WRONG: "a wrong command line",
     STOPPED: "stopped by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
 }
 WHERE_NEXT = (
     ("hf-bico COMMAND --help", "the options of a command, with examples"),

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import folder_name, save_tensors, sha256_of
 from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
+from hf_bico.small_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,11 @@ _PICKLES = {
     "transformers": ("pytorch_model.bin",),
     "open_clip": ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pt"),
 }
+# what torch's reader says about a file that is broken, or holds more than tensors
+_UNREADABLE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError),
+    *(LookupError, OSError, RuntimeError, TypeError, ValueError),
+)
 _WRAPPERS = ("state_dict", "model")
 
 
@@ -42,7 +49,7 @@ def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple
 
 def _shards(index: Path, names: Mapping[str, int]) -> list[str]:
     try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(read_object(index)["weight_map"].values()))
         missing = [shard for shard in shards if shard not in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenWeightsError(f"the index '{index.name}' cannot be read: {error!r}", "get it again") from error
@@ -58,13 +65,16 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
     """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
     from huggingface_hub import constants
 
+    from hf_bico.claims import claimed
     from hf_bico.output import whole_folder
 
     sides = [name for name in beside if (folder / name).is_file()]
     digests = sha256_of(folder / name for name in (*names, *sides))
     key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
     converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
-    if not converted.is_dir():
+    with claimed(converted, waits=True):
+        if converted.is_dir():
+            return converted
         tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
         with whole_folder(converted) as scratch:
             # safetensors keeps no two names for one memory
@@ -83,7 +93,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise BrokenWeightsError(
             f"'{file.name}' cannot be read as tensors alone: {' '.join(str(error).split())[:200]}",
             "load it in the library that made it and save it as safetensors",

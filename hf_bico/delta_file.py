@@ -16,6 +16,7 @@ from hf_bico.checkpoints import FileCheckpoint, open_safetensors, save_tensors
 from hf_bico.deltas import Deltas, Lazy, factor_names
 from hf_bico.errors import RecordError
 from hf_bico.factors import Factors
+from hf_bico.small_files import parse_json
 
 MADE_FROM = "made_from"
 _FORMAT = "hf-bico task vector"
@@ -35,6 +36,7 @@ def write_delta(vector: Deltas, about: Mapping[str, Any], file: Path) -> None:
             tensors[name] = change
     factors = {_LOW_RANK: low_rank} if low_rank else {}
     header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about, **factors}, sort_keys=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     # one metadata entry: safetensors does not promise an order of several
     save_tensors(tensors, file, {"hf_bico": header})
 
@@ -44,6 +46,11 @@ def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
     with open_safetensors(file, "pt") as reader:
         about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
+    if strange := checkpoint.not_floats():
+        raise RecordError(
+            f"'{strange[0]}' in '{file.name}' is kept as {checkpoint.dtypes[strange[0]]}: that is no change",
+            "save it again with this tool",
+        )
     for name in low_rank:
         left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))
         if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -54,12 +61,14 @@ def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
 def _read_header(text: str, name: str) -> dict[str, Any]:
     """What the file says about itself."""
     try:
-        header = json.loads(text)
+        header = parse_json(text)
     except ValueError:
         header = None
     known = isinstance(header, dict) and header.pop("format", None) == _FORMAT and header.pop("schema", None) == _SCHEMA
     repos, low_rank = (header.get(key, []) if known else [] for key in (MADE_FROM, _LOW_RANK))
-    listed = isinstance(repos, list) and all(isinstance(repo, list) and len(repo) == 2 for repo in repos)
+    listed = isinstance(repos, list) and all(
+        isinstance(repo, list) and len(repo) == 2 and all(isinstance(part, str) for part in repo) for repo in repos
+    )
     named = isinstance(low_rank, list) and all(isinstance(name, str) for name in low_rank)
     if not known or not listed or not named:
         raise RecordError(f"'{name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.checkpoints import ByName, Checkpoint, Overlap, align_names, overlap
-from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError
 from hf_bico.factors import Change, Factors, dense, energy, is_finite, total
 from hf_bico.offloaded import kept_away
 
+_FIRST = 256
+_COMPUTED_WITH = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
 """Weighted sources, of whose sum a vector consists."""
 
@@ -208,25 +210,48 @@ class Difference(ByName[Tensor]):
             tuned, start = self._pair(name)
             wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
             # what a narrower fine-tuned copy lost by rounding is no change
-            start = start.to(tuned.dtype) if _narrower(tuned, start) else start
+            precision = _precision(tuned)
+            start = start.to(precision) if _narrower(precision, start.dtype) else start
             self._last = (name, tuned.to(wide) - start.to(wide))
         return self._last[1]
 
 
 def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
-    if not tuned.is_floating_point():
+    if not tuned.is_floating_point() and not start.is_floating_point():
         return False
+    if not {tuned.dtype, start.dtype} <= _COMPUTED_WITH:
+        raise BrokenWeightsError(
+            f"'{name}' is kept as {_kind(tuned)} in the fine-tuned model and as {_kind(start)} in the base",
+            "use copies of both in float32, float16 or bfloat16",
+        )
     for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
         if not is_finite(tensor):
             raise NonFiniteWeightsError(
                 f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
             )
-    wide = tuned.dtype if _narrower(tuned, start) else torch.promote_types(tuned.dtype, start.dtype)
+    precision = _precision(tuned)
+    wide = precision if _narrower(precision, start.dtype) else torch.promote_types(tuned.dtype, start.dtype)
     return not torch.equal(tuned.to(wide), start.to(wide))
 
 
-def _narrower(tensor: Tensor, other: Tensor) -> bool:
-    return torch.finfo(tensor.dtype).eps > torch.finfo(other.dtype).eps
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _precision(tuned: Tensor) -> torch.dtype:
+    """The dtype in which a fine-tuned tensor is kept, or once was: widened again, all its values still fit into it."""
+    once = (narrow for narrow in (torch.bfloat16, torch.float16) if _narrower(narrow, tuned.dtype))
+    return next((narrow for narrow in once if _fits(tuned, narrow)), tuned.dtype)
+
+
+def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
+    """Whether a narrower dtype holds every value as it is; the first few tell it of nearly every tensor."""
+    some = tensor.flatten()[:_FIRST]
+    return all(torch.equal(part.to(narrow).to(part.dtype), part) for part in (some, tensor))
+
+
+def _narrower(one: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(one).eps > torch.finfo(other).eps
 
 
 class Renamed(ByName[Change]):

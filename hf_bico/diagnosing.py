@@ -34,6 +34,7 @@ from hf_bico.environment import (
 )
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.families import LiveModel
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.hub.repos import locate
@@ -68,6 +69,7 @@ Result = TypeVar("Result")
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
+@last_net()
 def diagnose(
     source: ModelReference,
     to: ModelReference,

@@ -225,3 +225,7 @@ class MemoryExhaustedError(BicoError):
 
 class RecordError(BicoError):
     """A `bico.json` or task vector file that cannot be read."""
+
+
+class UnforeseenError(BicoError):
+    """What nobody foresaw: a fault of this program, most likely. The cause holds a short id to report it by."""

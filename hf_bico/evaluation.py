@@ -17,6 +17,7 @@ from hf_bico.data.calibration import calibration_samples, evaluation_split, open
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.environment import choose_device, choose_dtype, enough_memory, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
@@ -32,6 +33,7 @@ from hf_bico.task_vector import TaskVector
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
+@last_net()
 def evaluate_model(
     model: ModelReference,
     data: Any = None,

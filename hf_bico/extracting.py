@@ -9,19 +9,23 @@ from pathlib import Path
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.environment import Stopwatch, choose_device
 from hf_bico.errors import EmptyTaskVectorError
+from hf_bico.foreseen import last_net
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference, require_same_family
+from hf_bico.plausibility import changed_part, implausible
 from hf_bico.progress import Progress, silent
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import base_of_source, open_source
 from hf_bico.settings import require_rank
+from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector
 
 
+@last_net()
 def extract(
     fine_tuned: ModelReference,
     base: ModelReference | None = None,
@@ -51,6 +55,7 @@ def extract(
             raise EmptyTaskVectorError(
                 "the fine-tuned model does not differ from its base", "check that --base is not the model itself"
             )
+        doubt = implausible(vector, _changed_sites(vector, start), start.checkpoint)
     with watch("fit"):
         form = make_form(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
     words = [typed_reference(source), "--base", typed_reference(start)]
@@ -59,7 +64,14 @@ def extract(
     known = all(model.folder is not None for model in (source, start))
     parts = [PartOfSum(source_record(source, start))]
     record = make_record("extract", parts, start, form, course, words if known else None)
-    return Making(vector, start, form, replace(record, notices=[*tensor_notices(vector.overlap), *record.notices]))
+    notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
+    notices += [*tensor_notices(vector.overlap), *record.notices]
+    return Making(vector, start, form, replace(record, notices=notices))
+
+
+def _changed_sites(vector: TaskVector, base: Model) -> list[Site]:
+    """Those of the base's sites whose weights the vector changes."""
+    return [site for site in base.layout.sites if changed_part(vector, site.weight) is not None]
 
 
 def _source_and_base(

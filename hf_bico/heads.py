@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -118,6 +119,10 @@ def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
     return own and not before
 
 
+_COUNTED = re.compile(r"(?i)(label[_ ]?)?\d+")
+"""A name that only counts."""
+
+
 @dataclass(frozen=True)
 class WrittenHead:
     """A classifier's head for the target, and whether it was "carried" from the source or "fitted" to the samples."""
@@ -181,14 +186,46 @@ def in_order(head: ClassHead, own: Sequence[str] | None, class_names: Sequence[s
             "neither the data nor the fine-tuned model names the classes",
             "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
         )
-    if sorted(own or ()) == sorted(class_names):
-        return head.in_order([list(own or ()).index(name) for name in class_names])
+    own = list(own or ())
     if len(head.bias) != len(class_names):
         raise ClassNamesError(
             f"the fine-tuned model tells {len(head.bias)} classes apart, and the data set has {len(class_names)}",
             "use data with the model's own classes",
         )
+    ours, theirs = _spelt_alike(own, class_names)
+    if sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours):
+        return head.in_order([ours.index(name) for name in theirs])
+    shared = [name for name in theirs if name in ours and len(ours) == len(theirs)]
+    moved = [name for name in shared if ours.index(name) != theirs.index(name)]
+    if moved:
+        raise ClassNamesError(
+            f"'{class_names[theirs.index(moved[0])]}' is class {ours.index(moved[0])} of the fine-tuned model and "
+            f"{theirs.index(moved[0])} of the data set, and not all of their classes are the same",
+            "use data with the model's own classes",
+        )
     return head
+
+
+def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
+    """Names of classes without what tells no class from another: capitals, and how words are joined; else as they are.
+
+    >>> _spelt_alike(["LABEL_ONE", "Two"], ["two", "label one"])
+    [['label one', 'two'], ['two', 'label one']]
+    """
+    alike = [[" ".join(re.split(r"[\s_-]+", name.strip().casefold())) for name in names] for names in sides]
+    return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
+
+
+def taken_in_order(own: Sequence[str], class_names: Sequence[str]) -> str | None:
+    """A notice where a head's classes have other names than the data set's, and only their order pairs them."""
+    ours, theirs = _spelt_alike(own, class_names)
+    unnamed = all(_COUNTED.fullmatch(name) for name in class_names)
+    if not own or unnamed or sorted(ours) == sorted(theirs):
+        return None
+    first, other = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") for names in (own, class_names))
+    return (
+        f"The fine-tuned model's classes are called {first} and the data set's {other}: they were paired in this order."
+    )
 
 
 def tuned_target_head(bench: Bench, class_names: Sequence[str], pretrained: Head) -> Head:

@@ -5,7 +5,6 @@ Reads configurations and cards in a folder; asks nobody and opens no weight.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from hf_bico.errors import (
     SeveralDataSetsError,
 )
 from hf_bico.hub.references import hub_reference
+from hf_bico.small_files import read_card_metadata, read_object
 
 LOADERS = (
     *("generator", "imagefolder", "audiofolder", "videofolder", "webdataset"),
@@ -28,6 +28,7 @@ LOADERS = (
 )
 """What training scripts write as the data set when it was none of the Hub's."""
 _PLACEHOLDER = re.compile(r"(?i)label[_ ]?\d+|\d+")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -120,22 +121,18 @@ def _repos(names: Sequence[str], but: str = "") -> tuple[str, ...]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(file)
+    except (OSError, ValueError):
         return {}  # what needs the file says that it is broken
-    return content if isinstance(content, dict) else {}
 
 
 def _read_card(file: Path) -> tuple[dict[str, Any], str | None]:
     """The card's metadata, or why they cannot be read."""
     if not file.is_file():
         return {}, None
-    import yaml
-    from huggingface_hub.repocard import metadata_load
-
     try:
-        return metadata_load(file) or {}, None
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        return read_card_metadata(file), None
+    except (ValueError, OSError) as error:
         return {}, f"its metadata are not YAML: {' '.join(str(error).split())[:120]}"
 
 
@@ -151,7 +148,7 @@ def _word(value: Any) -> str | None:
 
 def _class_names(labels: Any) -> tuple[str, ...]:
     """The names of `id2label` in order, unless they only count."""
-    if not isinstance(labels, dict) or not all(str(key).isdigit() for key in labels):
+    if not isinstance(labels, dict) or not all(_NUMBER.fullmatch(str(key)) for key in labels):
         return ()
     ordered = sorted(labels.items(), key=lambda item: int(item[0]))
     names = [name for _, name in ordered]

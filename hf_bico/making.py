@@ -17,6 +17,7 @@ from hf_bico.adapters.routes import NOT_LINEAR
 from hf_bico.cards.card import write_card
 from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.environment import Stopwatch, installed_versions
+from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.models import Model
@@ -46,6 +47,7 @@ class Making:
         """The share of the change's energy that an adapter holds."""
         return self.form.energy_kept
 
+    @last_net()
     def save(
         self, folder: str | Path, overwrite: bool = False, repo: str | None = None, revision: str | None = None
     ) -> Path:
@@ -59,6 +61,7 @@ class Making:
             write_card(record, scratch)
         return folder
 
+    @last_net()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`."""
         wanted = PushOptions(**options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from hf_bico.checkpoints import (
     DELTA_FILE,
@@ -31,8 +31,9 @@ from hf_bico.errors import (
     WeightsNotFoundError,
 )
 from hf_bico.families import FAMILIES, Family, LiveModel, Spread, family_of
+from hf_bico.families.extents import require_within
 from hf_bico.families.refusals import require_dense
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Downloaded, Hub
 from hf_bico.hub.faults import is_offline
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.opened import Opened, known_weights, on_disk
@@ -77,6 +78,11 @@ class Model(Opened):
         family = family_of(checkpoint.shapes, what, reference)
         layout = family.wrap(reference).layout
         return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
+
+    def fetched(self, downloaded: Downloaded | None = None, beside: bool = True) -> Self:
+        found = super().fetched(downloaded, beside)
+        _require_floats(found.checkpoint, found.layout, f"'{found.name}'")
+        return found
 
     @property
     def beside(self) -> Sequence[str]:
@@ -149,14 +155,16 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
     family = family_of(checkpoint.shapes, called, place.folder)
     config = family.read_config(place.folder)
     require_dense(called, checkpoint.shapes, config)
+    require_within(config, checkpoint.shapes, called)
     try:
         layout = family.layout(checkpoint.shapes, config)
     except KeyError as error:
         raise BrokenWeightsError(f"{called} lacks the tensor {error}", "copy or download the model again") from error
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise RepoError(
             f"the {family.config_file} of {called} does not describe a model: {error}", "copy or download it again"
         ) from error
+    _require_floats(checkpoint, layout, called)
     return Model(
         name=place.name,
         checkpoint=checkpoint,
@@ -167,6 +175,16 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
         notice=found.notice,
         pickled=found.pickled,
     )
+
+
+def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None:
+    """Refuse sites whose weights are kept as something that a layer does not multiply by."""
+    strange = sorted(checkpoint.not_floats(layout.tensors)) if isinstance(checkpoint, FileCheckpoint) else []
+    if strange and isinstance(checkpoint, FileCheckpoint):
+        raise UnsupportedModelError(
+            f"'{strange[0]}' of {called} is kept as {checkpoint.dtypes[strange[0]]}, not as floating-point numbers",
+            "name the model that it was made from, in float32, float16 or bfloat16",
+        )
 
 
 @dataclass(frozen=True)

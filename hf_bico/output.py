@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from hf_bico.claims import claimed, put_in_place, require_writable, scratch_beside
 from hf_bico.errors import OutputError, OutputExistsError, RecordError
 from hf_bico.record import RECORD_FILE
 
@@ -18,9 +18,7 @@ from hf_bico.record import RECORD_FILE
 def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a place that cannot be written to, or a folder that is there, unless it is ours and may be replaced."""
     if not os.path.exists(folder):  # False, where pathlib raises, for a name that is too long
-        parent = next(path for path in folder.absolute().parents if path.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
+        require_writable(folder)
         return
     if folder.is_dir() and not any(folder.iterdir()):
         return
@@ -36,28 +34,32 @@ def require_free(folder: Path, overwrite: bool) -> None:
 
 
 @contextmanager
+def reserved(folder: Path, overwrite: bool = False, size: int | None = None) -> Iterator[None]:
+    """Hold the place of a result from the beginning of a run: what would be refused at its end is refused now."""
+    with claimed(folder, size):
+        require_free(folder, overwrite)
+        yield
+
+
+@contextmanager
 def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary sibling to write into; it becomes `folder` at the end, and vanishes if anything fails."""
-    require_free(folder, overwrite)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
-    try:
-        yield scratch
-        scratch.chmod(0o755)  # mkdtemp makes private folders
-        require_free(folder, overwrite)
-        if folder.exists():
-            _replace(folder, scratch)
-        else:
-            scratch.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(
-            f"'{folder.name}' cannot be written: {error}", "free some space or choose another folder"
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with reserved(folder, overwrite):
+        try:
+            scratch = scratch_beside(folder)
+        except OSError as error:
+            raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
+        try:
+            yield scratch
+            scratch.chmod(0o755)  # mkdtemp makes private folders
+            require_free(folder, overwrite)
+            put_in_place(scratch, folder)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"'{folder.name}' cannot be written: {error}", "free some space or choose another folder"
+            ) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_file(file: Path, content: bytes) -> None:
@@ -92,19 +94,3 @@ def read_text(folder: Path, name: str, what: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"'{folder}' holds no {name} that can be read", f"name the folder of {what}") from error
-
-
-def _replace(folder: Path, new: Path) -> None:
-    """Put `new` in the folder's place; if that fails, the folder is back where it was."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        old = folder.rename(aside / "old")
-        try:
-            new.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-        shutil.rmtree(old)
-    finally:
-        if not any(aside.iterdir()):  # an old result that could not be put back is kept here
-            aside.rmdir()

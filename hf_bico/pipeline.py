@@ -28,6 +28,7 @@ from hf_bico.environment import (
 from hf_bico.errors import (
     UnsupportedModelError,
 )
+from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, make_form
 from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
@@ -43,6 +44,7 @@ from hf_bico.processes import ALONE, Team, join, local_device
 from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.recording import Findings, make_record
+from hf_bico.repeats import repeat_notices
 from hf_bico.resolving import Lineage
 from hf_bico.results import LOSS
 from hf_bico.rounds import Round
@@ -54,6 +56,7 @@ from hf_bico.yardstick import Yardstick
 __all__ = ["Batch", "carry_out", "port"]
 
 
+@last_net()
 def port(
     source: ModelReference,
     to: ModelReference,
@@ -144,7 +147,10 @@ def carry_out(
         origin = None if read_by is None else read_by.origin
         template = None if drawn is None else uses_template(bench, drawn.samples)
         readout = outcome.readout
-        beside = (copies, outcome.trained, readout, origin, template, outcome.foresight)
+        repeats = (
+            () if drawn is None else tuple(repeat_notices(drawn, held_out[1] if held_out and evaluation else None))
+        )
+        beside = (copies, outcome.trained, readout, origin, template, outcome.foresight, repeats)
         found = Findings(bench.vector, report, tuple(evaluation), *beside)
         record = make_record(bench.planned, settings, drawn, found, _run(started, watch, round, team))
     return Ported(ported, report, record, lineage.target, form)

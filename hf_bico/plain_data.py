@@ -10,6 +10,9 @@ from dataclasses import asdict, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+_MOST = 2**63
+"""No count, index or size of bytes is as large, and libraries take no larger ones."""
+
 
 def to_plain(found: Any) -> str:
     """A data class as JSON, without its empty fields."""
@@ -18,7 +21,10 @@ def to_plain(found: Any) -> str:
 
 def from_plain(kind: Any, value: Any) -> Any:
     """What `to_plain` wrote of a data class; what does not fit is a TypeError that names the field."""
-    return _build(kind, value, "record")
+    try:
+        return _build(kind, value, "record")
+    except RecursionError:
+        raise TypeError("it is nested too deeply") from None
 
 
 def _build(kind: Any, value: Any, name: str) -> Any:
@@ -41,7 +47,9 @@ def _build(kind: Any, value: Any, name: str) -> Any:
         return tuple(_build(one, item, name) for one, item in zip(inner, value, strict=True))
     if kind is float and type(value) in (int, float) and abs(value) < 1e300:
         return float(value)
-    if kind is not float and isinstance(kind, type) and type(value) is kind:
+    if kind is int and type(value) is int and abs(value) < _MOST:
+        return value
+    if kind not in (int, float) and isinstance(kind, type) and type(value) is kind:
         return value
     raise TypeError(f"'{name}' is {str(value)[:60]!r}")
 

@@ -11,6 +11,7 @@ from hf_bico.checkpoints import overlap
 from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
 from hf_bico.families import TEXT_TOWER, require_same_kind
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.faults import is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
@@ -23,6 +24,7 @@ from hf_bico.sites import Layout
 UNMATCHED = "no counterpart in the target"
 
 
+@last_net()
 def plan(
     source: ModelReference,
     to: ModelReference,

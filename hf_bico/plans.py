@@ -15,6 +15,7 @@ from typing import Any
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.budget import BATCH, BATCH_ON_CPU, Fit, Limits, fit
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
+from hf_bico.claims import require_room
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.markdown import markdown_table
@@ -167,6 +168,9 @@ class Plan:
             progress("download", done, total)
 
         if total:
+            from huggingface_hub import constants
+
+            require_room(Path(constants.HF_HUB_CACHE), total, "what is to be downloaded")
             progress("download", 0, total)
         source, base, target = self.lineage.models
         local = replace(

@@ -14,6 +14,7 @@ from torch import nn
 from hf_bico.cards.card import write_card
 from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.errors import UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.markdown import markdown_table, plain
@@ -59,6 +60,7 @@ class Ported:
         """The share of the change that rounding to the target's half precision takes away, in its form."""
         return self.form.rounding_lost
 
+    @last_net()
     def model(self, device: str = "cpu") -> nn.Module:
         """A new copy of the target with the task vector applied, in float32 on this device."""
         if self.form.head is not None:
@@ -68,6 +70,7 @@ class Ported:
         changes = self.task_vector.renamed(self.target.layout.own_names)
         return changes.apply_to(module.to(device, torch.float32))
 
+    @last_net()
     def save(
         self,
         folder: str | Path,
@@ -87,10 +90,16 @@ class Ported:
         if not is_first_process():
             return folder
         with whole_folder(folder, overwrite) as scratch:
-            record = self.write_weights(scratch, form, repo, revision)
-            record.write(scratch)
-            write_card(record, scratch)
+            self.write(scratch, form, repo, revision)
         return folder
+
+    def write(
+        self, folder: Path, form: Form | None = None, repo: str | None = None, revision: str | None = None
+    ) -> None:
+        """Write weights, `bico.json` and the model card into a folder that is there, file after file."""
+        record = self.write_weights(folder, form, repo, revision)
+        record.write(folder)
+        write_card(record, folder)
 
     def write_weights(
         self, folder: Path, form: Form | None = None, repo: str | None = None, revision: str | None = None
@@ -103,6 +112,7 @@ class Ported:
         measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
         return with_output(measured, output, as_measured=form is self.form)
 
+    @last_net()
     def push_to_hub(
         self,
         repo_id: str,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hf_bico.errors import PushError, PushRefusedError, RemoteExistsError, TokenError, UsageError
 from hf_bico.hub.client import MAIN, Hub
-from hf_bico.hub.faults import LOG_IN, again, is_offline, translated
+from hf_bico.hub.faults import LOG_IN, again, failures, is_offline, translated
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
 
 
@@ -59,7 +60,7 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     exists, whole = info is not None, whole if info is None else str(info.id)  # a renamed repo answers at its old name
     if options.create_pr and not exists:
         raise PushError(f"there is no repo '{whole}' to open a pull request on", "push without --create-pr")
-    if exists and not (options.overwrite or options.create_pr) and remote_files(hub, whole, options.revision):
+    if exists and not (options.overwrite or options.create_pr) and own_files(hub, whole, options.revision):
         raise already_exists(whole)
     return whole
 
@@ -99,13 +100,12 @@ def restricted_among(made_from: Sequence[RepoName], hub: Hub) -> list[str]:
 
 
 def _is_public(hub: Hub, type: str, repo_id: str) -> bool:
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HFValidationError
 
-    try:
+    with suppress(HFValidationError, *failures()):
         info: Any = again(lambda: hub.api.repo_info(repo_id, repo_type=type))
-    except (HTTPError, HFValidationError):
-        return False
-    return not (info.private or info.gated or info.disabled)
+        return not (info.private or info.gated or info.disabled)
+    return False
 
 
 def remote_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
@@ -121,9 +121,30 @@ def remote_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
             return None
 
 
+def known_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
+    """The Hub's answer about a repo and a revision that are there."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    missing = (RepositoryNotFoundError, RevisionNotFoundError)
+    with translated(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
+        return again(lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True), lagging=missing)
+
+
 def remote_files(hub: Hub, repo_id: str, revision: str | None) -> dict[str, Any]:
-    """The files of a repo by name, but for what every new repo has; empty where there is no such revision."""
+    """The files of a repo by name; none where there is no such revision."""
+    return files_of(remote_info(hub, repo_id, revision))
+
+
+def own_files(hub: Hub, repo_id: str, revision: str | None) -> dict[str, Any]:
+    """The files that a push would replace; a branch that is where main is has none of its own, like a new one."""
     info = remote_info(hub, repo_id, revision)
+    if info is not None and revision not in (None, MAIN) and info.sha == known_info(hub, repo_id, None).sha:
+        return {}
+    return files_of(info)
+
+
+def files_of(info: Any) -> dict[str, Any]:
+    """The files that an answer about a repo lists, by name, but for what every new repo has."""
     siblings = [] if info is None else info.siblings or []
     return {file.rfilename: file for file in siblings if file.rfilename != ".gitattributes"}
 

@@ -1,6 +1,6 @@
 """Pushing a result to the Hub: one commit with every file, or the repo stays as it was.
 
-The only module that writes to the Hub. Knows folders and records; not how they were made.
+With `push_places`, all that writes to the Hub. Knows folders and records; not how they were made.
 """
 
 from __future__ import annotations
@@ -8,37 +8,41 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.cards.card import CARD_FILE, render_card, write_card
 from hf_bico.checkpoints import sha256_of
-from hf_bico.errors import BicoError, OutputError, PushError, PushRefusedError
+from hf_bico.errors import BicoError, OutputError, PushError, PushRefusedError, RepoError
 from hf_bico.hub.client import MAIN, Hub
-from hf_bico.hub.faults import translated
+from hf_bico.hub.faults import again, failures, translated
 from hf_bico.hub.references import LOCAL, HubReference, RepoName
 from hf_bico.push_checks import (
     PushOptions,
     already_exists,
+    files_of,
+    known_info,
+    own_files,
     remote_files,
     remote_info,
     require_hidden,
     require_pushable,
     restricted_among,
 )
+from hf_bico.push_places import branch_off, create, taken_back
 from hf_bico.record import Made, Record, read_any
 from hf_bico.results import headline, is_worse
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-_TRIES = 3
-_FINAL = (400, 401, 403, 404, 409, 412, 413)
-"""Answers that do not change by asking again: refused, or somebody else pushed meanwhile."""
+_LATEST = 10
+"""So many pull requests are looked through for one that was opened before."""
 _LOADED = re.compile(
     r"(?:open_clip_)?(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin|pt)(?:\.index\.json)?"
     r"|adapter_(?:model\.(?:safetensors|bin)|config\.json)|task_vector\.safetensors"
@@ -89,7 +93,8 @@ def push_folder(
             raise PushRefusedError(
                 f"{headline(record)} It is not pushed.", f"insist with: {line}" if kept else "insist with force=True"
             )
-    whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
+    with _told_how_to_go_on(push_line(folder, repo_id, options) if kept else None):
+        whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
     replaces = not options.create_pr and options.revision in (None, MAIN)
     if replaces and record is not None and any(name.lower() == whole.lower() for _, name in made_from or ()):
         raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
@@ -103,103 +108,83 @@ def push_folder(
 
 
 def _push(folder: Path, repo_id: str, options: PushOptions, restricted: list[str], hub: Hub) -> Pushed:
-    created = False
-    if remote_info(hub, repo_id, None) is None:
-        private = options.private if options.private is not None else (True if restricted else None)
-        created = _create(hub, repo_id, private)
-    if not created:
-        require_hidden(repo_id, options, restricted, hub)
-        if not options.create_pr and _is_there(hub, repo_id, options.revision, folder):
-            return _pushed(hub, repo_id, options.revision, changed=False)
-        if not (options.overwrite or options.create_pr) and remote_files(hub, repo_id, options.revision):
-            raise already_exists(repo_id)
     branch = None if options.revision in (None, MAIN) else options.revision
-    first = None if branch is None else _branch(hub, repo_id, branch)
-    try:
+    with taken_back(hub, repo_id) as made:
+        if remote_info(hub, repo_id, None) is None:
+            private = options.private if options.private is not None else (True if restricted else None)
+            create(hub, repo_id, private, made)
+        # all that is asked of a repo that was there: a moment ago somebody else may have made it
+        require_hidden(repo_id, options, restricted, hub)
+        there = own_files(hub, repo_id, options.revision)
+        if options.create_pr:
+            opened = _opened(folder, repo_id, options, hub)
+            if opened is not None:
+                return opened
+        elif _holds(there, folder):
+            return _pushed(hub, repo_id, options.revision, changed=False)
+        elif there and not options.overwrite:
+            raise already_exists(repo_id)
+        if branch is not None and not there:
+            branch_off(hub, repo_id, branch, made)
         return _commit(folder, repo_id, options, hub)
-    except BaseException as error:
-        if not _take_back(hub, repo_id, branch, first, created):
-            made = f"branch '{branch}'" if branch is not None and not created else "repo"
-            error.add_note(f"the empty {made} that was made for it could not be deleted")
-        raise
-
-
-def _create(hub: Hub, repo_id: str, private: bool | None) -> bool:
-    """Whether this call made the repo; somebody else may have done so a moment ago."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        hub.api.create_repo(repo_id, private=private)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 409:
-            raise
-        return False
-    return True
-
-
-def _branch(hub: Hub, repo_id: str, branch: str) -> str | None:
-    """Have the branch; its first commit if this call made it."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if remote_info(hub, repo_id, branch) is not None:
-        return None
-    try:
-        hub.api.create_branch(repo_id, branch=branch)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 409:
-            raise
-        return None
-    return str(remote_info(hub, repo_id, branch).sha)
-
-
-def _take_back(hub: Hub, repo_id: str, branch: str | None, first: str | None, created: bool) -> bool:
-    """Delete the repo or the branch that this push made and could not fill, unless somebody has filled it since.
-
-    False where that cannot be done: a token may be allowed to write and not to delete.
-    """
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-
-    try:
-        filled = remote_files(hub, repo_id, None) or (branch is not None and remote_files(hub, repo_id, branch))
-        if created and not filled:
-            hub.api.delete_repo(repo_id, missing_ok=True)
-        elif branch is not None and first is not None:
-            info = remote_info(hub, repo_id, branch)
-            if info is not None and info.sha == first:
-                hub.api.delete_branch(repo_id, branch=branch)
-    except (BicoError, HTTPError):
-        return False
-    return True
 
 
 def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed:
     """One commit; where the answer is lost or the Hub is busy, what it holds now decides whether to try again."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+    from httpx2 import TimeoutException
 
-    for attempt in range(_TRIES):
-        head = remote_info(hub, repo_id, options.revision)
+    def once() -> Pushed:
+        head = known_info(hub, repo_id, options.revision)
         try:
             done: Any = hub.api.create_commit(
                 repo_id,
-                _operations(folder, remote_files(hub, repo_id, options.revision)),
-                commit_message=options.message or f"Upload {folder.name} with hf-bico",
+                _operations(folder, files_of(head)),
+                commit_message=_title(folder, options),
                 revision=options.revision,
                 create_pr=options.create_pr,
-                parent_commit=None if options.create_pr or head is None else head.sha,
+                parent_commit=None if options.create_pr else head.sha,
             )
-        except (HTTPError, ConnectionError) as error:
-            if not options.create_pr and _is_there(hub, repo_id, options.revision, folder):
-                return _pushed(hub, repo_id, options.revision, changed=True)
-            refused = isinstance(error, HfHubHTTPError) and error.response.status_code in _FINAL
-            if refused or options.create_pr or attempt == _TRIES - 1:
-                raise
-            time.sleep(2.0**attempt)
-            continue
-        changed = head is None or done.oid != head.sha
-        private = head is not None and bool(head.private)
+        except failures() as error:
+            found = _carried_out(folder, repo_id, options, hub)
+            if found is not None:
+                return found
+            late = isinstance(error, TimeoutException) and "/commit/" in error.request.url.path
+            if options.create_pr and late:  # the pull request may still be opened, and another would be the second
+                raise PushError(
+                    f"'{repo_id}': nobody said in time whether the pull request is open",
+                    "look for it there; to push again opens no second one",
+                ) from error
+            raise
         url = _address(hub, repo_id, options.revision)
-        return Pushed(repo_id, url, done.oid, private, changed, done.pr_url)
-    raise AssertionError("unreachable")
+        return Pushed(repo_id, url, done.oid, bool(head.private), done.oid != head.sha, done.pr_url)
+
+    return again(once)
+
+
+def _carried_out(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed | None:
+    """What a commit did that seemed to fail; None where it did nothing, or that cannot be told."""
+    with suppress(BicoError, *failures()):
+        if options.create_pr:
+            found = _opened(folder, repo_id, options, hub)
+            return None if found is None else replace(found, changed=True)
+        if _holds(remote_files(hub, repo_id, options.revision), folder):
+            return _pushed(hub, repo_id, options.revision, changed=True)
+    return None
+
+
+def _opened(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed | None:
+    """The open pull request of this title that holds the files of this folder."""
+    asked = partial(hub.api.get_repo_discussions, repo_id, discussion_type="pull_request", discussion_status="open")
+    for request in again(lambda: list(islice(asked(), _LATEST))):
+        revision = f"refs/pr/{request.num}"
+        if request.title == _title(folder, options) and _holds(remote_files(hub, repo_id, revision), folder):
+            pushed = _pushed(hub, repo_id, revision, changed=False)
+            return replace(pushed, url=_address(hub, repo_id, None), pull_request=request.url)
+    return None
+
+
+def _title(folder: Path, options: PushOptions) -> str:
+    return options.message or f"Upload {folder.name} with hf-bico"
 
 
 def _operations(folder: Path, remote: dict[str, Any]) -> list[CommitOperationAdd | CommitOperationDelete]:
@@ -242,9 +227,9 @@ def _require_whole(folder: Path, record: Record | Made) -> None:
             )
 
 
-def _is_there(hub: Hub, repo_id: str, revision: str | None, folder: Path) -> bool:
-    """Whether the repo holds exactly the bytes of this folder, and no weights that would shadow them."""
-    remote, ours = remote_files(hub, repo_id, revision), _local_files(folder)
+def _holds(remote: dict[str, Any], folder: Path) -> bool:
+    """Whether these are exactly the bytes of this folder, and no weights that would shadow them."""
+    ours = _local_files(folder)
     same = all(name in remote and _same(remote[name], file) for name, file in ours.items())
     return same and not _shadowing(remote, ours)
 
@@ -259,7 +244,7 @@ def _same(remote: Any, file: Path) -> bool:
 
 
 def _pushed(hub: Hub, repo_id: str, revision: str | None, changed: bool) -> Pushed:
-    info = remote_info(hub, repo_id, revision)
+    info = known_info(hub, repo_id, revision)
     return Pushed(repo_id, _address(hub, repo_id, revision), str(info.sha), bool(info.private), changed)
 
 
@@ -295,6 +280,17 @@ def _made_for(repo_id: str, revision: str | None, record: Record | Made, folder:
 
 
 @contextmanager
+def _told_how_to_go_on(line: str | None) -> Iterator[None]:
+    """What keeps a finished result from the Hub says how to push it then."""
+    try:
+        yield
+    except RepoError as error:
+        if line is None:
+            raise
+        raise type(error)(error.cause, f"{error.remedy}, then go on with: {line}") from error
+
+
+@contextmanager
 def _goes_on(repo_id: str, options: PushOptions, line: str | None) -> Iterator[None]:
     """Any failure of a push says what to run to go on."""
     state = f"'{repo_id}' is as it was" if not options.create_pr else f"look at '{repo_id}' for a pull request"
@@ -305,8 +301,8 @@ def _goes_on(repo_id: str, options: PushOptions, line: str | None) -> Iterator[N
     except PushError:
         raise
     except BicoError as error:
-        # what the client raised, and what was noted on it, stands behind ours
-        left = "; ".join(getattr(error.__cause__ or error, "__notes__", ()))
+        # what the client raised stands behind ours: either may have been noted on
+        left = "; ".join(note for one in (error, error.__cause__) for note in getattr(one, "__notes__", ()))
         raise PushError(f"the push failed, and {left or state}: {error.cause}", remedy) from error
     except (ValueError, RuntimeError, OSError) as error:  # an invalid card, an upload that was refused
         left = "; ".join(getattr(error, "__notes__", ()))

@@ -5,13 +5,13 @@ A data class with a schema number, written as JSON without its empty fields. Hol
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import RecordError
 from hf_bico.plain_data import from_plain, to_plain
+from hf_bico.small_files import read_json
 
 RECORD_FILE = "bico.json"
 JOINED = "joined with others when loaded"
@@ -363,7 +363,7 @@ def read_any(folder: Path) -> Record | Made:
     """The record of a folder that this tool wrote."""
     file = folder / RECORD_FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_json(file)
     except FileNotFoundError as error:
         raise RecordError(
             f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder or repo that hf-bico wrote"

@@ -12,6 +12,8 @@ from hf_bico.choosing import TEXT_TO_TEXT
 from hf_bico.classifiers import place_of
 from hf_bico.data.calibration import Drawn
 from hf_bico.deltas import Deltas
+from hf_bico.doubts import chance_notice, lineage_doubts
+from hf_bico.heads import taken_in_order
 from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
 from hf_bico.methods.bico_path import BicoPath
@@ -68,6 +70,7 @@ class Findings:
     head: str | None = None
     chat_template: bool | None = None
     foresight: ForesightRecord | None = None
+    notices: tuple[str, ...] = ()
 
 
 def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
@@ -159,7 +162,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    notices += tensor_notices(_without_head(found, lineage.base))
+    notices += [*lineage_doubts(lineage), *tensor_notices(_without_head(found, lineage.base)), *found.notices]
     if drawn is not None:
         labels = {label for label in drawn.samples.labels if label >= 0}
         seen, known = len(labels), len(drawn.data.class_names)
@@ -169,6 +172,10 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
             notices.append(f"The samples are of {seen} of {known} classes, read from a part of the data set: see -k.")
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
+        if found.head == "carried":
+            paired = taken_in_order(lineage.source.origin.class_names, drawn.data.class_names)
+            notices += [] if paired is None else [paired]
+        notices += chance_notice(found.evaluation, known)
     if settings.evaluate and not found.evaluation:
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason

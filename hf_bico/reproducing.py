@@ -7,19 +7,18 @@ their fine-tuned models. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from hf_bico.checkpoints import expanded
+from hf_bico.claims import claimed
 from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison import Comparison, Refusal
 from hf_bico.data.calibration import open_data
-from hf_bico.errors import ClassNamesError, OutputError, OutputExistsError, RecordError, SampleCountError, UsageError
+from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import parse
 from hf_bico.hub.repos import locate
@@ -153,6 +152,7 @@ class Job:
                 yield sampling, {"methods": methods, size: numbers, "sampling": sampling}
 
 
+@last_net()
 def reproduce(
     name: str,
     tasks: Sequence[str] | None = None,
@@ -315,7 +315,7 @@ def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dic
     """Fine-tune a pretrained model on a task, by the paper's recipe, and keep it; what was interrupted goes on."""
     folder = job.tuned_folder(model, of)
     checkpoint = folder.with_name(f"{folder.name}-training")
-    with _alone(folder):
+    with claimed(folder):
         if (folder / RECORD_FILE).is_file():  # another process has made it since
             return
         if folder.exists():
@@ -334,25 +334,6 @@ def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dic
         )
         made.save(folder)
         remove_checkpoint(checkpoint)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Refuse a second process that would train the same model into this folder."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise OutputError(
-            f"another process is fine-tuning into '{folder}'", "wait for it, or choose another folder with -o"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder with -o") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _require_same_recipe(job: Job, of: Task, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from hf_bico.checkpoints import sha256_of
 from hf_bico.data.text_columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import recorded_folder
 from hf_bico.hub.repos import Place, locate
@@ -39,6 +40,7 @@ class Rerun:
         return all(self.files.values()) and not self.replaced
 
 
+@last_net()
 def rerun(
     reference: str | Path,
     *,
@@ -132,9 +134,12 @@ def _settings(record: Record, name: str, device: str) -> Settings:
 
 def _asked_batch(command: str) -> int | None:
     """The batch size that was asked for, where one was: else all but calibration has the usual one."""
-    words = shlex.split(command)
-    given = words[words.index("--batch-size") + 1] if "--batch-size" in words else ""
-    return int(given) if given.isdecimal() else None
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise RecordError(f"the recorded command cannot be read: {error}", "port again") from error
+    given = "".join(words[words.index("--batch-size") + 1 :][:1]) if "--batch-size" in words else ""
+    return int(given) if given.isdecimal() and len(given) < 10 else None
 
 
 def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:

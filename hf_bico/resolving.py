@@ -90,7 +90,12 @@ def resolve(
     start: ModelReference | Place = base if base is not None else base_of_source(source, place, hub)
     notices: list[str] = []
     if isinstance(start, str | Path | Place):
-        start = _unquantised(start, hub, notices)
+        given = start if isinstance(start, Place) else locate(start, "the base", hub)
+        if base is not None and place is not None:
+            notices += _other_base_named(origin, place, given)
+        start = _unquantised(given, hub, notices)
+    if place is not None and is_adapter(place.sizes) and any(holds_layout(place.sizes, name) for name in WEIGHT_FILES):
+        notices.append(f"{place.name} holds a whole model beside its adapter: the adapter was taken.")
     target = locate(to, "the target", hub) if isinstance(to, str | Path) else to
     data_repo, no_data = None, None
     if data is None:
@@ -175,6 +180,21 @@ def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
         raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
 
 
+def _other_base_named(origin: Origin, place: Place, start: Place) -> list[str]:
+    """A notice where a source names another base than the one given: a repo where a repo was, a folder for a folder."""
+    named = origin.adapter_base if place.repo is None else ""
+    folders = [folder for folder in (expanded(named), place.folder.absolute().parent / named) if os.path.isdir(folder)]
+    if named and folders and start.repo is None:
+        named, other = Path(named).name, not any(os.path.samefile(folder, start.folder) for folder in folders)
+    elif start.repo is not None and len(origin.bases) == 1:
+        reference, named = hub_reference(origin.bases[0]), origin.bases[0]
+        asked = {start.repo.id.lower(), start.repo.asked.id.lower()}
+        other = reference is not None and reference.id.lower() not in asked
+    else:
+        return []
+    return [f"{place.name} names the base {named}, and {start.name} was given: is it the same model?"] if other else []
+
+
 def _reference(name: str) -> HubReference:
     found = hub_reference(name)
     if found is None:
@@ -194,9 +214,8 @@ def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[HubReference | Non
         return None, None, DataUnknownError(cause, "name a data set with --data")
 
 
-def _unquantised(start: str | Path | Place, hub: Hub, notices: list[str]) -> Place:
+def _unquantised(place: Place, hub: Hub, notices: list[str]) -> Place:
     """The base, or the model that it was quantised from; a base that was fine-tuned itself is noticed."""
-    place = start if isinstance(start, Place) else locate(start, "the base", hub)
     for _ in range(_MOST_PARENTS):
         origin = read_origin(place.folder, place.name)
         if not origin.quantized:

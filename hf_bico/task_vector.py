@@ -33,6 +33,7 @@ from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
 from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.factors import Change
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
@@ -44,6 +45,8 @@ from hf_bico.resolving import base_of_source, find_base
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
+SEVERAL = "several_bases"
+"""What a sum says about itself where its parts were made for different weights."""
 
 
 class TaskVector(Deltas):
@@ -83,6 +86,7 @@ class TaskVector(Deltas):
         return Deltas._apply(self.renamed(names), model)
 
     @classmethod
+    @last_net()
     def from_models(
         cls,
         fine_tuned: ModelLike,
@@ -113,6 +117,7 @@ class TaskVector(Deltas):
         return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from}, known)
 
     @classmethod
+    @last_net()
     def from_adapter(
         cls,
         adapter: str | Path | Place | nn.Module,
@@ -157,6 +162,7 @@ class TaskVector(Deltas):
         return cls(changes, changes.overlap, about, base)
 
     @classmethod
+    @last_net()
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
         """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
         file, place = expanded(path), None
@@ -174,16 +180,17 @@ class TaskVector(Deltas):
         about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
         return cls(changes, about=about)
 
+    @last_net()
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`, factors as factors; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
         known = {**self.about, **about}
         if isinstance(self._base, Model) and self._base.sha256:
             known.setdefault("base_sha256", self._base.sha256)
         write_delta(self, known, file)
         return file
 
+    @last_net()
     def save_adapter(
         self,
         folder: str | Path,
@@ -213,6 +220,7 @@ class TaskVector(Deltas):
         write_adapter(fitted, skeleton, over.as_loaded, BaseName(over.name, over.commit), place)
         return fitted
 
+    @last_net()
     def base_model(
         self, base: ModelReference | None = None, hub: Hub | None = None, allow_pickle: bool = False
     ) -> Model:
@@ -227,6 +235,11 @@ class TaskVector(Deltas):
 
     def require_made_for(self, model: Model) -> None:
         """Refuse a model with other weights than those that it was made for, as far as these are known."""
+        if SEVERAL in self.about:
+            raise BaseMismatchError(
+                "the task vector is a sum of vectors that were made for different models",
+                "add them to a model with hf_bico.apply, or 'hf-bico apply VECTORS --to MODEL'",
+            )
         if model.sha256 and self.about.get("base_sha256", model.sha256) != model.sha256:
             raise BaseMismatchError(
                 f"the task vector was made for other weights than those of '{model.name}'",
@@ -240,6 +253,7 @@ class TaskVector(Deltas):
             raise BaseUnknownError("this task vector lies over a local model", "name that model with --base")
         return f"{name}@{commit}"
 
+    @last_net()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Push the delta format with a short card, as one commit; the options are those of `PushOptions`.
 
@@ -267,6 +281,9 @@ class TaskVector(Deltas):
             key: value for key, value in self.about.items() if all(value == o.about.get(key) for o in others)
         }
         vector.about[MADE_FROM] = [list(name) for part in parts for name in part.made_from]
+        meant = [part.about["base_sha256"] for part in parts if part.about.get("base_sha256")]
+        if any(digests != meant[0] for digests in meant) or any(SEVERAL in part.about for part in parts):
+            vector.about[SEVERAL] = True
         if all(part._base_key == self._base_key for part in others):
             vector._base = self._base
         return vector

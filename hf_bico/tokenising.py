@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bico.chat_templates import render_chat
 from hf_bico.checkpoints import folder_name
 from hf_bico.environment import sent
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
@@ -24,6 +25,10 @@ UNLEARNT = -100
 """The label of a token that is not learnt."""
 USUAL_LENGTH = 2048
 """Most tokens of a text unless the caller says: some models can take a book, which calibration does not need."""
+MOST_CHARACTERS = 10_000_000
+"""Of a prompt with its answer, or of a chat: a tokenizer would take minutes over more."""
+_LONGEST_TOKEN = 1_000
+"""Characters of a token; what stands behind so many of them is not looked at."""
 _ASSISTANT = "assistant"
 _SHOWN = 60
 
@@ -139,6 +144,10 @@ def _differ(source: Any, target: Any, source_ids: list[int], target_ids: list[in
 def _tokens(tokenizer: Any, sample: TextSample, limit: int, special: bool) -> _Tokens:
     if isinstance(sample, Text):
         return _plain(tokenizer, sample, limit, special)
+    if sum(len(words) for words in _words(sample)) > MOST_CHARACTERS:
+        raise UnreadableSampleError(
+            f"a sample has more than {MOST_CHARACTERS:,} characters", "remove it from the data, or cut it into several"
+        )
     if isinstance(sample, Chat):
         return _cut(_chat(tokenizer, sample.messages), tokenizer, limit)
     if getattr(tokenizer, "chat_template", None) and special:
@@ -148,7 +157,8 @@ def _tokens(tokenizer: Any, sample: TextSample, limit: int, special: bool) -> _T
 
 
 def _plain(tokenizer: Any, text: Text, limit: int, special: bool) -> _Tokens:
-    pair = (text.first,) if text.second is None else (text.first, text.second)
+    texts = (text.first,) if text.second is None else (text.first, text.second)
+    pair = [words[: limit * _LONGEST_TOKEN] for words in texts]
     around = tokenizer.num_special_tokens_to_add(pair=len(pair) > 1) if special else 0
     if limit <= around:
         raise UnreadableSampleError(
@@ -270,15 +280,12 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], answering: bool = Fal
     from jinja2 import TemplateError
 
     try:
-        rendered: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=answering
-        )
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        return render_chat(tokenizer, messages, answering)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnreadableSampleError(
             f"the chat template cannot take a chat: {error}",
             "remove it, or use data with prompt and completion columns",
         ) from error
-    return rendered
 
 
 def _placed(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[tuple[int, int]]]:

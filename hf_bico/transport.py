@@ -8,72 +8,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, sqrt
-from statistics import mean, median
-from typing import Any
+from statistics import mean
 
 import torch
-from torch import Tensor
 
 from hf_bico.checkpoints import Checkpoint
 from hf_bico.deltas import Deltas
-from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
-from hf_bico.factors import Change, Factors, dense, energy, is_zero, stacked, total
+from hf_bico.factors import Change, Factors, dense, energy, stacked, total
 from hf_bico.methods import Carried, SiteDelta
+from hf_bico.plausibility import changed_part
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
 from hf_bico.sites import Site, SitePair, Slot
 
-IMPLAUSIBLE = 0.9
-"""The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""
-
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:
     """What the vector changes at one site."""
-    return SiteDelta(_read(vector, site.weight), None if site.bias is None else _read(vector, site.bias))
-
-
-def _read(vector: Deltas, slot: Slot) -> Any:
-    """The change of one slot, factors where it has them; None where nothing changed."""
-    if slot.tensor not in vector:
-        return None
-    part: Change = slot.view(vector.change(slot.tensor))
-    return None if is_zero(part) else part
+    return SiteDelta(changed_part(vector, site.weight), None if site.bias is None else changed_part(vector, site.bias))
 
 
 def _energy(vector: Deltas, slot: Slot) -> float:
-    change = _read(vector, slot)
+    change = changed_part(vector, slot)
     return 0.0 if change is None else energy(change)
-
-
-def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
-    """Refuse a vector that changes nothing that can be carried, or that no fine-tuning would give.
-
-    `sites` are those that it changes.
-    """
-    if not sites:
-        where = "only in tensors that are not carried" if len(vector) else "nowhere"
-        raise EmptyTaskVectorError(
-            f"the fine-tuned model differs from its base {where}",
-            "check that --base is not the fine-tuned model itself",
-        )
-    ratios = [_ratio(vector, site.weight, base) for site in sites]
-    if median(ratios) > IMPLAUSIBLE and not force:
-        raise ImplausibleTaskVectorError(
-            f"the fine-tuned model differs from its base by {median(ratios):.0%} of the weights' own norm, "
-            "which fine-tuning does not do",
-            "name the model that was really fine-tuned with --base, or insist with --force",
-        )
-
-
-def _ratio(vector: Deltas, slot: Slot, base: Checkpoint) -> float:
-    """|tau| / |W| of one weight."""
-    change = _read(vector, slot)
-    if change is None:
-        return 0.0
-    start: Tensor = slot.view(base.tensor(slot.tensor))
-    own = energy(start.to(change.device))
-    return sqrt(energy(change) / own) if own else inf
 
 
 def joined(parts: Sequence[Mapping[str, Carried]]) -> dict[str, Carried]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
@@ -30,6 +30,49 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ReachedErrors(config))
+
+
+class ReachedErrors:
+    """A run of all tests fails where one of the error classes was never raised in it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from hf_bico.errors import BicoError
+
+        self.config, self.reached = config, set[str]()
+        plain = BicoError.__init__
+
+        def noted(error: BicoError, cause: str, remedy: str) -> None:
+            self.reached.add(type(error).__name__)
+            plain(error, cause, remedy)
+
+        BicoError.__init__ = noted  # type: ignore[method-assign]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self.reached.update(node.workeroutput.get("errors", ()) if hasattr(node, "workeroutput") else ())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        yield
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["errors"] = sorted(self.reached)
+            return
+        whole = not self.config.option.keyword and self.config.args == self.config.getini("testpaths")
+        if whole and self.missing and session.exitstatus == pytest.ExitCode.OK:
+            print(f"\nNo test reached: {', '.join(self.missing)}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def missing(self) -> list[str]:
+        """Those that nothing is derived from: the others are there to be caught by."""
+        from hf_bico import errors
+
+        kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+        return [kind.__name__ for kind in kinds if not kind.__subclasses__() and kind.__name__ not in self.reached]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -231,6 +233,28 @@ def test_a_real_interrupt_of_a_push_takes_the_empty_repo_back(hub: Hub, scene: S
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+_LOST = """
+import signal, sys, time, weakref
+from hf_bico.edge.several import take_part
+class Thing: pass
+take_part(lambda: None)
+thing = Thing()
+seen = weakref.ref(thing, lambda _: signal.raise_signal(int(sys.argv[1])))
+try:
+    del thing  # Python can raise nothing from there, says so with a traceback, and goes on
+    time.sleep(30)
+except BaseException as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Ended")])
+def test_a_signal_in_a_finalizer_is_not_lost(number: int, raised: str) -> None:
+    words = [sys.executable, "-c", _LOST, str(int(number))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == (f"{raised}\n", "")
+
+
 def test_a_closed_pipe_ends_without_a_word(tmp_path: Path) -> None:
     command = f"{BIN / 'hf-bico'} plan tuned --base base --to target 2>{tmp_path / 'stderr'} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
@@ -270,9 +294,11 @@ def test_a_bug_is_two_lines_and_its_traceback_is_there_for_those_who_ask(monkeyp
     result = run("card", "ported", "--json")
     assert result.exit_code == 1
     cause, remedy = result.stderr.splitlines()
-    assert cause == "Error: unexpected RuntimeError: a bug"
+    number = re.fullmatch(r"Error: unexpected RuntimeError: a bug \[(bico-[0-9a-f]{8})\]", cause)
+    assert number is not None
     assert "HF_BICO_DEBUG=1" in remedy
-    assert the_object(result)["error"]["kind"] == "RuntimeError"
+    assert the_object(result)["error"]["kind"] == "UnforeseenError"
+    assert number[1] in run("card", "ported").stderr, "the same bug has the same number"
     monkeypatch.setenv("HF_BICO_DEBUG", "1")
     asked = run("card", "ported")
     assert isinstance(asked.exception, RuntimeError)

@@ -75,7 +75,7 @@ def test_the_first_help_shows_groups_exit_codes_and_where_to_go() -> None:
         assert [line.split()[0] for line in sections[title] if line[:3].strip()] == [one.name for one in commands]
     listed = [command for commands in GROUPS.values() for command in commands]
     assert sorted(str(command.name) for command in listed) == sorted(main.commands)
-    assert [line.split()[0] for line in sections["Exit codes"] if line] == ["0", "1", "2", "130"]
+    assert [line.split()[0] for line in sections["Exit codes"] if line] == ["0", "1", "2", "130", "143"]
     assert any("hf-bico COMMAND --help" in line for line in sections["Where to look next"])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.adapters.config import MERGE, AdapterConfig
+from hf_bico.adapters.expressions import require_quick
 from hf_bico.adapters.keys import without_wrappers
+from hf_bico.adapters.reading import require_floats
 from hf_bico.checkpoints import Checkpoint, align_names
 from hf_bico.errors import AdapterError, BicoError, NonFiniteWeightsError, UnsupportedAdapterError
 
+_MOST = 2**17
+"""Some set a rank beyond any layer's, for all of it; larger than that it is none."""
+_NO_SIZE = re.compile("seed|key|version")
 _PREFIX = "base_model.model."
 # what peft's code says about a configuration or tensors that are not its own
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
-    *(OSError, RuntimeError, TypeError, ValueError),
+    *(OSError, RuntimeError, TypeError, ValueError, re.error),
 )
 
 
@@ -29,6 +36,9 @@ def changes_by_peft(
 
     `module` is a copy of the base that may be changed.
     """
+    require_floats(adapter, called)
+    require_quick(config.raw, [name for name, _ in module.named_modules()], called)
+    _require_small(config, adapter, called)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     tensors = {name: adapter.tensor(name) for name in adapter.shapes}
     model = _loaded(folder, tensors, module, config, called)
@@ -50,6 +60,17 @@ def changes_by_peft(
                 "use a checkpoint from before training diverged",
             )
     return changes
+
+
+def _require_small(config: AdapterConfig, adapter: Checkpoint, called: str) -> None:
+    """Refuse a rank or the like that the adapter's own tensors cannot have, before peft takes memory for it."""
+    most = max(sum(prod(shape) for shape in adapter.shapes.values()), _MOST)
+    for name, value in config.raw.items():
+        if type(value) in (int, float) and abs(value) > most and not _NO_SIZE.search(name):
+            raise AdapterError(
+                f"the configuration of '{called}' ({config.kind}) says {name} {value:.3g}, and its tensors are smaller",
+                "save the adapter again with peft",
+            )
 
 
 def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config: AdapterConfig, called: str) -> Any:

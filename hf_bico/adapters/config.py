@@ -5,7 +5,6 @@ Refuses by name whatever would change what the weights mean. Reads one small fil
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from hf_bico.checkpoints import ADAPTER_CONFIG
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
+from hf_bico.small_files import read_object
 
 LORA = "LORA"
 BY_PEFT = (
@@ -99,12 +99,9 @@ def _refusal(kind: Any, name: str) -> AdapterError:
 
 def _read(file: Path, name: str) -> dict[str, Any]:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(file)
+    except (OSError, ValueError) as error:
         raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' cannot be read: {error}", "copy the file again") from error
-    if not isinstance(raw, dict):
-        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' is not a JSON object", "copy the file again")
-    return raw
 
 
 def _require_known(raw: Mapping[str, Any], name: str) -> None:

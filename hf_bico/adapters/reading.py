@@ -12,11 +12,18 @@ from math import sqrt
 from typing import TYPE_CHECKING, TypeAlias
 
 from hf_bico.adapters.config import MERGE, AdapterConfig
-from hf_bico.adapters.keys import AdapterKeys, LoraKeys, read_keys
+from hf_bico.adapters.expressions import require_quick
+from hf_bico.adapters.keys import AdapterKeys, LoraKeys, parameters_of, read_keys
 from hf_bico.adapters.placing import Shapes, Target, places_of, tensors_of
 from hf_bico.adapters.targeting import require_targeted
-from hf_bico.checkpoints import ByName, Checkpoint, Overlap, made_anew
-from hf_bico.errors import AdapterError, BaseMismatchError, NonFiniteWeightsError
+from hf_bico.checkpoints import ByName, Checkpoint, FileCheckpoint, Overlap, made_anew
+from hf_bico.errors import (
+    AdapterError,
+    BaseMismatchError,
+    EmptyTaskVectorError,
+    NonFiniteWeightsError,
+    UnsupportedAdapterError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,9 +128,14 @@ def changes_of(
     adapter: Checkpoint, config: AdapterConfig, base: Checkpoint, called: str, is_transposed: IsTransposed
 ) -> AdapterChanges:
     """Find the tensor of the base that each of a LoRA's changes; what has no place there is an error, by name."""
+    if not adapter.shapes:
+        raise EmptyTaskVectorError(f"'{called}' holds no tensors and changes nothing", "save it again with peft")
+    require_floats(adapter, called)
     keys = read_keys(adapter.shapes, called)
     _require_pairs(keys, adapter.shapes, called)
     _refuse_ignored(keys, config, called)
+    parameters = [name for module in keys.lora for name in parameters_of(module, config.target_parameters)]
+    require_quick(config.raw, [*keys.lora, *parameters], called)
     places = places_of(keys, adapter.shapes, base.shapes, config.base_class, called)
     lora = _Lora(adapter.shapes, config, base.shapes, called, is_transposed)
     entries: dict[str, Entry] = {}
@@ -141,6 +153,16 @@ def changes_of(
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
+
+
+def require_floats(adapter: Checkpoint, called: str) -> None:
+    """Refuse an adapter whose tensors are quantised, or numbers of another kind."""
+    strange = adapter.not_floats() if isinstance(adapter, FileCheckpoint) else []
+    if strange and isinstance(adapter, FileCheckpoint):
+        raise UnsupportedAdapterError(
+            f"'{strange[0]}' of '{called}' is kept as {adapter.dtypes[strange[0]]}, not as floating-point numbers",
+            "save the adapter again in float32, float16 or bfloat16",
+        )
 
 
 def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:

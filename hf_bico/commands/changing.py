@@ -51,12 +51,11 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
         wanted = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
         from hf_bico.edge.bars import shown_progress
-        from hf_bico.output import require_free
+        from hf_bico.output import reserved
 
-        require_free(folder, overwrite)
-        from hf_bico.extracting import extract as take
+        with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
+            from hf_bico.extracting import extract as take
 
-        with shown_progress(quiet or as_json) as progress:
             take(finetuned, rank=wanted, progress=progress, **options).save(folder, overwrite)
         _show(folder, as_json, quiet)
 
@@ -105,12 +104,11 @@ def apply(
         shares = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
         from hf_bico.edge.bars import shown_progress
-        from hf_bico.output import require_free
+        from hf_bico.output import reserved
 
-        require_free(folder, overwrite)
-        from hf_bico.applying import apply as add
+        with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
+            from hf_bico.applying import apply as add
 
-        with shown_progress(quiet or as_json) as progress:
             add(vectors, weights=shares, rank=wanted, progress=progress, **options).save(folder, overwrite)
         _show(folder, as_json, quiet)
 

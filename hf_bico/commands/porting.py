@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import click
 
 from hf_bico.budget import Limits
 from hf_bico.edge.completing import complete_data, complete_folder, complete_model
-from hf_bico.edge.ending import edge
+from hf_bico.edge.ending import Edge, edge
 from hf_bico.edge.options import (
     CALIBRATION_DATA,
     Choice,
@@ -39,6 +39,7 @@ from hf_bico.edge.options import (
 )
 from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
 from hf_bico.edge.several import go_on_alone, require_device_for_each
+from hf_bico.edge.unpushed import line_digest, note_line, noted_line
 from hf_bico.errors import LineageError
 from hf_bico.needs import FLOAT32, FLOAT64
 from hf_bico.processes import is_first_process
@@ -46,7 +47,10 @@ from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, re
 from hf_bico.sizes import read_size
 
 if TYPE_CHECKING:
+    from hf_bico.hub.client import Hub
     from hf_bico.plans import Plan
+    from hf_bico.ported import Ported
+    from hf_bico.push_checks import PushOptions
 
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
@@ -120,65 +124,118 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         settings = read_settings(options)
         require_used(settings.method)
         from hf_bico.hub.client import Hub
-        from hf_bico.output import require_free
         from hf_bico.planning import plan as make_plan
 
         hub = Hub(token)
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
+        typed = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
         if dry_run:
-            command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
             planned, needs_data = _as_asked(make_plan(source, target, **where), settings)
-            _show_plan(planned, as_json, quiet, command, needs_data)
+            _show_plan(planned, as_json, quiet, typed, needs_data)
             return
         if not is_first_process():  # which prints, writes and pushes
             push_to, quiet = None, True
-        if push_to is not None:
-            from hf_bico.push_checks import require_hidden, require_pushable
+        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
+        noted = None if push_to is None or overwrite else noted_line(folder)
+        if push_to is not None and noted is None:
+            from hf_bico.push_checks import require_pushable
 
             push_to = require_pushable(push_to, push, hub)
         planned = make_plan(source, target, **where)
-        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
-        require_free(folder, overwrite)
-        own_checkpoint = settings.method == "finetune" and settings.checkpoint is None
-        if own_checkpoint:  # a training takes long: it can be gone on with
-            settings = replace(settings, checkpoint=f"{folder}.training")
-            at.interrupted = "the same command goes on with the training"
-        if push_to is not None:
-            require_hidden(push_to, push, planned.lineage.restricted, hub)
-        # what takes seconds to import comes after what a typo would stop
-        from hf_bico.edge.bars import shown_with_words
-        from hf_bico.edge.console import print_foresight, print_ported, print_pushed
-        from hf_bico.pipeline import carry_out
-        from hf_bico.pushing import push_folder
-        from hf_bico.record import read_record
-        from hf_bico.results import headline, is_worse
-
-        with shown_with_words(quiet or as_json) as (progress, say):
-            ported = carry_out(planned, settings, hub, progress, lambda told: print_foresight(told, say))
-            if not is_first_process():
-                return
-            go_on_alone()
-            ported.save(folder, overwrite=overwrite, repo=push_to, revision=push.revision)
-        at.interrupted = f"the result is in {folder}"
-        if own_checkpoint:
-            from hf_bico.methods.finetune import remove_checkpoint
-
-            remove_checkpoint(Path(str(settings.checkpoint)))
-        record = read_record(folder)
-        if not (as_json or quiet):
-            with suppress(BrokenPipeError) if push_to is not None else nullcontext():  # it is pushed all the same
-                print_ported(record, ported.report, folder, pushing=push_to is not None)
+        line = None if push_to is None else line_digest(typed, planned)
+        if noted is not None and noted == line:
+            at.interrupted = f"the result is in {folder}"
+            _tell(f"This port is in {folder} already: it is pushed as it is.", as_json, quiet)
         else:
-            warnings = [f"Warning: {headline(record)}"] if is_worse(record) else []
-            warnings += [f"Notice: {notice}" for notice in record.notices if not as_json]
-            for warning in warnings:
-                click.echo(warning, err=True)
-        pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
-        if as_json:
-            result = {"folder": str(folder), "record": json.loads(record.to_json())}
-            click.echo(json.dumps(result if pushed is None else {**result, "pushed": vars(pushed)}))
-        elif pushed is not None and not quiet:
-            print_pushed(pushed)
+            if push_to is not None:
+                from hf_bico.push_checks import require_hidden
+
+                require_hidden(push_to, push, planned.lineage.restricted, hub)
+            with _place_of(folder, overwrite, planned.in_form(settings.format, settings.rank)):
+                _port(planned, settings, hub, _Result(folder, overwrite, push_to, push, line), at, quiet or as_json)
+        if is_first_process():
+            _publish(folder, push_to, push, hub, as_json, quiet)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Where a port goes."""
+
+    folder: Path
+    overwrite: bool
+    repo: str | None
+    push: PushOptions
+    line: str | None
+
+    def write(self, ported: Ported) -> None:
+        from hf_bico.output import whole_folder
+
+        with whole_folder(self.folder, self.overwrite) as scratch:
+            ported.write(scratch, repo=self.repo, revision=self.push.revision)
+            if self.line is not None:
+                note_line(scratch, self.line)
+
+
+def _place_of(folder: Path, overwrite: bool, planned: Plan) -> AbstractContextManager[None]:
+    """The place of the result, for the process that writes it."""
+    from hf_bico.output import reserved
+
+    return reserved(folder, overwrite, planned.output_bytes) if is_first_process() else nullcontext()
+
+
+def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge, silent: bool) -> None:
+    """Compute and write; what was found is printed, or only what it warns of."""
+    own_checkpoint = settings.method == "finetune" and settings.checkpoint is None
+    if own_checkpoint:  # a training takes long: it can be gone on with
+        settings = replace(settings, checkpoint=f"{result.folder}.training")
+        at.interrupted = "the same command goes on with the training"
+    # what takes seconds to import comes after what a typo would stop
+    from hf_bico.edge.bars import shown_with_words
+    from hf_bico.edge.console import print_foresight, print_ported
+    from hf_bico.pipeline import carry_out
+    from hf_bico.record import read_record
+
+    with shown_with_words(silent) as (progress, say):
+        ported = carry_out(planned, settings, hub, progress, lambda told: print_foresight(told, say))
+        if not is_first_process():
+            return
+        go_on_alone()
+        result.write(ported)
+    at.interrupted = f"the result is in {result.folder}"
+    if own_checkpoint:
+        from hf_bico.methods.finetune import remove_checkpoint
+
+        remove_checkpoint(Path(str(settings.checkpoint)))
+    if not silent:
+        pushing = result.repo is not None
+        with suppress(BrokenPipeError) if pushing else nullcontext():  # it is pushed all the same
+            print_ported(read_record(result.folder), ported.report, result.folder, pushing=pushing)
+
+
+def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
+    """Push what was written, if it is to be, and say so."""
+    from hf_bico.edge.console import print_pushed
+    from hf_bico.pushing import push_folder
+    from hf_bico.record import read_record
+    from hf_bico.results import headline, is_worse
+
+    record = read_record(folder)
+    if as_json or quiet:
+        warnings = [f"Warning: {headline(record)}"] if is_worse(record) else []
+        warnings += [f"Notice: {notice}" for notice in record.notices if not as_json]
+        for warning in warnings:
+            click.echo(warning, err=True)
+    pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
+    if as_json:
+        found = {"folder": str(folder), "record": json.loads(record.to_json())}
+        click.echo(json.dumps(found if pushed is None else {**found, "pushed": vars(pushed)}))
+    elif pushed is not None and not quiet:
+        print_pushed(pushed)
+
+
+def _tell(words: str, as_json: bool, quiet: bool) -> None:
+    if not (as_json or quiet):
+        click.echo(words)
 
 
 @click.command(cls=SectionedHelp, short_help="What a port would carry, before anything is downloaded.")
@@ -239,11 +296,10 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
         from hf_bico import rerunning
         from hf_bico.edge.bars import shown_progress
         from hf_bico.edge.console import print_rerun
-        from hf_bico.output import require_free
+        from hf_bico.output import reserved
 
-        if output is not None:
-            require_free(Path(output).expanduser(), overwrite)
-        with shown_progress(options["quiet"] or options["as_json"]) as progress:
+        place = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
+        with place, shown_progress(options["quiet"] or options["as_json"]) as progress:
             again = rerunning.rerun(
                 ported,
                 folder=output,

@@ -25,6 +25,7 @@ from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subj
 from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
 from hf_bico.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.errors import UnsuitableMethodError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS, Trainer
 from hf_bico.methods.finetune import remove_checkpoint
@@ -56,6 +57,7 @@ DECISIVE = (
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
+@last_net()
 def compare(
     source: ModelReference,
     to: ModelReference,

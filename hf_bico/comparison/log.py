@@ -19,6 +19,8 @@ from hf_bico.comparison.cells import Cell, CellKey
 from hf_bico.comparison.results import RESULT_FILES
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from hf_bico.output import require_free
+from hf_bico.plain_data import from_plain
+from hf_bico.small_files import parse_json
 
 LOG_FILE = "cells.jsonl"
 _LOCK_FILE, _PARTIAL_FILE = ".cells.lock", ".cells.jsonl.partial"
@@ -130,13 +132,13 @@ class CellLog:
         content = self.file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         first, *others = whole.splitlines()
-        known = json.loads(first)["identity"]
+        known = parse_json(first)["identity"]
         if (tuned := known.pop("fine_tuned", None)) is not None:  # where earlier versions noted it
             self._references["fine_tuned"] = tuned
         _require_same(self.folder, known, identity)
         for number, line in enumerate(others, start=2):
             try:
-                self._take(json.loads(line))
+                self._take(parse_json(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"line {number} of '{self.file}' cannot be read",
@@ -149,7 +151,7 @@ class CellLog:
         if "reference" in entry:
             self._references.update(entry["reference"])
             return
-        cell = Cell(**entry["cell"])
+        cell = from_plain(Cell, entry["cell"])
         if self.has(cell.key):
             raise ValueError("a number stands twice")
         self._cells[cell.key] = cell
@@ -195,7 +197,7 @@ def _require_ours(folder: Path) -> None:
         with file.open("rb") as stream:
             first = stream.readline()
         with suppress(ValueError):
-            found = json.loads(first)
+            found = parse_json(first)
             ours = isinstance(found, dict) and found.items() >= _FORMAT.items()
             if ours and first.endswith(b"\n") and isinstance(found.get("identity"), dict):
                 return

@@ -13,8 +13,11 @@ from hf_bico.comparison.picture import picture
 from hf_bico.comparison.rows import Row, aggregate
 from hf_bico.comparison.tables import caption, comparison_table, csv_text, refusal_line, text_table
 from hf_bico.errors import RecordError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.markdown import fenced, plain
 from hf_bico.output import read_text, write_file, write_files
+from hf_bico.plain_data import from_plain
+from hf_bico.small_files import parse_json
 
 NAME = "comparison"
 JSON_FILE, PICTURE_FILE = f"{NAME}.json", f"{NAME}.png"
@@ -141,19 +144,23 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> Comparison:
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             if content["schema"] != _SCHEMA:
                 raise RecordError(f"the comparison's schema is {content['schema']}", "use a newer hf-bico")
-            return cls(
-                cells=tuple(Cell(**cell) for cell in content["cells"]),
-                refusals=tuple(Refusal(**refusal) for refusal in content["refusals"]),
-                methods=tuple(content["methods"]),
-                data_sets=tuple(content["data_sets"]),
-                **{name: content[name] for name in ("title", "source", "target", "about")},
+            found = cls(
+                cells=tuple(from_plain(Cell, cell) for cell in content["cells"]),
+                refusals=tuple(from_plain(Refusal, refusal) for refusal in content["refusals"]),
+                methods=tuple(from_plain(list[str], content["methods"])),
+                data_sets=tuple(from_plain(list[str], content["data_sets"])),
+                **{name: from_plain(str, content[name]) for name in ("title", "source", "target")},
+                about=from_plain(dict, content["about"]),
             )
-        except (ValueError, TypeError, KeyError) as error:
+            found.to_json()  # of numbers whose mean or deviation is beyond all numbers there is no table
+            return found
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise RecordError(f"the comparison cannot be read: {error!r}", "compare again") from error
 
+    @last_net()
     def draw(self, path: Path | str) -> bool:
         """A PNG of accuracy against the number of samples; False, and no file, where there is nothing to draw."""
         drawn = picture(self.rows(), self.data_sets, self.title)
@@ -163,6 +170,7 @@ class Comparison:
         write_file(Path(path), drawn)
         return True
 
+    @last_net()
     def save(self, folder: Path | str) -> tuple[Path, ...]:
         """Write comparison.csv, .json, .md and .png, each whole or not at all; the files that were written."""
         drawn = picture(self.rows(), self.data_sets, self.title)
@@ -170,6 +178,7 @@ class Comparison:
         return write_files(Path(folder), dict(zip(RESULT_FILES, content, strict=True)))
 
     @classmethod
+    @last_net()
     def load(cls, folder: Path | str) -> Comparison:
         """Read what `save` wrote."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a comparison"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_bico.data.known_tasks import KnownTask
 from hf_bico.data.text_columns import MESSAGES, STRING, find_texts, listed, named_texts
-from hf_bico.errors import ClassNamesError, ColumnError, UsageError
+from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError, UsageError
 from hf_bico.settings import Settings
 from hf_bico.sites import TEXTS
 
@@ -26,6 +26,7 @@ _CAPTIONS = ("caption", "captions", "text", "sentence", "sentences", "descriptio
 _LABEL_KINDS = ("class", "integer", STRING)
 _STRINGS = "strings"
 _SPEAKERS, _SPEECHES = ("role", "from"), ("content", "value")
+_MOST_CLASSES = 1_000_000
 _LOOKED_AT = 100
 """In so many rows of a list a value is looked for that says what a column holds."""
 
@@ -74,7 +75,10 @@ def undecoded(rows: Rows, image: str) -> Rows:
 
 def column(rows: Rows, name: str) -> list[Any]:
     """All values of one column."""
-    return list(rows[name][:]) if hasattr(rows, "features") else [row[name] for row in rows]
+    try:
+        return list(rows[name][:]) if hasattr(rows, "features") else [row[name] for row in rows]
+    except (ValueError, KeyError, TypeError) as error:  # bytes that are no text, or rows that are not alike
+        raise UnreadableSampleError(f"the column '{name}' cannot be read: {error}", "mend or remove the row") from error
 
 
 def find_columns(
@@ -282,17 +286,43 @@ def class_names(
     if known:
         return tuple(known)
     labels = [column(rows, label) for rows in splits if label in column_kinds(rows)]
-    values = {value for some in labels for value in some if value is not None}
+    values = _distinct(labels, label)
     if values and all(isinstance(value, str) for value in values):
         return _names_of(values, columns)
     if values and known_names:
         return tuple(known_names)
     if values and not needs_names:
-        return tuple(str(number) for number in range(int(max(values)) + 1))
+        return _numbered(values, label)
     raise ClassNamesError(
         f"the column '{label}' holds numbers without names",
         f"{NAMES_REMEDY} (class_names=[...] in Python)",
     )
+
+
+def _distinct(labels: Iterable[Iterable[Any]], name: str) -> set[Any]:
+    """The labels that occur, texts or numbers."""
+    try:
+        values = {value for some in labels for value in some if value is not None}
+    except TypeError as error:  # a list, or the like
+        raise ColumnError(
+            f"the column '{name}' holds more than a label in a row", "name another with --label-column"
+        ) from error
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise ColumnError(f"the column '{name}' holds texts and numbers", "name another with --label-column")
+    return values
+
+
+def _numbered(values: set[Any], name: str) -> tuple[str, ...]:
+    """Names for numbers: themselves, up to the largest."""
+    try:
+        largest = int(max(values))
+    except (TypeError, ValueError, OverflowError):
+        largest = _MOST_CLASSES
+    if largest >= _MOST_CLASSES:
+        raise ColumnError(
+            f"the column '{name}' holds numbers that count no classes", "name another with --label-column"
+        )
+    return tuple(str(number) for number in range(largest + 1))
 
 
 def _names_of(values: set[str], columns: Columns) -> tuple[str, ...]:

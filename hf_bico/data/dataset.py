@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,7 +21,13 @@ from hf_bico.hub.client import HubRepo
 from hf_bico.record import PartRecord
 from hf_bico.texts import Captioned
 
-_UNDECODED = (OSError, SyntaxError, ValueError, DecompressionBombError)
+MOST_PIXELS, MOST_OBLONG = 90_000_000, 200
+"""How large an image may be: PIL itself warns of more pixels; and how many times as long as it is wide."""
+_UNDECODED = (
+    *(ArithmeticError, AttributeError, DecompressionBombError, EOFError, LookupError, MemoryError),
+    *(OSError, struct.error, SyntaxError, TypeError, ValueError, zlib.error),
+)
+"""What PIL says about files that are no images."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class DataSet:
         for row, value in enumerate(column(self.splits[split], self.columns.label)):
             if value is None or value == UNLABELLED:
                 continue
-            label = index_of.get(value, UNLABELLED) if isinstance(value, str) else int(value)
+            label = index_of.get(value, UNLABELLED) if isinstance(value, str) else _whole(value)
             if not 0 <= label < len(self.class_names):
                 raise ClassNamesError(
                     f"row {row} of split '{split}' has the label {value!r}, outside of the "
@@ -102,7 +110,7 @@ class DataSet:
         if not self._may_be_blank(split):
             return list(islice(order, count))
         rows, known = self._rows(split), self._labels.get(split, {})
-        taught = (index for index in order if index in known or teaches(rows[index], self.columns))
+        taught = (index for index in order if index in known or teaches(_row(rows, index), self.columns))
         return list(islice(taught, count))
 
     def _may_be_blank(self, split: str) -> bool:
@@ -171,17 +179,11 @@ class Samples:
 
     def _item(self, index: int) -> Any:
         if self.columns.image is None:
-            return text_item(self.rows[index], self.columns, index)
-        row = self._row(index)
+            return text_item(_row(self.rows, index), self.columns, index)
+        row = _row(self.rows, index)
         image = self._image(row[self.columns.image], index)
         caption = self.columns.parts.get("caption")
         return image if caption is None else Captioned(image, caption_of(row[caption], caption, index))
-
-    def _row(self, index: int) -> Any:
-        try:
-            return self.rows[index]
-        except _UNDECODED as error:
-            raise _broken_image(index, error) from error
 
     def _image(self, image: Any, index: int) -> Any:
         try:
@@ -189,10 +191,39 @@ class Samples:
             if image is None:
                 raise ValueError("there is none")
             if hasattr(image, "load"):
+                _require_drawable(image)
                 image.load()  # PIL decodes when it must: do it here, where the row is known
         except _UNDECODED as error:
             raise _broken_image(index, error) from error
         return image
+
+
+def _row(rows: Rows, index: int) -> Any:
+    try:
+        return rows[index]
+    except _UNDECODED as error:
+        if not isinstance(error, UnicodeDecodeError):
+            raise _broken_image(index, error) from error
+        raise UnreadableSampleError(
+            f"row {index} cannot be decoded: {error}", "remove or replace the broken row"
+        ) from error
+
+
+def _whole(value: Any) -> int:
+    """A label that is a whole number; what is none is outside of all classes."""
+    try:
+        return int(value) if int(value) == value else UNLABELLED
+    except (TypeError, ValueError, OverflowError):
+        return UNLABELLED
+
+
+def _require_drawable(image: Any) -> None:
+    """A ValueError for an image that takes too much memory as it is, or when its shorter side is made a model's."""
+    width, height = image.size
+    if min(width, height) < 1:
+        raise ValueError(f"it is {width} x {height} pixels")
+    if width * height > MOST_PIXELS or max(width, height) > MOST_OBLONG * min(width, height):
+        raise ValueError(f"it is {width:,} x {height:,} pixels, too large or too narrow")
 
 
 def _broken_image(index: int, error: Exception) -> UnreadableSampleError:

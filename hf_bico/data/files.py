@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from hf_bico.data.json_files import require_sound_json
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.faults import is_offline
 from hf_bico.sizes import size_text
+from hf_bico.small_files import read_card_metadata
 
 SMALL = 64_000_000
 """A repo of up to so many bytes is fetched whole, and then works without a network."""
+MOST_CARD = 4_000_000
+"""Bytes of a card that says what the columns of a data set are, in hundreds of configurations."""
 CONVERTED = "refs/convert/parquet"
 """The revision at which the Hub keeps its own parquet copy of a data set."""
 _AT_A_TIME = 16
@@ -35,6 +39,12 @@ _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv
 _NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
+
+_UNREADABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
+    *(OSError, RecursionError, StopIteration, TypeError, ValueError),
+)
+"""What `datasets` and the readers under it say about files that are none of theirs."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -81,17 +91,29 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
         )
     with readable(name):
         if path.is_file():
+            require_sound_json([path])
             loaded, used = datasets.load_dataset(_FILES[path.suffix], data_files=str(path)), None
         elif saved:
             loaded, used = datasets.load_from_disk(str(path)), None
         else:
+            _require_readable_card(path)
             builder = _builder(path.resolve(), name, config)
             if foreign:
                 _files_of(builder, path.resolve(), name)
+            require_sound_json(Path(str(file)) for files in builder.config.data_files.values() for file in files)
             builder.download_and_prepare()
             loaded, used = _without_split_labels(builder.as_dataset()), builder.config.name
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    if not splits:
+        raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
     return Opened({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
+
+
+def _require_readable_card(folder: Path) -> None:
+    """A ValueError for a card that `datasets` would never be done with."""
+    card = folder / "README.md"
+    if card.exists():
+        read_card_metadata(card, MOST_CARD)
 
 
 def _without_split_labels(splits: Any) -> Any:
@@ -326,7 +348,7 @@ def readable(name: str) -> Iterator[None]:
     try:
         with _quiet(datasets.logging):
             yield
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, KeyError, *broken) as error:
+    except (datasets.exceptions.DatasetsError, *_UNREADABLE, *broken) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         reason = str(cause or error).splitlines()[0] if str(cause or error) else type(error).__name__
         raise DataNotFoundError(

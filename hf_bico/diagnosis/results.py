@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from hf_bico.claims import claimed
 from hf_bico.diagnosis.findings import SCHEMA as SCHEMA
 from hf_bico.diagnosis.findings import Drift, Findings, InputLikeness, OutputLikeness
 from hf_bico.diagnosis.pictures import (
@@ -20,11 +20,13 @@ from hf_bico.diagnosis.pictures import (
 )
 from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
+from hf_bico.foreseen import last_net
 from hf_bico.markdown import markdown_table, plain
-from hf_bico.output import read_text, require_free, write_files
+from hf_bico.output import read_text, require_free, whole_folder, write_files
 from hf_bico.plain_data import from_plain, to_plain
 from hf_bico.record import SiteRecord
 from hf_bico.report import format_table
+from hf_bico.small_files import parse_json
 
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {
@@ -55,7 +57,7 @@ class Diagnosis(Findings):
     @classmethod
     def from_json(cls, text: str) -> Diagnosis:
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             schema = content.get("schema") if isinstance(content, dict) else None
             if schema != SCHEMA:
                 raise RecordError(f"the diagnosis has schema {schema!r}", "use the version of hf-bico that wrote it")
@@ -65,6 +67,7 @@ class Diagnosis(Findings):
         return found
 
     @classmethod
+    @last_net()
     def load(cls, folder: Path | str) -> Diagnosis:
         """Read what was written into a folder."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a diagnosis"))
@@ -108,19 +111,26 @@ class Diagnosis(Findings):
         tables = [markdown_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
         return [*tables, *(plain(line) for line in (*cost_lines(self.cost), seconds_line(self.cost)))]
 
+    @last_net()
     def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> tuple[Path, ...]:
         """Write diagnosis.json, .md and the pictures; the files that were written.
 
         With other diagnoses `beside`, their similarity before alignment is drawn together with this one's.
         """
         folder = Path(folder)
-        require_own(folder, overwrite)
         drawn = {name: draw(self) for name, draw in PICTURES.items()}
         drawn[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
         told = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._shown()]
         told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in drawn if drawn[name] is not None]
         # what tells that the folder is ours comes last
-        return write_files(folder, {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()})
+        content = {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()}
+        with claimed(folder):
+            require_own(folder, overwrite)
+            if folder.is_dir():
+                return write_files(folder, content)
+            with whole_folder(folder) as scratch:
+                written = write_files(scratch, content)
+        return tuple(folder / file.name for file in written)
 
 
 Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift, SiteRecord)

@@ -1,6 +1,6 @@
 """Where a command ends: errors as two lines and an exit code, the libraries' own chatter kept off the terminal.
 
-Exit code 0 is success, 1 a job that failed, 2 a wrong command line, 130 a stop by Ctrl-C.
+Exit code 0 is success, 1 a job that failed, 2 a wrong command line, 130 a stop by Ctrl-C, 143 one by SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NoReturn
 import click
 
 from hf_bico.edge.screen import is_plain
-from hf_bico.edge.several import LAUNCHER_ENDED, EndedByLauncher, named, speaks_for, take_part
+from hf_bico.edge.several import LAUNCHER_ENDED, Ended, EndedByLauncher, named, speaks_for, take_part, told_to_end
 from hf_bico.errors import BicoError, UsageError
+from hf_bico.foreseen import as_ours, is_debugging, is_failure
 
-FAILED, WRONG, STOPPED = 1, 2, 130
-_DEBUG = "HF_BICO_DEBUG"
+FAILED, WRONG, STOPPED, TERMINATED = 1, 2, 130, 143
 
 
 def _quiet_libraries() -> None:
@@ -59,8 +59,8 @@ def edge() -> Iterator[Edge]:
     try:
         _quiet_libraries()
         yield at
-    except (Exception, KeyboardInterrupt, EndedByLauncher) as error:
-        if len(_open) > 1:
+    except BaseException as error:
+        if len(_open) > 1 or not _is_end(error):
             raise
         _end(error, at.interrupted, as_json)
     finally:
@@ -81,48 +81,54 @@ def whole_process(as_json: bool) -> Iterator[None]:
             command = "hf-bico" if context is None else context.command_path
             _as_object(type(error).__name__, error.format_message(), f"see '{command} --help'")
         sys.exit(error.exit_code)
-    except (Exception, KeyboardInterrupt, EndedByLauncher) as error:
+    except BaseException as error:
+        if not _is_end(error):
+            raise
         _end(error, "nothing was done", as_json)
+
+
+def _is_end(error: BaseException) -> bool:
+    """Whether it is for us to say: a failure, or a wish to stop; an exit is neither."""
+    return is_failure(error) or isinstance(error, KeyboardInterrupt | Ended | EndedByLauncher)
 
 
 def _end(error: BaseException, interrupted: str, as_json: bool) -> NoReturn:
     """Say what happened, and leave with its exit code; what click itself ends by is left to it."""
-    if isinstance(error, KeyboardInterrupt | click.Abort | EndedByLauncher):
+    error = told_to_end(error)
+    if isinstance(error, KeyboardInterrupt | click.Abort | Ended | EndedByLauncher):
         _say_stopped(error, interrupted, as_json)
-        sys.exit(FAILED if isinstance(error, EndedByLauncher) else STOPPED)
+        sys.exit(_stop_code(error))
     closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
-    if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or os.environ.get(_DEBUG) == "1":
+    if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or is_debugging():
         raise error
     if not isinstance(error, BicoError):
-        error = Unexpected(error)
+        error = as_ours(error)
     if speaks_for(error):
         tell(error)
     if as_json:
-        _as_object(error.kind if isinstance(error, Unexpected) else type(error).__name__, error.cause, error.remedy)
+        _as_object(type(error).__name__, error.cause, error.remedy)
     sys.exit(WRONG if isinstance(error, UsageError) else FAILED)
+
+
+def _stop_code(error: BaseException) -> int:
+    if isinstance(error, Ended):
+        return 128 + error.number  # as shells have it
+    return FAILED if isinstance(error, EndedByLauncher) else STOPPED
 
 
 def _say_stopped(error: BaseException, interrupted: str, as_json: bool) -> None:
     """One line, of the process that speaks."""
-    by_launcher = isinstance(error, EndedByLauncher)
-    why = f"stopped: {LAUNCHER_ENDED}; {interrupted}" if by_launcher else f"interrupted: {interrupted}"
+    kind, why = "KeyboardInterrupt", f"interrupted: {interrupted}"
+    if isinstance(error, EndedByLauncher):
+        kind, why = "ProcessLostError", f"stopped: {LAUNCHER_ENDED}; {interrupted}"
+    elif isinstance(error, Ended):
+        kind, why = str(error), f"stopped by {error}: {interrupted}"
     if speaks_for(error):
         said = named(why)
-        click.echo(f"{said[0].upper()}{said[1:]}.", err=True)
+        with suppress(OSError):  # the terminal may be gone
+            click.echo(f"{said[0].upper()}{said[1:]}.", err=True)
     if as_json:
-        _as_object("ProcessLostError" if by_launcher else "KeyboardInterrupt", why, "run the same command again")
-
-
-class Unexpected(BicoError):
-    """What nobody foresaw: a fault of this program, most likely."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.kind = type(error).__name__
-        lines = str(error).strip().splitlines()
-        super().__init__(
-            f"unexpected {self.kind}{f': {lines[0]}' if lines else ''}",
-            f"please report it, with what the same command prints after {_DEBUG}=1",
-        )
+        _as_object(kind, why, "run the same command again")
 
 
 def tell(error: BicoError) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -27,6 +29,23 @@ _GRACE = 4.0
 """Seconds from a signal to the end of a process that waits inside of torch, where no exception reaches it."""
 LAUNCHER_ENDED = "another process of this job, or its launcher, has ended"
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+_HANGING_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+
+
+class Ended(BaseException):
+    """A process alone is told to end: `kill`, a machine that goes down, a terminal that is closed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+_received: list[BaseException] = []
+"""What signals have told this process, alone, since its command began."""
+_others_hook: list[Callable[[Any], object]] = []
+_SOON = 0.01
 
 
 class EndedByLauncher(BaseException):
@@ -52,11 +71,12 @@ def require_device_for_each(device: str) -> None:
 
 
 def take_part(last_words: Callable[[], None]) -> None:
-    """Behave as one of several processes, from here on; alone, nothing is different.
+    """Behave as one of several processes, from here on; alone, only unwind before ending where that is asked for.
 
     The last words are those of a process that waits for others inside of torch, and is told to end.
     """
     if process_count() == 1:
+        _unwind_when_told()
         return
     if not is_first_process():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # of stdout
@@ -93,6 +113,42 @@ def speaks_for(error: BaseException) -> bool:
 def named(cause: str) -> str:
     """A cause with the process that it is of, unless that is the first."""
     return cause if is_first_process() else f"process {process_rank() + 1} of {process_count()}: {cause}"
+
+
+def _unwind_when_told() -> None:
+    """Leave nothing half done when told to end; what the caller has set to be ignored (nohup) stays so."""
+    _received.clear()
+    if threading.current_thread() is not threading.main_thread():  # no other may
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, _HANGING_UP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+    if sys.unraisablehook is not _not_lost:
+        _others_hook.append(sys.unraisablehook)
+        sys.unraisablehook = _not_lost
+
+
+def _not_lost(lost: Any) -> None:
+    """Send a signal once more that came where Python can raise nothing, as in a finalizer, and would be forgotten."""
+    if lost.exc_value not in _received:
+        _others_hook[-1](lost)
+        return
+    number = lost.exc_value.number if isinstance(lost.exc_value, Ended) else signal.SIGINT
+    signal.signal(number, _end)
+    threading.Timer(_SOON, os.kill, (os.getpid(), number)).start()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    told = KeyboardInterrupt() if number == signal.SIGINT else Ended(number)
+    _received.append(told)
+    if number != signal.SIGINT:  # who presses Ctrl-C twice means it
+        signal.signal(number, signal.SIG_IGN)
+    raise told
+
+
+def told_to_end(error: BaseException) -> BaseException:
+    """Why a process that ends with this error does so: a library's C code may make another error of a signal's."""
+    return _received[0] if _received else error
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

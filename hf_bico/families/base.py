@@ -6,7 +6,6 @@ models show their sites during a forward pass and turn images and prompts into f
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_bico.checkpoints import folder_name
 from hf_bico.errors import BrokenWeightsError, RepoError, UnreadableSampleError, UnsupportedModelError
 from hf_bico.sites import Layout, Site, Tokens
+from hf_bico.small_files import read_object
 from hf_bico.texts import Captioned
 
 if TYPE_CHECKING:
@@ -82,14 +82,13 @@ class Family(ABC):
         """The model's configuration file; empty when there is none."""
         file = folder / self.config_file
         try:
-            config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        except ValueError as error:
+            config = read_object(file) if file.is_file() else {}
+            _require_words(config)
+            return config
+        except (OSError, ValueError) as error:
             raise RepoError(
-                f"'{file.name}' in '{folder_name(folder)}' is not JSON: {error}", "copy the file again"
+                f"'{file.name}' in '{folder_name(folder)}' cannot be read: {error}", "copy the file again"
             ) from error
-        if not isinstance(config, dict):
-            raise RepoError(f"'{file.name}' in '{folder_name(folder)}' is not a JSON object", "copy the file again")
-        return config
 
     @abstractmethod
     def skeleton(self, folder: Path) -> nn.Module:
@@ -297,10 +296,16 @@ class ImageModel(LiveModel):
             raise UnreadableSampleError(
                 f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
             )
+        deep = next((image.mode for image in images if image.mode[:1] in ("I", "F")), None)
+        if deep is not None:  # PIL makes white of whatever is above 255
+            raise UnreadableSampleError(
+                f"the images have more than 8 bits a channel (PIL's mode '{deep}')",
+                "save them as 8-bit images, scaled as the fine-tuned model saw them",
+            )
         try:
             # RGB first: a processor may leave grey and transparent images as they are
             batch = self._preprocess([image.convert("RGB") for image in images])
-        except ValueError as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UnreadableSampleError(
                 f"the model's own processor cannot prepare the images: {error}", "check its configuration"
             ) from error
@@ -339,6 +344,13 @@ class ClipModel(ImageModel):
     @abstractmethod
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """exp(logit_scale), and SigLIP's bias where there is one."""
+
+
+def _require_words(config: Mapping[str, Any]) -> None:
+    """A ValueError where the kind of a model, or of a part of it, is no word: libraries look it up."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if not isinstance(part.get("model_type", ""), str):
+            raise ValueError("its model_type is no text")
 
 
 def _put_forward(module: Any, forward: Any) -> None:

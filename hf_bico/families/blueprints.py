@@ -202,7 +202,7 @@ class BackboneFamily(DescribedFamily):
 
         layout, named = self.layout(shapes, config), first_architecture(config)
         if named is not None and has_class(named):
-            whole = bare_model_of(folder, named, config)
+            whole = bare_model_of(folder, named, config, shapes)
             stored = stored_names(whole, shapes)
             made_up = set(whole.state_dict()) - stored.keys() - tied_names(whole)
             if not made_up and layout.tensors <= set(stored.values()):

@@ -58,7 +58,7 @@ class Generic(Family):
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         from hf_bico.families.module_layout import module_layout, stored_names
 
-        skeleton = bare_model(first_architecture(config) or "", config)
+        skeleton = bare_model(first_architecture(config) or "", config, shapes)
         stored = stored_names(skeleton, shapes)
         layout = _of_language(skeleton, module_layout(self.name, skeleton, stored))
         known = set(stored.values())
@@ -67,7 +67,8 @@ class Generic(Family):
 
     def skeleton(self, folder: Path) -> nn.Module:
         config = require_config(self, folder)
-        return bare_model_of(folder, first_architecture(config) or "", config)
+        shapes = FileCheckpoint.in_folder(folder, self.library).shapes
+        return bare_model_of(folder, first_architecture(config) or "", config, shapes)
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
         from hf_bico.families.module_layout import module_layout, stored_names

@@ -26,6 +26,8 @@ from hf_bico.families.base import (
     weights_do_not_fit,
 )
 from hf_bico.families.explicit_attention import explicit_attention
+from hf_bico.families.extents import TooLargeError, bounded
+from hf_bico.families.pretrained import CANNOT_BUILD
 from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
@@ -54,7 +56,6 @@ _BLOCK_RESIDUAL = {
     "ln_2.bias": "mlp.norm.bias",
     "ls_2.gamma": "mlp.scale",
 }
-_CANNOT_BUILD = (OSError, ValueError, TypeError, AttributeError, KeyError, AssertionError)
 
 
 class OpenClip(Family):
@@ -112,9 +113,9 @@ class OpenClip(Family):
             )
         bare = {"load_weights": False, "pretrained_image": False, "pretrained_text": False}
         try:
-            with _silenced_logging():
+            with _silenced_logging(), bounded(FileCheckpoint.in_folder(folder, self.library).shapes):
                 return open_clip.create_model(f"local-dir:{folder}", device=device, **bare).eval()
-        except _CANNOT_BUILD as error:
+        except CANNOT_BUILD as error:
             raise self._cannot_build(folder, error) from error
 
     def _cannot_build(self, folder: Path, error: Exception) -> RepoError:
@@ -134,15 +135,16 @@ class OpenClip(Family):
                 f"the open_clip weights of '{folder_name(folder)}' are in shards, which open_clip does not read",
                 "save them as one open_clip_model.safetensors",
             )
+        self._require_room(folder)
         # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
         model = self._bare(folder, torch.device("cpu")).to(device=device, dtype=dtype)
         try:
             transform = image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
-        except _CANNOT_BUILD as error:
+        except CANNOT_BUILD as error:
             raise self._cannot_build(folder, error) from error
         try:
             open_clip.load_checkpoint(model, str(weights[0]))
-        except RuntimeError as error:
+        except CANNOT_BUILD as error:
             raise weights_do_not_fit(folder, error) from error
         config = self.read_config(folder)
         live = self._live(model, config)
@@ -151,12 +153,21 @@ class OpenClip(Family):
         no_code = {"trust_remote_code": False} if from_hub_library else {}
         try:
             live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **no_code)
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # the tokenizers library raises just that
             raise MissingProcessorError(
-                f"'{folder_name(folder)}' has no tokenizer that can be loaded",
+                f"'{folder_name(folder)}' has no tokenizer that can be loaded: {' '.join(str(error).split())[:200]}",
                 "copy it from the repo that the model came from",
             ) from error
         return live
+
+    def _require_room(self, folder: Path) -> None:
+        """Refuse, before memory is taken for it, a model that is far larger than its weights."""
+        try:
+            self.skeleton(folder)
+        except RepoError as error:
+            if isinstance(error.__cause__, TooLargeError):
+                raise
+            # some models cannot be built without memory: whether this one can be built at all is seen next
 
     def wrap(self, module: nn.Module) -> LiveModel:
         return self._live(module, {})

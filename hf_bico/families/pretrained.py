@@ -6,14 +6,16 @@ Knows the library and its manners; not what a model is for, nor its sites.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.checkpoints import folder_name
+from hf_bico.checkpoints import FileCheckpoint, folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
-from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, Spread, weights_do_not_fit
+from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, Shapes, Spread, weights_do_not_fit
+from hf_bico.families.extents import bounded, require_drawable
+from hf_bico.foreseen import is_failure
 from hf_bico.sites import Site
 from hf_bico.sizes import machine_memory
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
     from hf_bico.watching import Trace
 
+CANNOT_BUILD = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
+"""What a library's code says about a configuration that is not its own."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -55,27 +62,27 @@ def require_config(family: Family, folder: Path) -> Mapping[str, Any]:
     return family.read_config(folder)
 
 
-def bare_model(name: str, config: Mapping[str, Any], **options: Any) -> nn.Module:
+def bare_model(name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
     """A model of this class, with its `options`, on the meta device.
 
-    A ValueError where the configuration does not describe one.
+    A ValueError where the configuration does not describe one, or one that is far larger than weights of these shapes.
     """
     import torch
     from huggingface_hub.errors import StrictDataclassError
 
     model_class = _class(name)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded(shapes):
             module: nn.Module = model_class(model_class.config_class.from_dict(dict(config)), **options)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (*CANNOT_BUILD, StrictDataclassError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return module.eval()
 
 
-def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], **options: Any) -> nn.Module:
+def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
     """`bare_model` of a folder's configuration, with an error that names the folder."""
     try:
-        return bare_model(name, config, **options)
+        return bare_model(name, config, shapes, **options)
     except ValueError as error:
         raise RepoError(
             f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': {error}",
@@ -91,18 +98,19 @@ def load_pretrained(
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        module, report = _class(name).from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-            **({} if spread is None else _spread(spread)),
-        )
-    except torch.OutOfMemoryError:
+        with bounded(FileCheckpoint.in_folder(folder).shapes):
+            module, report = _class(name).from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+                **({} if spread is None else _spread(spread)),
+            )
+    except (torch.OutOfMemoryError, MemoryError):
         raise
-    except (RuntimeError, OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (*CANNOT_BUILD, StrictDataclassError) as error:
         raise weights_do_not_fit(folder, error) from error
     if report["missing_keys"]:  # transformers has made these up at random
         raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
@@ -128,10 +136,21 @@ def origin_of(module: nn.Module) -> Path | None:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder; it needs no weights beside it."""
-    return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES)
+    return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES, _try_tokenizer)
 
 
-def _from_folder(folder: Path, loader: str, what: str, files: Sequence[str]) -> Any:
+def _try_tokenizer(tokenizer: Any) -> None:
+    """Have it read a text: settings of the wrong kind show only then."""
+    ids = tokenizer("a b", truncation=True, max_length=16, verbose=False)["input_ids"]
+    tokenizer(["a", "b c"], add_special_tokens=False, verbose=False)
+    tokenizer.decode(ids)
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise ValueError("its chat template is no text")
+
+
+def _from_folder(
+    folder: Path, loader: str, what: str, files: Sequence[str], trial: Callable[[Any], None] | None = None
+) -> Any:
     import transformers
 
     if not any((folder / name).is_file() for name in files):  # transformers would make up an empty one
@@ -140,10 +159,15 @@ def _from_folder(folder: Path, loader: str, what: str, files: Sequence[str]) -> 
         )
     try:
         auto = getattr(transformers, loader)
-        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        loaded = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if trial is not None:
+            trial(loaded)
+        return loaded
+    except BaseException as error:  # the tokenizers library raises just Exception, or panics
+        if not is_failure(error):
+            raise
         raise MissingProcessorError(
-            f"'{folder_name(folder)}' has no {what} that can be loaded",
+            f"'{folder_name(folder)}' has no {what} that can be loaded: {' '.join(str(error).split())[:200]}",
             "copy it from the repo that the model came from",
         ) from error
 
@@ -165,7 +189,13 @@ class PretrainedModel(LiveModel):
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         if self._processor is None:
             what = "image processor"
-            self._processor = _from_folder(self._origin(what), "AutoImageProcessor", what, PROCESSOR_FILES)
+            self._processor = _from_folder(
+                self._origin(what),
+                "AutoImageProcessor",
+                what,
+                PROCESSOR_FILES,
+                lambda processor: require_drawable(processor.to_dict(), self.layout.image_size),
+            )
         batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return batch
 
@@ -194,11 +224,15 @@ class PretrainedFamily(Family):
 
     def skeleton(self, folder: Path) -> nn.Module:
         name, config, options = self.known(folder)
-        return bare_model_of(folder, name, config, **options)
+        return bare_model_of(folder, name, config, FileCheckpoint.in_folder(folder).shapes, **options)
 
     def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
         name, _, options = self.known(folder)
-        live = self._live(load_pretrained(folder, name, device, dtype, spread, **options))
+        module = load_pretrained(folder, name, device, dtype, spread, **options)
+        try:
+            live = self._live(module)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise weights_do_not_fit(folder, error) from error
         live.folder = folder
         live.runs_on = None if spread is None else device
         return live

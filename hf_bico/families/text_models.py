@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.errors import UnsupportedModelError
+from hf_bico.errors import MissingProcessorError, UnsupportedModelError
 from hf_bico.families.pretrained import PretrainedModel
 from hf_bico.texts import Answered, Text, TextSample
 
@@ -30,7 +30,19 @@ class TextModel(PretrainedModel):
     def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
         from hf_bico.tokenising import tokenise
 
-        return tokenise(self.tokenizer, samples, self.longest)
+        batch = tokenise(self.tokenizer, samples, self.longest)
+        self._require_known(batch)
+        return batch
+
+    def _require_known(self, batch: TokenBatch) -> None:
+        """Refuse tokens that the model has no embedding for: on a GPU, looking them up would end the process."""
+        model: Any = self.module
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if rows is not None and batch.ids.numel() and int(batch.ids.max()) >= rows:
+            raise MissingProcessorError(
+                f"the tokenizer gives the token {int(batch.ids.max())}, and the model knows {rows:,}",
+                "copy the tokenizer from the repo that the model came from",
+            )
 
     @property
     def longest(self) -> int:

@@ -131,7 +131,9 @@ class TransformersClip(PretrainedFamily):
 
 
 def _class_name(config: Mapping[str, Any]) -> str:
-    named = next((name for name in config.get("architectures") or () if name in _ARCHITECTURES), None)
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    named = next((name for name in listed if name in _ARCHITECTURES), None)
     # old repos do not name their class: `text_config` is what only the whole model has
     return named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
 

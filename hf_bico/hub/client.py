@@ -24,7 +24,7 @@ from hf_bico.errors import (
     RepoNotFoundError,
     TokenError,
 )
-from hf_bico.hub.faults import LOG_IN, again, is_offline, translated
+from hf_bico.hub.faults import LOG_IN, again, failures, is_offline, translated
 from hf_bico.hub.references import HubReference, near_folder
 from hf_bico.spelling import near
 from hf_bico.version import __version__
@@ -81,8 +81,12 @@ class HubRepo:
                 for name in names:
                     again(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
         except OSError as error:
+            if error.errno is None:  # of the client, and not of the disk
+                raise HubUnavailableError(
+                    f"'{self.id}': a file did not come whole: {str(error).splitlines()[0]}", "try again in a while"
+                ) from error
             raise RepoError(
-                f"'{self.id}' cannot be put into the cache: {error.strerror or error}",
+                f"'{self.id}' cannot be put into the cache: {error.strerror}",
                 "make room, or set HF_HOME to another folder",
             ) from error
         return self.hub.snapshot(self.id, self.type, self.commit)
@@ -213,34 +217,28 @@ class Hub:
 
     def exists(self, repo_id: str, type: str) -> bool:
         """Whether there is such a repo; no, where that cannot be told."""
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-
         try:
             return bool(self.api.repo_exists(repo_id, repo_type=type))
-        except HTTPError:
+        except failures():
             return False
 
     def revisions(self, reference: HubReference, type: str) -> list[str]:
         """The branches and tags of a repo; none, where that cannot be told."""
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-
         try:
             found = self.api.list_repo_refs(reference.id, repo_type=type)
-        except HTTPError:
+        except failures():
             return []
         return [ref.name for ref in (*found.branches, *found.tags)]
 
     def near(self, reference: HubReference, type: str) -> str | None:
         """The id of a repo whose name is like this one's."""
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-
         name = reference.id.rpartition("/")[2]
         listed = self.api.list_models if type == "model" else self.api.list_datasets
         try:
             found = [info.id for info in listed(search=name, limit=20)]
             if "/" in reference.id:
                 found += [info.id for info in listed(author=reference.id.partition("/")[0], limit=200)]
-        except HTTPError:  # a hint is not worth an error of its own
+        except failures():  # a hint is not worth an error of its own
             found = []
         by_name = {known.rpartition("/")[2]: known for known in found if known != reference.id}
         last = near(name, by_name, cutoff=0.8)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from json import JSONDecodeError
+from typing import Any, Protocol, TypeVar
 
 from hf_bico.errors import (
     AccessError,
@@ -25,8 +26,13 @@ from hf_bico.hub.references import HubReference, near_folder
 from hf_bico.spelling import did_you_mean
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
-_PASSING = (408, 429, 500, 502, 503, 504)
+PASSING = (408, 429, 500, 502, 503, 504)
+"""Answers of a Hub that is only busy; whether it did what was asked is not known."""
+ANSWER = 60.0
+"""Seconds for which an answer is waited for; the client itself would wait for ever."""
+_CONNECTION = 20.0
 _WAITS = (1.0, 2.0, 4.0)
+_LONGEST = 60.0
 _KINDS = {"model": "model", "dataset": "data set"}
 
 Result = TypeVar("Result")
@@ -48,28 +54,65 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def again(call: Callable[[], Result]) -> Result:
-    """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+def failures() -> tuple[type[Exception], ...]:
+    """What the client raises where the Hub fails: refusals, broken connections, a page where an answer should be."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
+    return (HTTPError, ConnectionError, JSONDecodeError)
+
+
+def again(call: Callable[[], Result], lagging: tuple[type[Exception], ...] = ()) -> Result:
+    """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is.
+
+    So is what ends in `lagging`, of things that are known to be there: not every machine of the Hub may know them yet.
+    A call that changes something must bear that it was done before: an answer can be lost.
+    """
     for wait in _WAITS:
+        _wait_not_for_ever()
         try:
             return call()
-        except HfHubHTTPError as error:
-            if error.response.status_code not in _PASSING:
+        except failures() as error:
+            if not (isinstance(error, lagging) or _passes(error)):
                 raise
-            asked = error.response.headers.get("Retry-After", "")
-            time.sleep(min(float(asked), 60.0) if asked.isdigit() else wait)
-        except HTTPError:
-            time.sleep(wait)
+            time.sleep(_asked_wait(error) or wait)
+    _wait_not_for_ever()
     return call()
+
+
+def _passes(error: Exception) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code in PASSING
+
+
+def _asked_wait(error: Exception) -> float | None:
+    """The seconds that a busy Hub asks for."""
+    response = getattr(error, "response", None)
+    asked = "" if response is None else response.headers.get("Retry-After", "")
+    return min(float(asked), _LONGEST) if asked.isdigit() else None
+
+
+def _wait_not_for_ever() -> None:
+    """Let a request that nobody answers end."""
+    from huggingface_hub import get_session
+
+    before_each = get_session().event_hooks["request"]  # of a new session, where a broken connection closed it
+    if _end_in_time not in before_each:
+        before_each.append(_end_in_time)
+
+
+def _end_in_time(request: Any) -> None:
+    """Give a request the times that neither the client nor the user has set for it."""
+    usual = {"connect": min(ANSWER, _CONNECTION), "read": ANSWER, "write": ANSWER, "pool": ANSWER}
+    given = request.extensions.get("timeout", {})
+    times = {kind: limit if given.get(kind) is None else given[kind] for kind, limit in usual.items()}
+    request.extensions = {**request.extensions, "timeout": times}
 
 
 @contextmanager
 def translated(reference: HubReference, type: str, named: str, hub: Neighbours | None = None) -> Iterator[None]:
     """Turn what the client raises into our errors; with `hub`, a repo that is not found gets near names."""
     from huggingface_hub import errors
-    from huggingface_hub.errors import HTTPError as AnyHTTPError  # type: ignore[attr-defined]
 
     try:
         yield
@@ -102,7 +145,9 @@ def translated(reference: HubReference, type: str, named: str, hub: Neighbours |
         if status in (401, 403):
             raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error
         raise _unavailable(named, error) from error
-    except (AnyHTTPError, ConnectionError) as error:
+    except JSONDecodeError as error:
+        raise _unavailable(named, ValueError("what it answers is a page, or nothing, and not of the Hub")) from error
+    except failures() as error:
         raise _unavailable(named, error) from error
 
 

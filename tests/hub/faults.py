@@ -31,7 +31,8 @@ class Request:
 class Fault:
     """What goes wrong with requests whose method and address (path and query, searched as a regex) match.
 
-    - `status`: answers `status` with `headers`, without carrying the request out.
+    - `status`: answers `status` with `headers`, without carrying the request out; with the `body` that a machine before
+      the Hub would send, where one is given.
     - `cut`: sends the headers and `part` of the body (a fraction, or a number of bytes), then closes.
     - `slow`: waits `seconds` before carrying the request out.
     - `drop`: closes without an answer and without carrying the request out.
@@ -48,6 +49,7 @@ class Fault:
     status: int = 503
     headers: Mapping[str, str] = field(default_factory=dict)
     message: str = "planted by the test"
+    body: str | None = None
     part: float | int = 0.5
     seconds: float = 1.0
     fired: int = 0

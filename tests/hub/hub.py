@@ -163,6 +163,11 @@ class Hub:
             self._faults.append(fault)
             return fault
 
+    def forgive(self) -> None:
+        """Takes all planted faults away."""
+        with self.lock:
+            self._faults = []
+
     @property
     def faults(self) -> list[Fault]:
         """The faults that have not yet fired as often as they should."""

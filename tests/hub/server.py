@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import sys
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from email.message import Message
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import sleep  # a test that has its client not wait changes time.sleep
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote
 
@@ -115,6 +115,13 @@ def ranged(answer: Answer, header: str | None) -> Answer:
     return Answer(206, answer.blob, headers, start, stop)
 
 
+def _planted(fault: Fault) -> Answer:
+    """The answer that a fault gives in place of a route."""
+    if fault.body is not None:
+        return Answer(fault.status, Blob(fault.body.encode()), {"Content-Type": "text/html", **fault.headers})
+    return Answer.refusal(Refusal(fault.status, fault.message, headers=fault.headers))
+
+
 class Server(ThreadingHTTPServer):
     """The listening socket; remembers its connections so that stopping closes them."""
 
@@ -179,9 +186,9 @@ class Handler(BaseHTTPRequestHandler):
         fault = hub.due_fault(self.command, self.path)
         kind = fault.kind if fault else None
         if fault and kind == "slow":
-            time.sleep(fault.seconds)
+            sleep(fault.seconds)
         if fault and kind == "status":
-            answer = Answer.refusal(Refusal(fault.status, fault.message, headers=fault.headers))
+            answer = _planted(fault)
         else:
             answer = Answer() if kind == "drop" else self._carry_out(call)
         path, _, query = self.path.partition("?")
