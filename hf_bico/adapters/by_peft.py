@@ -29,6 +29,10 @@ _REFUSALS = (
 )
 
 
+_INDICES = "_indices"
+"""How the names of tensors end by which SHiRA says what places of a weight it changes."""
+
+
 def changes_by_peft(
     folder: Path, adapter: Checkpoint, config: AdapterConfig, module: nn.Module, called: str
 ) -> dict[str, Tensor]:
@@ -36,7 +40,7 @@ def changes_by_peft(
 
     `module` is a copy of the base that may be changed.
     """
-    require_floats(adapter, called)
+    require_floats(adapter, called, counting=_INDICES)
     require_quick(config.raw, [name for name, _ in module.named_modules()], called)
     _require_small(config, adapter, called)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

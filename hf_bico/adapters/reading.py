@@ -155,9 +155,10 @@ def changes_of(
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
 
 
-def require_floats(adapter: Checkpoint, called: str) -> None:
-    """Refuse an adapter whose tensors are quantised, or numbers of another kind."""
+def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
+    """Refuse an adapter whose tensors are quantised, or numbers of another kind; those that end in `counting` count."""
     strange = adapter.not_floats() if isinstance(adapter, FileCheckpoint) else []
+    strange = [name for name in strange if counting is None or not name.endswith(counting)]
     if strange and isinstance(adapter, FileCheckpoint):
         raise UnsupportedAdapterError(
             f"'{strange[0]}' of '{called}' is kept as {adapter.dtypes[strange[0]]}, not as floating-point numbers",
