@@ -55,12 +55,13 @@ class ReachedErrors:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         self.reached.update(node.workeroutput.get("errors", ()) if hasattr(node, "workeroutput") else ())
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        yield
-        if hasattr(self.config, "workeroutput"):
+        if hasattr(self.config, "workeroutput"):  # before it is sent
             self.config.workeroutput["errors"] = sorted(self.reached)
+            yield
             return
+        yield
         whole = not self.config.option.keyword and self.config.args == self.config.getini("testpaths")
         if whole and self.missing and session.exitstatus == pytest.ExitCode.OK:
             print(f"\nNo test reached: {', '.join(self.missing)}")

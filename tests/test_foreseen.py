@@ -41,6 +41,18 @@ def out_of_the_device() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+def a_device_that_failed() -> None:
+    import torch
+
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+
+def a_process_that_is_gone() -> None:
+    import torch
+
+    raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
 def broken_safetensors(folder: Path) -> None:
     from safetensors import safe_open
 
@@ -127,6 +139,8 @@ def no_right(folder: Path) -> None:
 RAISED: dict[str, tuple[Callable[..., None], type[errors.BicoError]]] = {
     "torch, main memory": (too_much_memory, errors.MemoryExhaustedError),
     "torch, the device's": (out_of_the_device, errors.MemoryExhaustedError),
+    "torch, a device": (a_device_that_failed, errors.DeviceError),
+    "torch, other processes": (a_process_that_is_gone, errors.ProcessLostError),
     "Python's memory": (too_much_of_python, errors.MemoryExhaustedError),
     "safetensors": (broken_safetensors, errors.BrokenWeightsError),
     "torch's unpickler": (evil_pickle, errors.PickledWeightsError),

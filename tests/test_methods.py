@@ -627,16 +627,17 @@ def test_layers_by_similarity_are_the_best_of_all_lists(libraries: tuple[str, st
 
 
 def test_pseudo_labels_are_what_the_fine_tuned_source_says(tmp_path: Path) -> None:
+    # by force: the text tower goes further than any fine-tuning, so that the two sources answer differently
     case = Case(tmp_path, (NARROW, WIDE), class_names=MANY_NAMES, text=0.3)
     labels = case.labelling().labels[:, 0].tolist()
     assert labels != case.labels.tolist()
     assert len(set(labels)) > 1
     rows = [{**row, "label": label} for row, label in zip(case.rows, labels, strict=True)]
-    expected = case.ported("bico", rows, tower="vision")
-    assert_agree(case.ported("bico", labels="pseudo"), expected, tolerance=1e-12)
+    expected = case.ported("bico", rows, tower="vision", force=True)
+    assert_agree(case.ported("bico", labels="pseudo", force=True), expected, tolerance=1e-12)
     unlabelled = [{"image": row["image"]} for row in case.rows]
-    assert_agree(case.ported("bico", unlabelled), expected, tolerance=1e-12)
-    assert differ(case.ported("bico", tower="vision"), expected)
+    assert_agree(case.ported("bico", unlabelled, force=True), expected, tolerance=1e-12)
+    assert differ(case.ported("bico", tower="vision", force=True), expected)
 
 
 def test_both_protocols_are_measured(plain: Case) -> None:

@@ -206,7 +206,7 @@ def test_two_processes_do_not_train_one_model(hub: Hub, tmp_path: Path) -> None:
     code, _, err = finished(started(hub, tmp_path / "both", *asked))
     killed(first, lambda: True)
     assert code == 1
-    assert "another process is fine-tuning into" in err
+    assert "another run is writing into" in err
 
 
 def test_the_papers_settings_are_what_is_run(hub: Hub, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_old_result_that_cannot_be_put_back_is_not_deleted(tmp_path: Path, monke
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(OutputError):
         ported.save(out, overwrite=True)
-    [aside] = [path for path in tmp_path.iterdir() if path.name.startswith(".out-")]
+    [aside] = [path for path in tmp_path.iterdir() if path.name.startswith(".out.hf-bico-")]
     assert (aside / "old" / "bico.json").is_file()
 
 
