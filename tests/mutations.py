@@ -191,7 +191,10 @@ def _metadata(header: dict[str, Any], generator: random.Random) -> Any:
     key = generator.choice(list(metadata))
     return {
         **header,
-        "__metadata__": {**metadata, key: _json(str(metadata[key]).encode(), generator, ()).decode(errors="replace")},
+        "__metadata__": {
+            **metadata,
+            key: _json(str(metadata[key]).encode(errors="replace"), generator, ()).decode(errors="replace"),
+        },
     }
 
 
