@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, Queue
 from typing import Any
 
-SECONDS = 10.0
+SECONDS = 5.0
 """How long one chat may take; real templates take thousandths."""
 START_SECONDS = 120.0
 MEMORY = 2**30

@@ -189,13 +189,8 @@ def _metadata(header: dict[str, Any], generator: random.Random) -> Any:
     if not isinstance(metadata, dict) or not metadata:
         return change(header, generator)
     key = generator.choice(list(metadata))
-    return {
-        **header,
-        "__metadata__": {
-            **metadata,
-            key: _json(str(metadata[key]).encode(errors="replace"), generator, ()).decode(errors="replace"),
-        },
-    }
+    spoilt_text = _json(str(metadata[key]).encode(errors="replace"), generator, ()).decode(errors="replace")
+    return {**header, "__metadata__": {**metadata, key: spoilt_text}}
 
 
 def change(value: Any, generator: random.Random) -> Any:
