@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_bico.budget import BATCH, BATCH_ON_CPU, MOST_SAMPLES, Fit, fit
-from hf_bico.checkpoints import align_names
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
@@ -25,6 +24,7 @@ from hf_bico.measuring import Batched, features_of, logits_of
 from hf_bico.methods import Carried, Pretrained
 from hf_bico.needs import CAPTION_TOKENS, USUAL_TOKENS, Held, needs_of
 from hf_bico.objectives import Classifier, Heads
+from hf_bico.overlaps import align_names
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
 from hf_bico.plausibility import require_plausible

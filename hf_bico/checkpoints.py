@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
 from hf_bico.small_files import read_object
 
 if TYPE_CHECKING:
@@ -186,11 +186,6 @@ class FileCheckpoint:
             ) from error
         return tensor
 
-    def not_floats(self, names: Iterable[str] | None = None) -> list[str]:
-        """Those of these tensors, or of all, that are kept as anything but numbers of 16 bits or more."""
-        asked = self.dtypes if names is None else names
-        return [name for name in asked if name in self.dtypes and self.dtypes[name] not in FLOATS]
-
     @property
     def size(self) -> int:
         """Bytes on disk."""
@@ -200,6 +195,12 @@ class FileCheckpoint:
         """Let go of the mapped files; reading a tensor opens them again."""
         self._open.clear()
         self._stack.close()
+
+
+def not_floats(checkpoint: Checkpoint) -> dict[str, str]:
+    """The tensors of files that are kept as anything but numbers of 16 bits or more, and as what."""
+    kept = checkpoint.dtypes if isinstance(checkpoint, FileCheckpoint) else {}
+    return {name: dtype for name, dtype in kept.items() if dtype not in FLOATS}
 
 
 def folder_name(folder: Path) -> str:
@@ -263,103 +264,6 @@ def _sha256(file: Path) -> str:
         while piece := stream.read(HASHED_AT_ONCE):
             found.update(piece)
     return found.hexdigest()
-
-
-_HEADS = ("classifier", "cls_classifier", "distillation_classifier", "classification_head", "score")
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """How the tensors of a fine-tuned model and of its base cover each other."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    """The name in the fine-tuned model of each tensor that both have, by its name in the base."""
-    missing: tuple[str, ...] = ()
-    """Tensors of the base that the fine-tuned model lacks: taken as unchanged."""
-    extra: tuple[str, ...] = ()
-    """Tensors of the fine-tuned model that the base lacks: nothing to compare them with."""
-
-
-def made_anew(
-    places: Mapping[str, str], own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]
-) -> set[str]:
-    """Those of the tensors that have a place in the base which are of a classification head of another size.
-
-    It was made anew, for other classes: what the base has there is no part of it.
-
-    >>> made_anew({"classifier.bias": "classifier.bias"}, {"classifier.bias": (3,)}, {"classifier.bias": (7,)})
-    {'classifier.bias'}
-    """
-    heads = {name: name.partition(".")[0] for name in places}
-    resized = {heads[name] for name, place in places.items() if place in base and own[name] != base[place]}
-    return {name for name, head in heads.items() if head in resized and head in _HEADS}
-
-
-def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> Overlap:
-    """Line up a fine-tuned model's tensors with its base's, by name and shape."""
-    base_name_of = align_names(fine_tuned, base)
-    if not base_name_of:
-        raise BaseMismatchError(
-            "the fine-tuned model and its base have no tensor name in common",
-            "name the model that was fine-tuned with --base",
-        )
-    anew = made_anew(base_name_of, fine_tuned, base)
-    base_name_of = {own: name for own, name in base_name_of.items() if own not in anew}
-    for own, name in base_name_of.items():
-        if fine_tuned[own] != base[name]:
-            raise BaseMismatchError(
-                f"'{name}' is {fine_tuned[own]} in the fine-tuned model and {base[name]} in the base",
-                "name the model that was fine-tuned with --base",
-            )
-    names = {name: own for own, name in base_name_of.items()}
-    return Overlap(
-        names,
-        missing=tuple(name for name in base if name not in names),
-        extra=tuple(name for name in fine_tuned if name not in base_name_of),
-    )
-
-
-def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str]:
-    """Which name of `reference` each of `names` is, when one side has a dotted prefix more than the other.
-
-    The prefix that makes most names agree decides, so a bare vision tower finds its place in a whole model.
-
-    >>> align_names(["encoder.0.w", "stem"], ["vision.encoder.0.w", "text.encoder.0.w", "vision.stem"])
-    {'encoder.0.w': 'vision.encoder.0.w', 'stem': 'vision.stem'}
-    """
-    agreeing = _by_prefix_change(list(names), set(reference))
-    candidates = [agreeing[change] for change in sorted(agreeing)]
-    best, exact = max(candidates, key=len), agreeing["", ""]
-    if len(exact) == len(best):
-        return exact
-    if sum(len(candidate) == len(best) for candidate in candidates) > 1:
-        raise BaseMismatchError(
-            f"'{next(iter(best))}' and its like could be of several parts of the model",
-            "use the tensor names of the whole model",
-        )
-    return best
-
-
-def _by_prefix_change(own: list[str], known: set[str]) -> dict[tuple[str, str], dict[str, str]]:
-    """The names that agree, and what with, by the (dropped, added) prefixes under which they do."""
-    agreeing: dict[tuple[str, str], dict[str, str]] = {("", ""): {name: name for name in own if name in known}}
-    asked = set(own)
-    longer: dict[str, list[str]] = {}
-    for name in known:
-        for start in _suffix_starts(name):
-            if name[start:] in asked:
-                longer.setdefault(name[start:], []).append(name)
-    for name in own:
-        for other in longer.get(name, ()):
-            agreeing.setdefault(("", other[: -len(name)]), {})[name] = other
-        for start in _suffix_starts(name):
-            if name[start:] in known:
-                agreeing.setdefault((name[:start], ""), {})[name] = name[start:]
-    return agreeing
-
-
-def _suffix_starts(name: str) -> list[int]:
-    return [index + 1 for index, letter in enumerate(name) if letter == "."]
 
 
 @dataclass(frozen=True)

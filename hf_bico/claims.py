@@ -59,14 +59,16 @@ def require_writable(folder: Path) -> None:
         raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
 
 
-def require_room(folder: Path, size: int | None, what: str = "the result") -> None:
+def require_room(
+    folder: Path, size: int | None, what: str = "the result", elsewhere: str = "choose a folder on another disk"
+) -> None:
     """Refuse before a long run what the disk has no room for."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if size is not None and size > free:
         raise OutputError(
             f"{what} takes about {size_text(size)}, and the disk of '{there}' has {size_text(free)} left",
-            "free some space, or choose a folder on another disk (HF_HOME is that of downloads)",
+            f"free some space, or {elsewhere}",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bico.checkpoints import FileCheckpoint, open_safetensors, save_tensors
+from hf_bico.checkpoints import FileCheckpoint, not_floats, open_safetensors, save_tensors
 from hf_bico.deltas import Deltas, Lazy, factor_names
 from hf_bico.errors import RecordError
 from hf_bico.factors import Factors
@@ -46,9 +46,9 @@ def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
     with open_safetensors(file, "pt") as reader:
         about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
-    if strange := checkpoint.not_floats():
+    for name, dtype in not_floats(checkpoint).items():
         raise RecordError(
-            f"'{strange[0]}' in '{file.name}' is kept as {checkpoint.dtypes[strange[0]]}: that is no change",
+            f"'{name}' in '{file.name}' is kept as {dtype}: that is no change",
             "save it again with this tool",
         )
     for name in low_rank:

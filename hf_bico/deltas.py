@@ -15,10 +15,11 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_bico.checkpoints import ByName, Checkpoint, Overlap, align_names, overlap
+from hf_bico.checkpoints import ByName, Checkpoint
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError
 from hf_bico.factors import Change, Factors, dense, energy, is_finite, total
 from hf_bico.offloaded import kept_away
+from hf_bico.overlaps import Overlap, align_names, overlap
 
 _FIRST = 256
 _COMPUTED_WITH = {torch.float64, torch.float32, torch.float16, torch.bfloat16}

@@ -6,6 +6,8 @@ raised where it is found and turned into text once, at the edge. This module kno
 
 from __future__ import annotations
 
+_LONGEST = 2_000
+
 
 class BicoError(Exception):
     """A failure with a cause and a remedy, each one line.
@@ -17,8 +19,9 @@ class BicoError(Exception):
     """
 
     def __init__(self, cause: str, remedy: str) -> None:
-        # libraries' own messages, quoted in a cause, may have many lines
-        self.cause = " ".join(line.strip() for line in cause.splitlines() if line.strip())
+        # libraries' own messages, quoted in a cause, may have many lines, and what strangers' files say has no end
+        told = " ".join(line.strip() for line in cause.splitlines() if line.strip())
+        self.cause = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} ..."
         self.remedy = remedy
         super().__init__(f"{self.cause}\nRemedy: {remedy}")
 

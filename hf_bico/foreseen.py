@@ -10,7 +10,7 @@ import hashlib
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,47 +52,68 @@ _LOADERS: dict[str, tuple[type[BicoError], str]] = {
 }
 """What a package was most likely given, where it raises what says little."""
 
-Maker = Callable[[str], BicoError]
 
-_KNOWN: dict[str, Maker] = {
-    "torch.OutOfMemoryError": lambda said: _no_memory(),
-    "builtins.MemoryError": lambda said: _no_memory(),
-    "torch.AcceleratorError": lambda said: DeviceError(f"the device failed: {said}", "try again, or use --device cpu"),
-    "torch.distributed.DistError": lambda said: ProcessLostError(
-        f"the processes of this job lost each other: {said}", "start the job again"
+Told = tuple[type[BicoError], str, str]
+"""An error of ours, with its cause, which what the library said goes behind, and its remedy."""
+
+_MEMORY: Told = (
+    MemoryExhaustedError,
+    "the memory ran out",
+    "use a smaller --batch-size, --memory, --device cpu, or a machine with more",
+)
+_HUB: Told = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
+_DATA: Told = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
+_MODEL: Told = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
+_IMAGE: Told = (UnreadableSampleError, "an image cannot be decoded", "remove it from the data set")
+_FULL_DISK: Told = (OutputError, "the disk is full", "free some space, then run the same command again")
+
+_KNOWN: dict[str, Told] = {
+    "torch.OutOfMemoryError": _MEMORY,
+    "builtins.MemoryError": _MEMORY,
+    "torch.AcceleratorError": (DeviceError, "the device failed", "try again, or use --device cpu"),
+    "torch.distributed.DistError": (
+        ProcessLostError,
+        "the processes of this job lost each other",
+        "start the job again",
     ),
-    "safetensors._safetensors_rust.SafetensorError": lambda said: BrokenWeightsError(
-        f"a weight file cannot be read: {said}", "copy or download the model again"
+    "safetensors._safetensors_rust.SafetensorError": (
+        BrokenWeightsError,
+        "a weight file cannot be read",
+        "copy or download the model again",
     ),
-    "_pickle.UnpicklingError": lambda said: PickledWeightsError(
-        f"a pickled file holds more than tensors: {said}", "save the model again as safetensors"
+    "_pickle.UnpicklingError": (
+        PickledWeightsError,
+        "a pickled file holds more than tensors",
+        "save the model again as safetensors",
     ),
-    "huggingface_hub.errors.GatedRepoError": lambda said: AccessError(
-        f"a repo is gated: {said}", "accept its conditions on its page, then log in with 'hf auth login'"
+    "huggingface_hub.errors.GatedRepoError": (
+        AccessError,
+        "a repo is gated",
+        "accept its conditions on its page, then log in with 'hf auth login'",
     ),
-    "huggingface_hub.errors.RepositoryNotFoundError": lambda said: RepoNotFoundError(
-        f"a repo is not on the Hub, or private: {said}", "check the name, or log in with 'hf auth login'"
+    "huggingface_hub.errors.RepositoryNotFoundError": (
+        RepoNotFoundError,
+        "a repo is not on the Hub, or private",
+        "check the name, or log in with 'hf auth login'",
     ),
-    "huggingface_hub.errors.HfHubHTTPError": lambda said: _no_hub(said),
-    "huggingface_hub.errors.OfflineModeIsEnabled": lambda said: _no_hub(said),
-    "huggingface_hub.errors.LocalEntryNotFoundError": lambda said: _no_hub(said),
-    "httpx.HTTPError": lambda said: _no_hub(said),
-    "httpx2.HTTPError": lambda said: _no_hub(said),
-    "builtins.ConnectionError": lambda said: _no_hub(said),
-    "datasets.exceptions.DatasetsError": lambda said: _no_data(said),
-    "datasets.exceptions.DatasetGenerationError": lambda said: _no_data(said),
-    "pyarrow.lib.ArrowException": lambda said: _no_data(said),
-    "PIL.UnidentifiedImageError": lambda said: UnreadableSampleError(
-        f"an image cannot be decoded: {said}", "remove it from the data set"
+    "huggingface_hub.errors.HfHubHTTPError": _HUB,
+    "huggingface_hub.errors.OfflineModeIsEnabled": _HUB,
+    "huggingface_hub.errors.LocalEntryNotFoundError": _HUB,
+    "huggingface_hub.errors.StrictDataclassError": _MODEL,
+    "httpx.HTTPError": _HUB,
+    "httpx2.HTTPError": _HUB,
+    "builtins.ConnectionError": _HUB,
+    "datasets.exceptions.DatasetsError": _DATA,
+    "datasets.exceptions.DatasetGenerationError": _DATA,
+    "pyarrow.lib.ArrowException": _DATA,
+    "PIL.UnidentifiedImageError": _IMAGE,
+    "PIL.Image.DecompressionBombError": _IMAGE,
+    "jinja2.exceptions.TemplateError": (
+        DataError,
+        "the tokenizer's chat template cannot be used",
+        "use the fine-tuned model's own tokenizer files",
     ),
-    "PIL.Image.DecompressionBombError": lambda said: UnreadableSampleError(
-        f"an image has too many pixels: {said}", "remove it from the data set"
-    ),
-    "jinja2.exceptions.TemplateError": lambda said: DataError(
-        f"the tokenizer's chat template cannot be used: {said}", "use the fine-tuned model's own tokenizer files"
-    ),
-    "yaml.error.YAMLError": lambda said: ModelError(f"a card or configuration is no YAML: {said}", "mend that file"),
-    "huggingface_hub.errors.StrictDataclassError": lambda said: _no_model(said),
+    "yaml.error.YAMLError": (ModelError, "a card or configuration is no YAML", "mend that file"),
 }
 """By the name of the class, or of one that it is derived from."""
 
@@ -125,28 +146,35 @@ def is_debugging() -> bool:
 
 def as_ours(error: BaseException) -> BicoError:
     """The error of ours that one of a library's stands for."""
-    said = _first_line(error)
-    if _is_full(error):
-        return OutputError(f"the disk is full: {said}", "free some space, then run the same command again")
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS):
-        return _no_memory()
-    for kind in type(error).__mro__:
-        maker = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
-        if maker is not None:
-            return maker(said)
-    if isinstance(error, OSError):
-        return _of_system(error, said)
-    library = _raised_in(error)
+    said, library = _first_line(error), _raised_in(error)
+    found = _told(error)
+    if found is not None:
+        kind, cause, remedy = found
+        return kind(f"{cause}: {said}" if said else cause, remedy)
+    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if library in _LOADERS:
-        kind, what = _LOADERS[library]
-        return kind(
-            f"{library} cannot use {what}: {type(error).__name__}{f': {said}' if said else ''}",
-            f"see whether {library} itself can; if so, please report it as {bug_id(error)}",
-        )
+        kind, given = _LOADERS[library]
+        remedy = f"see whether {library} itself can; if so, please report it as {bug_id(error)}"
+        return kind(f"{library} cannot use {given}: {what}", remedy)
     return UnforeseenError(
-        f"unexpected {type(error).__name__}{f': {said}' if said else ''} [{bug_id(error)}]",
+        f"unexpected {what} [{bug_id(error)}]",
         f"please report it by that number, with what the same command prints after {DEBUG}=1",
     )
+
+
+def _told(error: BaseException) -> Told | None:
+    """What is to be told of an error that is known by its class, its number, or its words."""
+    if _is_full(error):
+        return _FULL_DISK
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS):
+        return _MEMORY
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    known = next((_KNOWN[name] for name in names if name in _KNOWN), None)
+    if known is not None or not isinstance(error, OSError):
+        return known
+    if error.errno is None:  # by the same class libraries say what they cannot load
+        return _MODEL
+    return OutputError, "a file cannot be read or written", "see whose it is, and run it again"
 
 
 def bug_id(error: BaseException) -> str:
@@ -189,34 +217,6 @@ def _is_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(words in str(error) for words in _FULL_WORDS)
-
-
-def _of_system(error: OSError, said: str) -> BicoError:
-    """Of the system where it has a number; libraries say by the same class what they cannot load."""
-    if error.errno is None:
-        return _no_model(said)
-    what = "a file" if error.filename is None else f"'{error.filename}'"
-    return OutputError(f"{what} cannot be read or written: {error.strerror}", "see whose it is, and run it again")
-
-
-def _no_memory() -> BicoError:
-    return MemoryExhaustedError(
-        "the memory ran out", "use a smaller --batch-size, --memory, --device cpu, or a machine with more"
-    )
-
-
-def _no_hub(said: str) -> BicoError:
-    return HubUnavailableError(f"the Hub cannot be read: {said}", "try again in a while")
-
-
-def _no_data(said: str) -> BicoError:
-    return DataError(
-        f"the data set cannot be read: {said}", "open it with datasets.load_dataset to see where it breaks"
-    )
-
-
-def _no_model(said: str) -> BicoError:
-    return ModelError(f"a model's files cannot be read: {said}", "load it with its own library to see what is wrong")
 
 
 def _first_line(error: BaseException) -> str:

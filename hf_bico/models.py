@@ -21,6 +21,7 @@ from hf_bico.checkpoints import (
     WeightFiles,
     find_weights,
     is_adapter,
+    not_floats,
 )
 from hf_bico.errors import (
     BaseMismatchError,
@@ -179,10 +180,11 @@ def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Mo
 
 def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None:
     """Refuse sites whose weights are kept as something that a layer does not multiply by."""
-    strange = sorted(checkpoint.not_floats(layout.tensors)) if isinstance(checkpoint, FileCheckpoint) else []
-    if strange and isinstance(checkpoint, FileCheckpoint):
+    strange = {name: dtype for name, dtype in not_floats(checkpoint).items() if name in layout.tensors}
+    if strange:
+        name = min(strange)
         raise UnsupportedModelError(
-            f"'{strange[0]}' of {called} is kept as {checkpoint.dtypes[strange[0]]}, not as floating-point numbers",
+            f"'{name}' of {called} is kept as {strange[name]}, not as floating-point numbers",
             "name the model that it was made from, in float32, float16 or bfloat16",
         )
 

@@ -13,6 +13,10 @@ from safetensors import SafetensorError
 from hf_bico.claims import claimed, put_in_place, require_writable, scratch_beside
 from hf_bico.errors import OutputError, OutputExistsError, RecordError
 from hf_bico.record import RECORD_FILE
+from hf_bico.small_files import read_bytes
+
+MOST_RESULT = 256_000_000
+"""Bytes of a file of results: a comparison of a million cells has so many."""
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
@@ -91,6 +95,6 @@ def write_files(folder: Path, content: Mapping[str, str | bytes | None]) -> tupl
 def read_text(folder: Path, name: str, what: str) -> str:
     """The text of a file that `write_files` wrote into the folder of `what`."""
     try:
-        return (folder / name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(folder / name, MOST_RESULT).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise RecordError(f"'{folder}' holds no {name} that can be read", f"name the folder of {what}") from error

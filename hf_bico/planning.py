@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
-from hf_bico.checkpoints import overlap
 from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
 from hf_bico.families import TEXT_TOWER, require_same_kind
@@ -17,6 +16,7 @@ from hf_bico.hub.faults import is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.models import Model, ModelReference, require_same_family
+from hf_bico.overlaps import overlap
 from hf_bico.plans import Plan
 from hf_bico.resolving import Lineage, resolve
 from hf_bico.sites import Layout

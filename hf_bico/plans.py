@@ -170,7 +170,8 @@ class Plan:
         if total:
             from huggingface_hub import constants
 
-            require_room(Path(constants.HF_HUB_CACHE), total, "what is to be downloaded")
+            cache = Path(constants.HF_HUB_CACHE)
+            require_room(cache, total, "what is to be downloaded", "set HF_HOME to a folder on another disk")
             progress("download", 0, total)
         source, base, target = self.lineage.models
         local = replace(

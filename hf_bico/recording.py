@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.config import LORA
-from hf_bico.checkpoints import Overlap
 from hf_bico.choosing import TEXT_TO_TEXT
 from hf_bico.classifiers import place_of
 from hf_bico.data.calibration import Drawn
@@ -21,6 +20,7 @@ from hf_bico.methods.finetune import Finetune
 from hf_bico.methods.gradfix import GradFix
 from hf_bico.methods.training import Trained
 from hf_bico.models import Model
+from hf_bico.overlaps import Overlap
 from hf_bico.plans import Plan
 from hf_bico.readout import Readout
 from hf_bico.record import (

@@ -18,17 +18,7 @@ from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
 from hf_bico.cards.card import CARD_FILE
 from hf_bico.cards.vector_card import render_vector_card
-from hf_bico.checkpoints import (
-    DELTA_FILE,
-    WEIGHT_FILES,
-    Checkpoint,
-    MemoryCheckpoint,
-    Overlap,
-    align_names,
-    expanded,
-    is_adapter,
-    sha256_of,
-)
+from hf_bico.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, expanded, is_adapter, sha256_of
 from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
 from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
@@ -38,6 +28,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
 from hf_bico.models import Model, ModelReference, fetch_checkpoint
+from hf_bico.overlaps import Overlap, align_names
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import RECORD_FILE, read_any

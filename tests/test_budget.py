@@ -30,7 +30,7 @@ from hf_bico.collecting import Side, collect
 from hf_bico.data.calibration import draw
 from hf_bico.environment import Stopwatch
 from hf_bico.errors import MemoryExhaustedError
-from hf_bico.families.base import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.heads import heads_of
 from hf_bico.matching import blocks_by_index, pair_sites

@@ -10,8 +10,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
-from hf_bico.checkpoints import FileCheckpoint, align_names
+from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.overlaps import align_names
 
 STATE = {f"layer.{index}.weight": torch.randn(50, 50) for index in range(6)}
 

@@ -68,12 +68,12 @@ def results() -> dict[str, Path]:
 
 
 @pytest.fixture
-def result(hub: Hub, tmp_path: Path, results: dict[str, Path]) -> Path:
+def result(hub: Hub, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, results: dict[str, Path]) -> Path:
     """A port between repos of the Hub, in a folder of its own."""
     publish(hub, tmp_path / "scene")
     if not results:
         ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu", evaluate=False)
-        results["full"] = ported.save(tmp_path.parent / "kept-result")
+        results["full"] = ported.save(tmp_path_factory.mktemp("ported") / "result")
     return shutil.copytree(results["full"], tmp_path / "result")
 
 

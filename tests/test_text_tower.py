@@ -23,8 +23,9 @@ from hf_bico.collecting import Side, collect
 from hf_bico.contrastive import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
-from hf_bico.families.base import ClipModel
-from hf_bico.families.openclip import OpenClip, OpenClipModel
+from hf_bico.families.live import ClipModel
+from hf_bico.families.openclip import OpenClip
+from hf_bico.families.openclip_model import OpenClipModel
 from hf_bico.matching import pair_sites
 from hf_bico.methods.base import Pretrained, Seen
 from hf_bico.methods.transfusion import TransFusion

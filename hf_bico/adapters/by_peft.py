@@ -15,8 +15,9 @@ from hf_bico.adapters.config import MERGE, AdapterConfig
 from hf_bico.adapters.expressions import require_quick
 from hf_bico.adapters.keys import without_wrappers
 from hf_bico.adapters.reading import require_floats
-from hf_bico.checkpoints import Checkpoint, align_names
+from hf_bico.checkpoints import Checkpoint
 from hf_bico.errors import AdapterError, BicoError, NonFiniteWeightsError, UnsupportedAdapterError
+from hf_bico.overlaps import align_names
 
 _MOST = 2**17
 """Some set a rank beyond any layer's, for all of it; larger than that it is none."""

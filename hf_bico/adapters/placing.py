@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from hf_bico.adapters.config import MERGE
 from hf_bico.adapters.keys import AdapterKeys, LoraKeys, parameters_of
-from hf_bico.checkpoints import align_names
 from hf_bico.errors import BaseMismatchError, UnsupportedAdapterError
+from hf_bico.overlaps import align_names
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 

@@ -16,7 +16,7 @@ from hf_bico.adapters.expressions import require_quick
 from hf_bico.adapters.keys import AdapterKeys, LoraKeys, parameters_of, read_keys
 from hf_bico.adapters.placing import Shapes, Target, places_of, tensors_of
 from hf_bico.adapters.targeting import require_targeted
-from hf_bico.checkpoints import ByName, Checkpoint, FileCheckpoint, Overlap, made_anew
+from hf_bico.checkpoints import ByName, Checkpoint, not_floats
 from hf_bico.errors import (
     AdapterError,
     BaseMismatchError,
@@ -24,6 +24,7 @@ from hf_bico.errors import (
     NonFiniteWeightsError,
     UnsupportedAdapterError,
 )
+from hf_bico.overlaps import Overlap, made_anew
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,13 +158,12 @@ def changes_of(
 
 def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
     """Refuse an adapter whose tensors are quantised, or numbers of another kind; those that end in `counting` count."""
-    strange = adapter.not_floats() if isinstance(adapter, FileCheckpoint) else []
-    strange = [name for name in strange if counting is None or not name.endswith(counting)]
-    if strange and isinstance(adapter, FileCheckpoint):
-        raise UnsupportedAdapterError(
-            f"'{strange[0]}' of '{called}' is kept as {adapter.dtypes[strange[0]]}, not as floating-point numbers",
-            "save the adapter again in float32, float16 or bfloat16",
-        )
+    for name, dtype in not_floats(adapter).items():
+        if counting is None or not name.endswith(counting):
+            raise UnsupportedAdapterError(
+                f"'{name}' of '{called}' is kept as {dtype}, not as floating-point numbers",
+                "save the adapter again in float32, float16 or bfloat16",
+            )
 
 
 def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:

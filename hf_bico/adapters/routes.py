@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_bico.checkpoints import align_names
 from hf_bico.errors import AdapterError
+from hf_bico.overlaps import align_names
 
 NOT_LINEAR = "no linear layer"
 TASKS = {

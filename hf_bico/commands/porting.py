@@ -142,8 +142,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 
             push_to = require_pushable(push_to, push, hub)
         planned = make_plan(source, target, **where)
-        line = None if push_to is None else line_digest(typed, planned)
-        if noted is not None and noted == line:
+        if noted is not None and noted == line_digest(typed, planned.lineage.models):
             at.interrupted = f"the result is in {folder}"
             _tell(f"This port is in {folder} already: it is pushed as it is.", as_json, quiet)
         else:
@@ -152,7 +151,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
             with _place_of(folder, overwrite, planned.in_form(settings.format, settings.rank)):
-                _port(planned, settings, hub, _Result(folder, overwrite, push_to, push, line), at, quiet or as_json)
+                _port(planned, settings, hub, _Result(folder, overwrite, push_to, push, typed), at, quiet or as_json)
         if is_first_process():
             _publish(folder, push_to, push, hub, as_json, quiet)
 
@@ -165,15 +164,15 @@ class _Result:
     overwrite: bool
     repo: str | None
     push: PushOptions
-    line: str | None
+    typed: str
 
     def write(self, ported: Ported) -> None:
         from hf_bico.output import whole_folder
 
         with whole_folder(self.folder, self.overwrite) as scratch:
             ported.write(scratch, repo=self.repo, revision=self.push.revision)
-            if self.line is not None:
-                note_line(scratch, self.line)
+            if self.repo is not None:
+                note_line(scratch, line_digest(self.typed, ported.record.models))
 
 
 def _place_of(folder: Path, overwrite: bool, planned: Plan) -> AbstractContextManager[None]:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hf_bico.record import RECORD_FILE
-
-if TYPE_CHECKING:
-    from hf_bico.plans import Plan
 
 _LINE_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
 
 
-def line_digest(typed: str, planned: Plan) -> str:
+class Known(Protocol):
+    """A model by what tells it from others: a commit, or else the digests of its files."""
+
+    @property
+    def commit(self) -> str | None: ...
+    @property
+    def sha256(self) -> dict[str, str]: ...
+
+
+def line_digest(typed: str, models: Iterable[Known]) -> str:
     """What tells one port from another: the line that was typed, and the very models that it names."""
-    models = [model.commit or sorted(model.sha256.items()) for model in planned.lineage.models]
-    return hashlib.sha256(json.dumps([typed, *models]).encode()).hexdigest()
+    known = [model.commit or sorted(model.sha256.items()) for model in models]
+    return hashlib.sha256(json.dumps([typed, *known]).encode()).hexdigest()
 
 
 def note_line(folder: Path, digest: str) -> None:

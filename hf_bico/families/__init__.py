@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_bico.errors import UnknownFamilyError
-from hf_bico.families.base import TEXT_TOWER, ClipModel, Family, ImageModel, LiveModel, Shapes, Spread
+from hf_bico.families.base import TEXT_TOWER, Family, Shapes, Spread
 from hf_bico.families.decoders import Decoder
 from hf_bico.families.encoders import Encoder
 from hf_bico.families.generic import Generic, require_same_kind
 from hf_bico.families.gpt2 import Gpt2
+from hf_bico.families.live import ClipModel, ImageModel, LiveModel
 from hf_bico.families.openclip import OpenClip
 from hf_bico.families.t5 import T5
 from hf_bico.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import ModelError, UnsupportedModelError
-from hf_bico.families.base import Family, ImageModel, LiveModel, Shapes, Spread
+from hf_bico.families.base import Family, Shapes, Spread
 from hf_bico.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
+from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
     PretrainedModel,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.checkpoints import FileCheckpoint, folder_name
 from hf_bico.errors import MissingProcessorError, RepoError
-from hf_bico.families.base import TOKENIZER_FILES, Family, LiveModel, Shapes, Spread, weights_do_not_fit
+from hf_bico.families.base import TOKENIZER_FILES, Family, Shapes, Spread, weights_do_not_fit
 from hf_bico.families.extents import bounded, require_drawable
+from hf_bico.families.live import LiveModel
 from hf_bico.foreseen import is_failure
 from hf_bico.sites import Site
 from hf_bico.sizes import machine_memory

@@ -12,12 +12,12 @@ from hf_bico.families.base import (
     CLIP_OBJECTIVES,
     TEXT_TOWER,
     WHOLE_MODEL,
-    ClipModel,
     Shapes,
     count_blocks,
     patch_tokens,
     prefix_before,
 )
+from hf_bico.families.live import ClipModel
 from hf_bico.families.pretrained import (
     PROCESSOR_FILES,
     PretrainedFamily,

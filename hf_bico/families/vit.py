@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.families.base import ImageModel, Shapes, patch_tokens
+from hf_bico.families.base import Shapes, patch_tokens
 from hf_bico.families.blueprints import (
     CLASSIFICATION_HEAD,
     EMBEDDINGS,
@@ -18,6 +18,7 @@ from hf_bico.families.blueprints import (
     BackboneFamily,
     Blueprint,
 )
+from hf_bico.families.live import ImageModel
 from hf_bico.families.pretrained import PROCESSOR_FILES, PretrainedModel
 from hf_bico.sites import IMAGES, Layout, Tokens, count_heads
 
