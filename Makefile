@@ -32,7 +32,7 @@ notebooks: $(READY)  ## the outputs that the notebooks store, from runs on the s
 cards: $(READY)  ## the gallery of model cards, from real ports between repos of a loopback Hub
 	OMP_NUM_THREADS=1 $(BIN)/python tests/gallery.py
 
-faults: $(READY)  ## every fault of the Hub at every request of a port and its push, as a table; about half an hour
+faults: $(READY)  ## every fault of the Hub at every request of a port and its push, as a table; about twenty minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fault_matrix.py --processes 2
 
 READERS := adapter card config data index record results tokenizer weights
