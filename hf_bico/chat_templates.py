@@ -37,7 +37,7 @@ for line in sys.stdin:
     try:
         rendered, _ = render_jinja_template(**asked)
         text = json.dumps(["text", rendered[0]])
-    except BaseException as error:
+    except Exception as error:
         text = json.dumps(["error", " ".join(f"{{type(error).__name__}}: {{error}}".split())[:300]])
     print(text, flush=True)
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf-home"))
     yield HUB
     HUB.reset()
+
+
+@pytest.fixture(scope="session")
+def ported_once() -> dict[str, Path]:
+    """What `result` has ported, for all tests."""
+    return {}
+
+
+@pytest.fixture
+def result(hub: Hub, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ported_once: dict[str, Path]) -> Path:
+    """A port between repos of the Hub, which are there, in a folder of its own."""
+    from hub_scenes import SOURCE, TARGET, publish
+
+    import hf_bico
+
+    publish(hub, tmp_path / "scene")
+    if not ported_once:
+        ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
+        ported_once["full"] = ported.save(tmp_path_factory.mktemp("ported") / "result")
+    return shutil.copytree(ported_once["full"], tmp_path / "result")
 
 
 @pytest.fixture(scope="session")

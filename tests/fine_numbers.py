@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from fine_cases import Outcome, Refused, Right, Said, Stage, State, case, reconfigure
+from torch import Tensor
 from transformers_world import as_transformers
 
 import hf_bico
@@ -155,17 +158,11 @@ def nan_in_the_target(stage: Stage) -> Outcome:
     ),
 )
 def int8_without_saying_so(stage: Stage) -> Outcome:
-    def quantised(state: State) -> State:
-        found = {}
-        for name, tensor in state.items():
-            if name.startswith(BLOCK) and tensor.ndim == 2:
-                scale = tensor.abs().amax(1, keepdim=True) / 127
-                found |= {name: (tensor / scale).round().to(torch.int8), f"{name}_scale": scale}
-            else:
-                found[name] = tensor
-        return found
+    def quantised(name: str, tensor: Tensor) -> State:
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        return {name: (tensor / scale).round().to(torch.int8), f"{name}_scale": scale}
 
-    return stage.port(stage.altered(stage.tuned, quantised))
+    return stage.port(stage.altered(stage.tuned, lambda state: _in_blocks(state, quantised)))
 
 
 @case(
@@ -181,17 +178,11 @@ def int8_without_saying_so(stage: Stage) -> Outcome:
     ),
 )
 def float8_without_saying_so(stage: Stage) -> Outcome:
-    def quantised(state: State) -> State:
-        found = {}
-        for name, tensor in state.items():
-            if name.startswith(BLOCK) and tensor.ndim == 2:
-                scale = tensor.abs().max() / 448
-                found |= {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
-            else:
-                found[name] = tensor
-        return found
+    def quantised(name: str, tensor: Tensor) -> State:
+        scale = tensor.abs().max() / 448
+        return {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
 
-    return stage.port(stage.altered(stage.tuned, quantised))
+    return stage.port(stage.altered(stage.tuned, lambda state: _in_blocks(state, quantised)))
 
 
 @case(
@@ -207,15 +198,10 @@ def float8_without_saying_so(stage: Stage) -> Outcome:
     ),
 )
 def packed_in_4_bits(stage: Stage) -> Outcome:
-    def packed(state: State) -> State:
-        return {
-            name: torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)
-            if name.startswith(BLOCK) and tensor.ndim == 2
-            else tensor
-            for name, tensor in state.items()
-        }
+    def packed(name: str, tensor: Tensor) -> State:
+        return {name: torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)}
 
-    return stage.port(stage.altered(stage.tuned, packed))
+    return stage.port(stage.altered(stage.tuned, lambda state: _in_blocks(state, packed)))
 
 
 @case(
@@ -234,3 +220,11 @@ def quantised_as_it_says(stage: Stage) -> Outcome:
     folders = [as_transformers(model, stage.place(model.name)) for model in (stage.tuned, stage.base)]
     reconfigure(folders[0] / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     return stage.port(folders[0], base=folders[1])
+
+
+def _in_blocks(state: State, kept: Callable[[str, Tensor], State]) -> State:
+    """The tensors with each weight of a block as it is `kept`."""
+    found = {}
+    for name, tensor in state.items():
+        found |= kept(name, tensor) if name.startswith(BLOCK) and tensor.ndim == 2 else {name: tensor}
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 import time
 from collections import Counter
@@ -14,10 +13,8 @@ import pytest
 import torch
 from fault_matrix import CIRCLES, FAULTS, Part, do
 from hub import Fault, Hub
-from hub_scenes import SOURCE, TARGET, publish
 from safetensors.torch import save
 
-import hf_bico
 from hf_bico.errors import HubUnavailableError, PushError, PushRefusedError, TokenError
 from hf_bico.hub import faults
 from hf_bico.hub.client import Hub as Client
@@ -59,22 +56,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
     return waits
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Path]:
-    """What was ported once, for all tests."""
-    return {}
-
-
-@pytest.fixture
-def result(hub: Hub, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, results: dict[str, Path]) -> Path:
-    """A port between repos of the Hub, in a folder of its own."""
-    publish(hub, tmp_path / "scene")
-    if not results:
-        ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu", evaluate=False)
-        results["full"] = ported.save(tmp_path_factory.mktemp("ported") / "result")
-    return shutil.copytree(results["full"], tmp_path / "result")
 
 
 @pytest.mark.usefixtures("no_waiting")

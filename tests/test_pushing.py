@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,22 +31,6 @@ FILES = {
     *("README.md", "alignment.png", "bico.json", "open_clip_config.json", WEIGHTS),
     *("tokenizer.json", "tokenizer_config.json"),
 }
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Path]:
-    """What was ported once, for all tests."""
-    return {}
-
-
-@pytest.fixture
-def result(hub: Hub, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, results: dict[str, Path]) -> Path:
-    """A port between repos of the Hub, in a folder of its own."""
-    publish(hub, tmp_path / "scene")
-    if not results:
-        ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
-        results["full"] = ported.save(tmp_path_factory.mktemp("ported") / "result")
-    return shutil.copytree(results["full"], tmp_path / "result")
 
 
 def remote(hub: Hub, repo_id: str = REPO, revision: str = "main") -> dict[str, bytes]:

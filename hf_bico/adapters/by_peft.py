@@ -22,16 +22,14 @@ from hf_bico.overlaps import align_names
 _MOST = 2**17
 """Some set a rank beyond any layer's, for all of it; larger than that it is none."""
 _NO_SIZE = re.compile("seed|key|version")
+_INDICES = "_indices"
+"""How the names of tensors end by which SHiRA says what places of a weight it changes."""
 _PREFIX = "base_model.model."
 # what peft's code says about a configuration or tensors that are not its own
 _REFUSALS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError, re.error),
 )
-
-
-_INDICES = "_indices"
-"""How the names of tensors end by which SHiRA says what places of a weight it changes."""
 
 
 def changes_by_peft(

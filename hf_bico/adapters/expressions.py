@@ -24,8 +24,8 @@ expressions, names = json.load(sys.stdin)
 for expression in expressions:
     try:
         pattern = re.compile(expression)
-    except Exception:
-        continue
+    except (re.error, OverflowError, RecursionError):
+        continue  # who matches it says so
     for name in names:
         pattern.match(name), pattern.fullmatch(name)
 """
@@ -42,12 +42,12 @@ def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> 
         done = subprocess.run(
             command, input=json.dumps([expressions, list(names)]).encode(), capture_output=True, timeout=SECONDS
         )
+        problem = "" if done.returncode == 0 else "cannot be matched"
     except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode != 0:
+        problem = f"cannot be matched within {SECONDS:g} seconds"
+    if problem:
         raise AdapterError(
-            f"an expression in the configuration of '{called}' cannot be matched within {SECONDS:g} seconds",
-            "list the names of the modules there instead",
+            f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
         )
 
 

@@ -29,9 +29,9 @@ _GRACE = 4.0
 """Seconds from a signal to the end of a process that waits inside of torch, where no exception reaches it."""
 LAUNCHER_ENDED = "another process of this job, or its launcher, has ended"
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
-
-
 _HANGING_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+_SOON = 0.01
+"""Seconds, after which a signal that was lost is sent once more."""
 
 
 class Ended(BaseException):
@@ -45,7 +45,6 @@ class Ended(BaseException):
 _received: list[BaseException] = []
 """What signals have told this process, alone, since its command began."""
 _others_hook: list[Callable[[Any], object]] = []
-_SOON = 0.01
 
 
 class EndedByLauncher(BaseException):
