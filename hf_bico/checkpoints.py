@@ -158,7 +158,7 @@ class FileCheckpoint:
 
     def _require_indexed(self, index: Path) -> None:
         """Every tensor must be in the shard that the index says."""
-        for name, shard in _weight_map(index, folder_name(index.parent)).items():
+        for name, shard in weight_map(index, folder_name(index.parent)).items():
             if name not in self._file_of or self._file_of[name].name != shard:
                 raise BrokenWeightsError(
                     f"'{shard}' in '{folder_name(index.parent)}' lacks the tensor '{name[:LONGEST_NAME]}', "
@@ -317,7 +317,7 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
 
 
 def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]:
-    shards = sorted(set(_weight_map(index, called).values()))
+    shards = sorted(set(weight_map(index, called).values()))
     if not shards:
         raise BrokenWeightsError(f"the index '{index.name}' of '{called}' names no shard", "copy it again")
     for name in shards:
@@ -329,7 +329,7 @@ def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]
     return tuple(shards)
 
 
-def _weight_map(index: Path, called: str) -> dict[str, str]:
+def weight_map(index: Path, called: str) -> dict[str, str]:
     """The shard of each tensor, as an index has it."""
     try:
         found = read_object(index).get("weight_map")

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import folder_name, save_tensors, sha256_of
+from hf_bico.checkpoints import folder_name, save_tensors, sha256_of, weight_map
 from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
-from hf_bico.small_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +47,8 @@ def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple
 
 
 def _shards(index: Path, names: Mapping[str, int]) -> list[str]:
-    try:
-        shards = sorted(set(read_object(index)["weight_map"].values()))
-        missing = [shard for shard in shards if shard not in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenWeightsError(f"the index '{index.name}' cannot be read: {error!r}", "get it again") from error
+    shards = sorted(set(weight_map(index, folder_name(index.parent)).values()))
+    missing = [shard for shard in shards if shard not in names]
     if missing or not shards:
         raise BrokenWeightsError(
             f"the index '{index.name}' names the shard '{missing[0] if missing else ''}', which is not there",

@@ -13,6 +13,7 @@ from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import DataSet
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.families import LiveModel
+from hf_bico.lineage import only_count
 from hf_bico.measuring import features_of
 from hf_bico.models import Model
 from hf_bico.objectives import (
@@ -119,10 +120,6 @@ def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
     return own and not before
 
 
-_COUNTED = re.compile(r"(?i)(label[_ ]?)?\d+")
-"""A name that only counts."""
-
-
 @dataclass(frozen=True)
 class WrittenHead:
     """A classifier's head for the target, and whether it was "carried" from the source or "fitted" to the samples."""
@@ -219,8 +216,7 @@ def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
 def taken_in_order(own: Sequence[str], class_names: Sequence[str]) -> str | None:
     """A notice where a head's classes have other names than the data set's, and only their order pairs them."""
     ours, theirs = _spelt_alike(own, class_names)
-    unnamed = all(_COUNTED.fullmatch(name) for name in class_names)
-    if not own or unnamed or sorted(ours) == sorted(theirs):
+    if not own or only_count(class_names) or sorted(ours) == sorted(theirs):
         return None
     first, other = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") for names in (own, class_names))
     return (

@@ -155,4 +155,13 @@ def _class_names(labels: Any) -> tuple[str, ...]:
     counted = [int(key) for key, _ in ordered] == list(range(len(names)))
     if not counted or not all(isinstance(name, str) and name.strip() for name in names):
         return ()
-    return () if all(_PLACEHOLDER.fullmatch(name) for name in names) else tuple(names)
+    return () if only_count(names) else tuple(names)
+
+
+def only_count(names: Sequence[str]) -> bool:
+    """Whether names of classes say nothing but their numbers.
+
+    >>> only_count(["LABEL_0", "1"]), only_count(["cat", "dog"])
+    (True, False)
+    """
+    return all(_PLACEHOLDER.fullmatch(name) for name in names)

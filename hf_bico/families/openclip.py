@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.checkpoints import FileCheckpoint, folder_name
-from hf_bico.errors import MissingProcessorError, RepoError, UnsupportedModelError
+from hf_bico.errors import RepoError, UnsupportedModelError
 from hf_bico.families.base import (
     CLIP_OBJECTIVES,
     TEXT_TOWER,
@@ -25,7 +25,7 @@ from hf_bico.families.base import (
 from hf_bico.families.extents import TooLargeError, bounded
 from hf_bico.families.live import LiveModel
 from hf_bico.families.openclip_model import OpenClipModel
-from hf_bico.families.pretrained import CANNOT_BUILD
+from hf_bico.families.pretrained import CANNOT_BUILD, loadable
 from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class OpenClip(Family):
                 f"the open_clip weights of '{folder_name(folder)}' are in shards, which open_clip does not read",
                 "save them as one open_clip_model.safetensors",
             )
-        self._require_room(folder)
+        self._require_bounded(folder)
         # open_clip itself would choose the file, pickles among them, and round float64 weights to float32
         model = self._bare(folder, torch.device("cpu")).to(device=device, dtype=dtype)
         try:
@@ -148,16 +148,11 @@ class OpenClip(Family):
         live.transform = transform
         from_hub_library = _section(_section(config, "model_cfg"), "text_cfg").get("hf_tokenizer_name")
         no_code = {"trust_remote_code": False} if from_hub_library else {}
-        try:
+        with loadable(folder, "tokenizer"):
             live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **no_code)
-        except Exception as error:  # the tokenizers library raises just that
-            raise MissingProcessorError(
-                f"'{folder_name(folder)}' has no tokenizer that can be loaded: {' '.join(str(error).split())[:200]}",
-                "copy it from the repo that the model came from",
-            ) from error
         return live
 
-    def _require_room(self, folder: Path) -> None:
+    def _require_bounded(self, folder: Path) -> None:
         """Refuse, before memory is taken for it, a model that is far larger than its weights."""
         try:
             self.skeleton(folder)

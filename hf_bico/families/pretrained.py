@@ -6,8 +6,8 @@ Knows the library and its manners; not what a model is for, nor its sites.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -158,12 +158,19 @@ def _from_folder(
         raise MissingProcessorError(
             f"'{folder_name(folder)}' has no {what}", "copy it from the repo that the model came from"
         )
-    try:
+    with loadable(folder, what):
         auto = getattr(transformers, loader)
         loaded = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if trial is not None:
             trial(loaded)
-        return loaded
+    return loaded
+
+
+@contextmanager
+def loadable(folder: Path, what: str) -> Iterator[None]:
+    """Whatever a library says about the files of a tokenizer or processor that it cannot use, as our error."""
+    try:
+        yield
     except BaseException as error:  # the tokenizers library raises just Exception, or panics
         if not is_failure(error):
             raise
