@@ -231,11 +231,30 @@ def test_stopped_at_any_stage(name: str, forks: Forks, hub: Hub, folder: Path) -
         if ended.code:
             stopped += 1
             there = (folder / "out").exists()
-            assert ended.stderr == f"{said}{'the result is in out' if there else 'nothing was written'}.\n"
+            *before, last = ended.stderr.splitlines()
+            assert last == f"{said}{'the result is in out' if there else 'nothing was written'}."
+            assert all(there and line.startswith("seconds: ") for line in before), "what a port says when it is whole"
             assert [path.name for path in folder.iterdir()] == ["out"] * there, "nothing is left beside it"
         assert require_whole_remote(hub, folder / "out") != "empty", "a repo that could not be filled is taken back"
     assert stopped >= moments // 2
     again(forks, hub, folder)
+
+
+def test_stopped_while_it_is_pushed(forks: Forks, hub: Hub, folder: Path) -> None:
+    fault = Fault("POST", "/preupload/", kind="slow", seconds=0.5)
+    hub.inject(fault)
+    running = forks.start(folder, *PUSHED)
+    wait_until(lambda: fault.fired > 0)
+    running.signal(signal.SIGINT)
+    ended = running.wait()
+    hub.forgive()
+    assert ended.code == 130
+    spent, last = ended.stderr.splitlines()
+    assert spent.startswith("seconds: ")
+    assert last == "Interrupted: the result is in out."
+    require_whole(folder / "out")
+    assert require_whole_remote(hub, folder / "out") == "absent", "the repo was made for it, and is taken back"
+    assert "This port is in out already: it is pushed as it is." in again(forks, hub, folder).stdout
 
 
 @pytest.fixture
