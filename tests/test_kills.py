@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -188,6 +189,18 @@ def test_killed_while_a_request_of_the_push_is_under_way(forks: Forks, hub: Hub,
         clear(hub, folder)
 
 
+def is_held(lock: Path) -> bool:
+    """Whether a lock's file is there, and somebody has taken it."""
+    if not lock.exists():
+        return False
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_two_runs_into_one_folder(forks: Forks, hub: Hub, folder: Path, scene: Path) -> None:
     """The second is refused at once, not when it has done the work."""
     with claimed(folder / "out"):
@@ -196,11 +209,13 @@ def test_two_runs_into_one_folder(forks: Forks, hub: Hub, folder: Path, scene: P
     assert second.stderr.startswith("Error: another run is writing into 'out'\n")
     assert list(folder.iterdir()) == []
     first = forks.start(folder, *PORT)
-    wait_until((folder / ".out.lock").exists)
+    wait_until(lambda: is_held(folder / ".out.lock"))
     first.signal(signal.SIGSTOP)
-    with pytest.raises(OutputError, match="another run is writing into"), claimed(folder / "out"):
-        pytest.fail("two runs hold one place")
-    first.signal(signal.SIGCONT)
+    try:
+        with pytest.raises(OutputError, match="another run is writing into"), claimed(folder / "out"):
+            pytest.fail("two runs hold one place")
+    finally:
+        first.signal(signal.SIGCONT)
     assert first.wait().code == 0
     require_whole(folder / "out")
     assert [path.name for path in folder.iterdir()] == ["out"]
