@@ -4,8 +4,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
+# one thread each, so that the workers do not fight over the cores
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+SUPPORT := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support
 
-.PHONY: demo test bench docs notebooks cards faults fuzz lint format clean
+.PHONY: demo check test test-all slow bench docs notebooks cards faults fuzz worlds lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
@@ -16,28 +19,40 @@ $(READY): pyproject.toml
 demo: $(READY)  ## the whole job on the embedded small world, offline
 	$(BIN)/hf-bico demo demo-output
 
-test: lint  ## linters, types, then every test, one thread each so that the workers do not fight over the cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
+	$(PYTEST) -m quick
+
+test: lint worlds  ## linters, types, then every test; about twelve minutes, the first time some more
+	$(PYTEST)
+
+test-all: lint worlds  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
+	$(PYTEST) --all
+
+slow: faults fuzz  ## what takes hours: every fault, every fuzzer, and the broad tables of the trained worlds
+	$(PYTEST) -m slow
 
 bench: $(READY)  ## what a port costs on this machine, beside the obvious implementation and the floor; minutes
 	$(BIN)/python benchmarks/speed.py
 
 docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
-	OMP_NUM_THREADS=1 $(BIN)/python tests/pages.py
+	$(SUPPORT).pages
 	$(BIN)/python docs/pictures/how_it_works.py
 
 notebooks: $(READY)  ## the outputs that the notebooks store, from runs on the small world
-	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py
+	$(SUPPORT).notebooks
 
 cards: $(READY)  ## the gallery of model cards, from real ports between repos of a loopback Hub
-	OMP_NUM_THREADS=1 $(BIN)/python tests/gallery.py
+	$(SUPPORT).gallery
 
 faults: $(READY)  ## every fault of the Hub at every request of a port and its push, as a table; about twenty minutes
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fault_matrix.py --processes 2
+	$(SUPPORT).fault_matrix --processes 2
 
 READERS := adapter card config data index record results tokenizer weights
-fuzz: $(READY)  ## ten minutes of broken files for each reader; what is found is kept in tests/corpus
-	for reader in $(READERS); do OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $$reader --minutes 10 || exit 1; done
+fuzz: $(READY)  ## ten minutes of broken files for each reader; what is found is kept in tests/support/corpus
+	for reader in $(READERS); do $(SUPPORT).fuzz $$reader --minutes 10 || exit 1; done
+
+worlds: $(READY)  ## the trained models of the tests, unless they are kept from an earlier run
+	$(SUPPORT).worlds
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -49,4 +64,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-output
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache demo-output

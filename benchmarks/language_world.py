@@ -23,11 +23,10 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from language_world import PLAIN, STYLES, DecoderWorld, build_decoders
-from sequence_world import build_sequences
-
 from hf_bico import Comparison, compare, port
 from hf_bico.report import format_table
+from support.language_world import PLAIN, STYLES, DecoderWorld, build_decoders
+from support.sequence_world import build_sequences
 
 METHODS = ("naive", "theseus", "bico")
 SIZES = (20, 100, 300)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from math import ceil, isfinite
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from io import BytesIO
+from math import ceil, inf, isfinite, isnan
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.drawing import FONT, FONT_FAMILY, INK, png
+from hf_bico.drawing import INK
 from hf_bico.record import SiteRecord
 from hf_bico.sites import TEXT_SIDE, role_labels
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from PIL import Image, ImageDraw, ImageFont
 
 PANELS = {
     "score_in": "score in (1 is best)",
@@ -34,6 +38,19 @@ _TEXT = f"{TEXT_SIDE}."
 _BLOCK = re.compile(r"(?:^|\.)(\d{1,4})$")
 _LONGEST_LABEL = 44
 _NOT_CARRIED = "#e4e4e4"
+_SHADES = tuple(
+    map(
+        bytes.fromhex,
+        (
+            *("440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c"),
+            *("1fa088", "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"),
+        ),
+    )
+)
+"""The colours of viridis, which the colour-blind can tell apart, at every sixteenth of the way."""
+_WIDTH, _ROW, _LOW_ROW, _ABOVE, _BELOW, _BETWEEN, _BAR, _GAP = 1440, 50, 40, 48, 76, 58, 25, 11
+_TINY, _SMALL, _LARGE = 14, 21, 25
+"""In pixels: the picture and its parts, and letters."""
 
 
 def panels(sites: Sequence[SiteRecord], blocks: int) -> dict[str, str]:
@@ -45,79 +62,123 @@ def panels(sites: Sequence[SiteRecord], blocks: int) -> dict[str, str]:
 def alignment_picture(sites: Sequence[SiteRecord], blocks: int) -> bytes | None:
     """PNG: how well each site lines up, as one heat strip of roles by target blocks for each of the three values.
 
-    None where calibration left nothing to draw. The same sites give the same bytes.
+    None where calibration left nothing to draw. The same sites give the same bytes, and are drawn once in a process.
     """
-    return png(lambda: _draw(sites, blocks), dpi=180) if panels(sites, blocks) else None
+    return _drawn(tuple(sites), blocks) if panels(sites, blocks) else None
 
 
-def _draw(sites: Sequence[SiteRecord], blocks: int) -> Figure:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
+@lru_cache(maxsize=32)
+def _drawn(sites: tuple[SiteRecord, ...], blocks: int) -> bytes:
+    stream = BytesIO()
+    _draw(sites, blocks).save(stream, "png")
+    return stream.getvalue()
+
+
+def _draw(sites: Sequence[SiteRecord], blocks: int) -> Image.Image:
+    from PIL import Image, ImageDraw
 
     columns, roles = _columns(sites, blocks), _roles(sites, blocks)
+    drawn, labels = panels(sites, blocks), [_short(role) for role in roles]
     beside = len(columns) - columns.count(None) <= SIDE_BY_SIDE
-    drawn = panels(sites, blocks)
-    rows_of_panels, panels_a_row = (1, len(drawn)) if beside else (len(drawn), 1)
-    height = 0.62 + 0.28 * len(roles) if beside else 1.2 + len(drawn) * (0.42 + 0.22 * len(roles))
-    figure = Figure(figsize=(8, height))
-    figure.set_layout_engine("constrained")
-    grid = figure.subplots(rows_of_panels, panels_a_row, sharex=True, sharey=True, squeeze=False)
-    strips = list(grid.flat)
-    for axes, (value, title) in zip(strips, drawn.items(), strict=True):
-        _panel(axes, _values(sites, blocks, value, roles, columns), "viridis_r" if value == "unseen" else "viridis")
-        axes.set_title(title, fontsize=10, loc="left", **FONT)
-    for axes in grid[-1, :]:
-        _label_blocks(axes, columns, "proj" if "proj" in roles else "other")
-    for axes in grid[:, 0]:
-        axes.set_yticks(range(len(roles)), [_short(role) for role in roles], fontsize=8.5, **FONT)
-        axes.tick_params(which="major", labelleft=True)
-    bar = figure.colorbar(ScalarMappable(cmap="viridis"), ax=strips, fraction=0.03, pad=0.015, ticks=[0, 1])
-    bar.set_ticklabels(["worst", "best"])
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=8.5, labelcolor=INK, labelfontfamily=FONT_FAMILY)
-    return figure
+    down, across = (1, len(drawn)) if beside else (len(drawn), 1)
+    height = (_ROW if beside else _LOW_ROW) * len(roles)
+    left = 2 * _GAP + max(_width(label) for label in labels)
+    right = _WIDTH - _BAR - 3 * _GAP - _width("worst")
+    width = (right - left + 2 * _GAP) // across - 2 * _GAP
+    bottom = _ABOVE + down * (height + _BETWEEN) - _BETWEEN
+    picture = Image.new("RGB", (_WIDTH, bottom + _BELOW), "white")
+    pen = ImageDraw.Draw(picture)
+    for number, (value, title) in enumerate(drawn.items()):
+        row, column = divmod(number, across)
+        strip = _Strip(pen, left + column * (width + 2 * _GAP), _ABOVE + row * (height + _BETWEEN), width, height)
+        strip.fill(_values(sites, blocks, value, roles, columns), small_is_good=value == "unseen")
+        pen.text((strip.x, strip.y - _GAP), title, INK, _font(_LARGE), anchor="ls")
+        if column == 0:
+            strip.label_roles(labels)
+        if row == down - 1:
+            strip.label_blocks(columns, "proj" if "proj" in roles else "other")
+    for y in range(_ABOVE, bottom):
+        pen.line((right + _GAP, y, right + _GAP + _BAR, y), _colour((bottom - y) / (bottom - _ABOVE)))
+    for y, word in ((_ABOVE, "best"), (bottom, "worst")):
+        pen.text((right + 2 * _GAP + _BAR, y), word, INK, _font(_SMALL), anchor="lm")
+    return picture
 
 
-def _panel(axes: Axes, values: np.ndarray[Any, Any], colours: str) -> None:
-    """One strip, bright where it is good; what was not carried is grey, a place where no site can be is empty."""
-    import numpy as np
-    from matplotlib.colors import ListedColormap
+@dataclass(frozen=True)
+class _Strip:
+    """A panel of the picture: where it stands, and what draws it."""
 
-    height, width = values.shape
-    style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
-    axes.set_facecolor("white")
-    axes.imshow(np.where(np.isinf(values), np.nan, 0.0), cmap=ListedColormap([_NOT_CARRIED]), **style)
-    axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=1, **style)
-    if width <= MOST_NUMBERS:
-        bright = values if colours == "viridis" else 1 - values
-        for row, column in np.argwhere(np.isfinite(values)):
-            colour = "black" if bright[row, column] > 0.6 else "white"
-            size = 8 if width <= 6 else 5.5
-            text = f"{values[row, column]:.2f}".lstrip("0") if width > 6 else f"{values[row, column]:.2f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=size, **{**FONT, "color": colour})
-    axes.set_xticks(np.arange(-0.5, width), minor=True)
-    axes.set_yticks(np.arange(-0.5, height), minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.0 if width <= 30 else 0.5, linestyle="-")
-    axes.grid(which="major", visible=False)
-    axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    pen: ImageDraw.ImageDraw
+    x: int
+    y: int
+    width: int
+    height: int
+
+    def fill(self, values: np.ndarray[Any, Any], small_is_good: bool) -> None:
+        """Draw the cells, bright where it is good; what was not carried is grey, a place where no site can be empty."""
+        from numpy import ndenumerate
+
+        rows, columns = values.shape
+        line, size = (3 if columns <= 30 else 2), (_SMALL if columns <= 6 else _TINY)
+        for (row, column), value in ndenumerate(values):
+            if value == inf:
+                continue
+            goodness = 1 - value if small_is_good else value
+            x, end = (self.x + at * self.width // columns for at in (column, column + 1))
+            y, below = (self.y + at * self.height // rows for at in (row, row + 1))
+            self.pen.rectangle((x, y, end - line, below - line), _NOT_CARRIED if isnan(value) else _colour(goodness))
+            if columns <= MOST_NUMBERS and not isnan(value):
+                text = f"{value:.2f}" if columns <= 6 else f"{value:.2f}".lstrip("0")
+                ink = "black" if goodness > 0.6 else "white"
+                self.pen.text(((x + end - line) / 2, (y + below - line) / 2), text, ink, _font(size), anchor="mm")
+
+    def label_roles(self, labels: Sequence[str]) -> None:
+        for row, label in enumerate(labels):
+            place = (self.x - _GAP, self.y + (row + 0.5) * self.height / len(labels))
+            self.pen.text(place, label, INK, _font(_SMALL), anchor="rm")
+
+    def label_blocks(self, columns: list[int | None], outside: str) -> None:
+        """Block numbers, not more than fit, and a word for what is `outside` of them."""
+        blocks = columns[: columns.index(None)] if None in columns else columns
+        step = max(1, ceil(len(blocks) / (8 if len(blocks) <= SIDE_BY_SIDE else 16)))
+        y = self.y + self.height + _GAP
+        for place in (*range(0, len(blocks), step), *range(len(blocks), len(columns))):
+            label = outside if columns[place] is None else str(columns[place])
+            self.pen.text(
+                (self.x + (place + 0.5) * self.width / len(columns), y), label, INK, _font(_SMALL), anchor="ma"
+            )
+        self.pen.text(
+            (self.x + self.width / 2, y + 2 * _SMALL * 3 // 4), "target block", INK, _font(_SMALL), anchor="ma"
+        )
 
 
-def _label_blocks(axes: Axes, columns: list[int | None], outside: str) -> None:
-    """Block numbers, not more than fit, and a word for what is `outside` of them."""
-    blocks = columns[: columns.index(None)] if None in columns else columns
-    step = max(1, ceil(len(blocks) / (8 if len(blocks) <= SIDE_BY_SIDE else 16)))
-    places = [*range(0, len(blocks), step), *range(len(blocks), len(columns))]
-    labels = [outside if columns[place] is None else str(columns[place]) for place in places]
-    axes.set_xticks(places, labels, fontsize=8.5, **FONT)
-    axes.tick_params(which="major", labelbottom=True)
-    axes.set_xlabel("target block", fontsize=8.5, **FONT)
+def _colour(goodness: float) -> tuple[int, ...]:
+    """From the worst, 0, to the best, 1."""
+    place = min(max(goodness, 0.0), 1.0) * (len(_SHADES) - 1)
+    below = min(int(place), len(_SHADES) - 2)
+    pairs = zip(_SHADES[below], _SHADES[below + 1], strict=True)
+    return tuple(round(one + (place - below) * (other - one)) for one, other in pairs)
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib: the same on every machine, and nothing of matplotlib is imported."""
+    from PIL import ImageFont
+
+    matplotlib = find_spec("matplotlib")
+    assert matplotlib is not None
+    assert matplotlib.origin is not None
+    return ImageFont.truetype(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size)
+
+
+def _width(label: str) -> int:
+    return ceil(_font(_SMALL).getlength(label))
 
 
 def _short(label: str) -> str:
-    """The end of a long path, which tells more than its beginning."""
-    return label if len(label) <= _LONGEST_LABEL else f"...{label[3 - _LONGEST_LABEL :]}"
+    """The end of a long path, which tells more than its beginning; nothing that is not a letter."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in label)
+    return shown if len(shown) <= _LONGEST_LABEL else f"...{shown[3 - _LONGEST_LABEL :]}"
 
 
 def _drawable(sites: Sequence[SiteRecord], blocks: int) -> list[SiteRecord]:

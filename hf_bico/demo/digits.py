@@ -122,12 +122,13 @@ def write_parquet(folder: Path, domain: Domain, *, seed: int) -> None:
         pictures = [fromarray(picture).convert("RGB") for picture in levels.numpy()]
         columns = {"image": pictures, "label": digits.labels[order].tolist()}
         rows = Dataset.from_dict(columns, features=features)
-        with _no_progress_bars():
+        with no_progress_bars():
             rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """No bars of `datasets` inside."""
     disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _ATTENTION_BIAS = "attn.in_proj_bias"
 _HEAD_WIDTH = 64
 """What open_clip takes where the configuration does not say."""
+_BOUNDED: set[str] = set()
+"""Configurations, with the shapes of the weights beside them, that ask for no more than these hold."""
 _RESIDUAL = {
     "class_embedding": "class",
     "positional_embedding": "positions",
@@ -153,9 +156,17 @@ class OpenClip(Family):
         return live
 
     def _require_bounded(self, folder: Path) -> None:
-        """Refuse, before memory is taken for it, a model that is far larger than its weights."""
+        """Refuse, before memory is taken for it, a model that is far larger than its weights.
+
+        The fine-tune and its base have one configuration, which is looked at once.
+        """
+        shapes = FileCheckpoint.in_folder(folder, self.library).shapes
+        asked_and_there = json.dumps([self.read_config(folder), shapes], sort_keys=True)
+        if asked_and_there in _BOUNDED:
+            return
         try:
             self.skeleton(folder)
+            _BOUNDED.add(asked_and_there)
         except RepoError as error:
             if isinstance(error.__cause__, TooLargeError):
                 raise

@@ -1,0 +1,102 @@
+"""How often the models run: one pass over the samples serves every method that reads its statistics."""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_bico
+from hf_bico.bench import Bench
+from hf_bico.data.calibration import draw
+from hf_bico.environment import Stopwatch
+from hf_bico.heads import heads_of
+from hf_bico.methods import METHODS, Carrier
+from hf_bico.outcomes import outcome_of
+from hf_bico.planning import plan
+from hf_bico.rounds import Round
+from hf_bico.settings import Settings
+from support.passes import CLASSES, ONE_PASS, counted
+from support.scenes import Scene, make_scene
+
+SAMPLES, BATCH = 24, 7
+BATCHES = ceil(SAMPLES / BATCH)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return make_scene(tmp_path)
+
+
+def make_round(scene: Scene, target: Path | None = None) -> Round:
+    settings = Settings(n=SAMPLES, batch_size=BATCH, objective="zero-shot")
+    planned = plan(scene.tuned, target or scene.target, base=scene.base, data=scene.data).fetched()
+    bench = Bench.open(planned, settings, torch.device("cpu"), Stopwatch())
+    drawn = draw(scene.data, settings)
+    return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), Stopwatch(), settings)
+
+
+def carrier(name: str, round: Round) -> Carrier:
+    method = METHODS[name](round.settings)
+    assert isinstance(method, Carrier)
+    return method
+
+
+def test_one_pass_serves_all_methods(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    round = make_round(scene)
+    methods = [carrier(name, round) for name in ONE_PASS]
+    kinds = {kind for method in methods for kind in method.kinds}
+    with counted(monkeypatch) as counts:
+        round.see(kinds)
+    # the source also predicts, with its fine-tuned weights; a backward with the labels, and one for each class
+    assert counts == {"source": 2 * BATCHES, "target": BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
+    with counted(monkeypatch) as counts:
+        outcomes = [outcome_of(method, round) for method in methods]
+    assert not counts
+    assert all(len(outcome.changes) for outcome in outcomes)
+
+
+def test_gradfix_reads_the_same_pass(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two models of one shape."""
+    round = make_round(scene, target=scene.base)
+    methods = [carrier(name, round) for name in (*ONE_PASS, "gradfix")]
+    with counted(monkeypatch) as counts:
+        round.see({kind for method in methods for kind in method.kinds})
+    # both towers are as wide as the source's here: predictions, source and target
+    assert counts == {"source": 3 * BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
+    with counted(monkeypatch) as counts:
+        assert all(len(outcome_of(method, round).changes) for method in methods)
+    assert not counts
+
+
+def test_what_was_seen_is_not_collected_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    round = make_round(scene)
+    for first, second in (("bico", "output-only"), ("theseus", "input-only"), ("bico-fisher", "bico-fisher")):
+        outcome_of(carrier(first, round), round)
+        with counted(monkeypatch) as counts:
+            outcome_of(carrier(second, round), round)
+        assert not counts, second
+
+
+FORETOLD = BATCHES
+"""Backward passes of the target's own loss, from where it starts; other methods differentiate it anyway."""
+PASSES = {
+    "naive": {},
+    "theseus": {"source": BATCHES, "target": BATCHES},
+    "input-only": {"source": BATCHES, "target": BATCHES},
+    "bico": {"source": BATCHES, "target": BATCHES, "backward": 2 * BATCHES},
+    "gradient-only": {"source": BATCHES, "target": BATCHES, "backward": 2 * BATCHES},
+    "bico-fisher": {"source": 2 * BATCHES, "target": BATCHES, "backward": 2 * BATCHES * CLASSES + FORETOLD},
+    "bico-path": {"source": 3 * BATCHES, "target": 2 * BATCHES, "backward": 2 * 2 * BATCHES * CLASSES + FORETOLD},
+}
+
+
+@pytest.mark.parametrize("method", PASSES)
+def test_port_runs_each_model_as_often_as_it_must(scene: Scene, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"n": SAMPLES, "batch_size": BATCH, "augment": 0, "evaluate": False}
+    with counted(monkeypatch) as counts:
+        hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, method=method, **options)
+    assert counts == PASSES[method]

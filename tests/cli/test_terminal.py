@@ -1,0 +1,135 @@
+"""On a real terminal: tables that fit its width, colours unless they are unwanted, bars that go away again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hf_bico.cli import main
+from hf_bico.tables import BEST, WORSE, Line, Table
+from support.scenes import Scene, make_scene
+from support.terminals import Seen, run_in_terminal
+
+STAGES = ("sample", "download", "read", "load", "calibrate", "align", "transport", "form", "evaluate", "record")
+CLOCK = r"\d:\d\d:\d\d"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"))
+
+
+@pytest.fixture
+def shown(scene: Scene, tmp_path: Path) -> Callable[..., Seen]:
+    def run(command: str, columns: int, *options: str, pipe_stdout: bool = False, **environment: str) -> Seen:
+        words = [command, *scene.arguments, *options, "-o", str(tmp_path / "out"), "--overwrite"]
+        return run_in_terminal(words, columns, pipe_stdout, **environment)
+
+    return run
+
+
+def test_a_port_on_a_narrow_terminal(shown: Callable[..., Seen]) -> None:
+    seen = shown("port", 60)
+    assert seen.code == 0, seen.text
+    assert seen.coloured
+    screen = seen.screen
+    assert [line for line in screen if line.startswith("Outlook: ")], "the bars that go on do not wipe it off"
+    assert not [line for line in screen if "━━" in line]
+    table = screen[screen.index(next(line for line in screen if line.startswith("model"))) :]
+    assert [line for line in table if line.startswith(("target, ported", "target, zero-shot"))]
+    header = next(line for line in table if line.startswith("role"))
+    roles = [line for line in table if line.startswith(("attn.", "mlp.", "proj"))]
+    assert len(roles) % 7 == 0
+    assert all(len(line) <= 60 for line in [header, *roles])
+    assert "…" not in "".join(table), "nothing is cut off"
+
+
+def test_bars_show_stage_count_and_both_times_and_go_away(shown: Callable[..., Seen]) -> None:
+    seen = shown("port", 120, "--batch-size", "3", pipe_stdout=True)
+    assert seen.code == 0, seen.text
+    assert all(stage in seen.text for stage in STAGES)
+    assert re.search(rf"calibrate +\S+ +(\d+)/\1 +{CLOCK} +{CLOCK} left", seen.text), "a stage that is done is full"
+    assert re.search(rf"record .*{CLOCK} +{CLOCK} left", seen.text)
+    left = [line for line in seen.screen if line]
+    assert [line.partition(":")[0] for line in left] == ["seconds"], "no bar is left on the screen"
+    assert "\x1b" not in seen.piped
+    assert not any(re.search(rf"{stage} +━", seen.piped) for stage in STAGES)
+
+
+def test_what_is_piped_is_the_plain_text(shown: Callable[..., Seen], scene: Scene, tmp_path: Path) -> None:
+    dumb = shown("port", 60, TERM="dumb")
+    words = [*scene.arguments, "-o", str(tmp_path / "out"), "--overwrite"]
+    plain = CliRunner().invoke(main, ["port", *words]).stdout
+    told = [line for line in dumb.written.splitlines() if not line.startswith("seconds:")]
+    assert told == plain.splitlines()
+    assert "\x1b" not in dumb.written
+
+
+def test_a_comparison_without_colours(shown: Callable[..., Seen], tmp_path: Path) -> None:
+    methods = ["--methods", "naive,theseus,bico", "--seeds", "1", "-n", "8,12"]
+    seen = shown("compare", 120, *methods, NO_COLOR="1")
+    assert seen.code == 0, seen.text
+    assert not seen.coloured
+    assert re.search(rf"compare +\S+ +\d+/\d+ +{CLOCK} +(?:{CLOCK}|-:--:--) left", seen.text)
+    screen = [line for line in seen.screen if line]
+    assert screen[0] == "tuned to target"
+    assert screen[-1] == f"Written to {tmp_path / 'out'}"
+    assert not any("left" in line or "━━" in line for line in screen)
+    best = [line for line in screen if line.endswith(BEST)]
+    worse = [line for line in screen if line.endswith(WORSE)]
+    assert best or worse, "how good a method is can be read without colours"
+    assert all(re.search(r" -\d+\.\d+ ", line) for line in worse)
+    assert len([line for line in screen if line.startswith(("THESEUS", "BiCo"))]) == 4
+
+
+def test_an_error_is_coloured_unless_no_colours_are_wanted() -> None:
+    words = ["card", "nowhere-at-all"]
+    plain = "Error: there is no folder 'nowhere-at-all'\nRemedy: name a folder that hf-bico wrote\n"
+    seen = run_in_terminal(words, 80)
+    assert seen.coloured
+    assert seen.text == plain
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert run_in_terminal(words, 80, **environment).written == plain
+
+
+def test_no_color_reaches_all_that_click_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    import click
+
+    @click.command()
+    def coloured() -> None:
+        click.secho("red", fg="red")
+
+    monkeypatch.setitem(main.commands, "coloured", coloured)
+    monkeypatch.setattr("hf_bico.edge.screen.is_screen", lambda stream: True)
+    assert CliRunner().invoke(main, ["coloured"], color=True).output == "\x1b[31mred\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert CliRunner().invoke(main, ["coloured"], color=True).output == "red\n"
+
+
+@given(
+    st.lists(st.text(alphabet="abc de", min_size=1, max_size=12), min_size=2, max_size=9),
+    st.integers(min_value=30, max_value=120),
+)
+def test_a_table_of_any_width_keeps_every_cell(header: list[str], width: int) -> None:
+    lines = [Line([f"{row}-{column}" for column, _ in enumerate(header)], BEST if row else "") for row in range(3)]
+    console = Console(file=StringIO(), width=width, color_system=None)
+    console.print(Table(header, lines))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert all(cell in shown.split() for line in lines for cell in (*line.cells, *line.mark.split()))
+
+
+def test_columns_that_do_not_fit_stand_below_with_their_lines() -> None:
+    console = Console(file=StringIO(), width=30, color_system=None)
+    console.print(Table(["model", "first column", "second"], [Line(["a long name", "1.0", "22.0"], WORSE)]))
+    shown = [line.split() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    assert ["a", "long", "name", "1.0", "22.0"] in shown
+    assert ["a", "long", "name", "worse"] in shown

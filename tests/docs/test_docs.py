@@ -1,0 +1,59 @@
+"""The documentation says what is there: every method, every sampling, every table as it was measured, every test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_bico.cards.methods import METHODS as TOLD
+from hf_bico.comparison import LABELS
+from hf_bico.methods import METHODS
+from hf_bico.settings import METHOD_NAMES, SAMPLINGS
+from support import ROOT
+from support.page_text import inline_code
+
+PAGE = (ROOT / "docs" / "methods.md").read_text()
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_every_method_has_its_line(name: str) -> None:
+    assert f"| `{name}` |" in PAGE
+    assert name in TOLD
+    assert name in LABELS
+
+
+def test_every_name_has_its_method() -> None:
+    assert tuple(METHODS) == METHOD_NAMES
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_sampling_is_told(name: str) -> None:
+    assert f"`{name}`" in PAGE
+
+
+@pytest.mark.parametrize("table", sorted((ROOT / "docs" / "small-world").glob("*-*.md")), ids=lambda file: file.stem)
+def test_tables_are_those_that_were_measured(table: Path) -> None:
+    """Of methods; those of the outlook stand in another page, and have tests of their own."""
+    assert table.read_text() in PAGE
+    assert table.with_suffix(".png").is_file()
+
+
+def test_numbers_of_other_pages_are_those_of_the_tables() -> None:
+    """Means with their deviation are copied from the tables, and must be in them."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        quoted = re.findall(r"\| `(bico[\w-]*)` \| (.*\d ± .*) \|", page.read_text())
+        for name, numbers in quoted:
+            assert f"| {LABELS[name]} |  | {numbers} |" in PAGE, (page.name, name)
+
+
+def test_the_tests_that_show_what_is_checked_are_there() -> None:
+    named = {code for code in inline_code((ROOT / "docs" / "security.md").read_text()) if code.startswith("test_")}
+    defined = {
+        name
+        for file in (ROOT / "tests").glob("*/test_*.py")
+        for name in re.findall(r"def (test_\w+)\(", file.read_text())
+    }
+    assert len(named) > 30
+    assert named <= defined

@@ -1,0 +1,649 @@
+"""Comparing methods: every number is what a port measures, nothing is done twice, and nothing measured is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import hf_bico
+import hf_bico.comparing.subjects
+from hf_bico.cli import main
+from hf_bico.comparing import _Work
+from hf_bico.comparing.grid import Grid
+from hf_bico.comparison import CellKey, Comparison
+from hf_bico.comparison.log import LOG_FILE
+from hf_bico.comparison.results import RESULT_FILES
+from hf_bico.data.calibration import Drawn, draw
+from hf_bico.errors import SampleCountError, UsageError
+from hf_bico.hub.client import Hub
+from hf_bico.methods.training import Learner
+from hf_bico.models import Model
+from hf_bico.planning import plan
+from hf_bico.progress import silent
+from hf_bico.record import EvaluationRecord
+from hf_bico.settings import METHOD_NAMES, Settings
+from support import forks
+from support.passes import CLASSES, ONE_PASS, counted
+from support.scenes import SOURCE, Scene, make_scene, write_images, write_tables
+from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, write_transformers
+
+OPTIONS = {"alpha": 8.0, "learning_rate": 0.005, "train_steps": 3, "train_batch": 8, "warmup": 1, "device": "cpu"}
+TYPED = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+"""Large changes, and a short training."""
+TRAINED, TESTED = 12, 40
+"""Images of each class: to measure on, so many that models are seldom equally good by chance."""
+ROWS = TESTED * CLASSES
+SIZES, SEEDS = [8, 12], [0, 1]
+
+
+def write_pictures(folder: Path, seed: int = 0, splits: dict[str, int] | None = None) -> Path:
+    """Smooth images, each class around a colour of its own."""
+    generator = np.random.default_rng(seed)
+    colour = {name: generator.integers(0, 256, 3) for name in CLASS_NAMES}
+
+    def picture(name: str) -> Image.Image:
+        colours = 0.4 * colour[name] + 0.6 * generator.integers(0, 256, (2, 2, 3))
+        return Image.fromarray(colours.astype(np.uint8)).resize((20, 20))
+
+    counts = splits or {"train": TRAINED, "test": TESTED}
+    return write_tables(
+        folder,
+        {split: {(name, at): picture(name) for name in CLASS_NAMES for at in range(n)} for split, n in counts.items()},
+    )
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    made = make_scene(tmp_path_factory.mktemp("scene"))
+    shutil.rmtree(made.data)
+    write_pictures(made.data)
+    return made
+
+
+@pytest.fixture(scope="module")
+def twin(scene: Scene) -> Path:
+    """Another model of the source's architecture."""
+    return WRITERS["open_clip"](scene.folder / "twin", SOURCE, random_state(SOURCE, 3))
+
+
+def compared(scene: Scene, target: Path | None = None, data: Any = None, **options: Any) -> Comparison:
+    where: dict[str, Any] = {"to": target or scene.target, "base": scene.base, "data": data or scene.data}
+    return hf_bico.compare(scene.tuned, **where, **{**OPTIONS, **options})
+
+
+def measured(scene: Scene, target: Path | None = None, **options: Any) -> list[EvaluationRecord]:
+    """What a port measures."""
+    where: dict[str, Any] = {"to": target or scene.target, "base": scene.base, "data": scene.data}
+    return hf_bico.port(scene.tuned, **where, **{**OPTIONS, **options}).record.evaluation
+
+
+def value(comparison: Comparison, method: str, **key: Any) -> float:
+    wanted = CellKey("pictures", method, **key)
+    (cell,) = (cell for cell in comparison.cells if cell.key == wanted)
+    return cell.value
+
+
+def of(records: list[EvaluationRecord], model: str, protocol: str | None = None) -> float:
+    (found,) = (record.value for record in records if (record.model, record.protocol) == (model, protocol))
+    return found
+
+
+def typed(scene: Scene, target: Path | None = None, data: tuple[Path, ...] | None = None) -> list[str]:
+    words = [str(scene.tuned), "--base", str(scene.base), "--to", str(target or scene.target), *TYPED]
+    return [*words, *(word for path in (data or (scene.data,)) for word in ("--data", str(path)))]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["compare", *arguments])
+
+
+def log_lines(folder: Path) -> list[bytes]:
+    file = folder / LOG_FILE
+    return file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+
+
+def keys_of(lines: list[bytes]) -> list[CellKey]:
+    cells = [json.loads(line)["cell"] for line in lines[1:]]
+    return [CellKey(**{name: cell[name] for name in CellKey._fields}) for cell in cells]
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULT_FILES}
+
+
+# Every number is what a port measures
+
+
+@pytest.fixture(scope="module")
+def everything(scene: Scene) -> Comparison:
+    return compared(scene, methods="all", n=SIZES, seeds=2)
+
+
+@pytest.mark.parametrize(("n", "seed"), zip(SIZES, SEEDS, strict=True))
+@pytest.mark.parametrize("method", ["theseus", "bico", "bico-path", "fewshot"])
+def test_a_number_is_what_a_port_measures(scene: Scene, everything: Comparison, method: str, n: int, seed: int) -> None:
+    records = measured(scene, method=method, n=n, seed=seed)
+    assert value(everything, method, n=n, seed=seed) == of(records, "ported")
+    assert value(everything, "target") == of(records, "target")
+    assert value(everything, "source") == of(records, "source")
+
+
+@pytest.mark.parametrize("method", ["input-only", "output-only", "gradient-only", "bico-fisher", "naive", "finetune"])
+def test_so_is_that_of_any_other_method(scene: Scene, everything: Comparison, method: str) -> None:
+    without = method in ("naive", "finetune")
+    key = {} if without else {"n": 12, "seed": 1}
+    drawn = {"n": 8, "seed": 0} if without else key
+    assert value(everything, method, **key) == of(measured(scene, method=method, **drawn), "ported")
+
+
+def test_methods_and_draws_give_different_numbers(everything: Comparison) -> None:
+    """Otherwise the tests above could not fail."""
+    values = [cell.value for cell in everything.cells if cell.seed is not None]
+    assert len(set(values)) > len(values) / 3
+    by_method = {row.method: row.average.mean for row in everything.rows() if row.average and row.n in (None, 12)}
+    assert len(set(by_method.values())) > len(by_method) - 4
+
+
+@pytest.mark.parametrize("method", ["theseus", "gradfix", "transfusion", "naive"])
+def test_between_models_of_one_architecture_all_methods_are_measured(scene: Scene, twin: Path, method: str) -> None:
+    comparison = compared(scene, twin, methods=["naive", "transfusion", "gradfix", "theseus"], n=8, seeds=1)
+    assert comparison.refusals == ()
+    key = {"n": 8, "seed": 0} if method in ("theseus", "gradfix") else {}
+    assert value(comparison, method, **key) == of(measured(scene, twin, method=method, n=8), "ported")
+
+
+@pytest.mark.parametrize("method", ["bico", "bico-path", "naive", "fewshot"])
+def test_readouts_and_controls_are_those_of_a_port(scene: Scene, method: str) -> None:
+    comparison = compared(scene, methods=[method], n=8, seeds=[1], readout=True, control=True)
+    draw = {"n": 8, "seed": 1}
+    records = measured(scene, method=method, readout=True, **draw)
+    assert value(comparison, method, readout=True, **draw) == of(records, "ported")
+    assert value(comparison, method, **({} if method == "naive" else draw)) == of(records, "ported, no readout")
+    if method != "bico-path":  # whose readout is fitted to the altered copies too
+        assert value(comparison, "target", readout=True, **draw) == of(records, "target, readout")
+    controls = [cell for cell in comparison.cells if cell.control]
+    if method in ("naive", "fewshot"):
+        assert controls == []
+    else:
+        records = measured(scene, method=method, control=True, **draw)
+        assert value(comparison, method, control=True, **draw) == of(records, "control")
+
+
+def test_controls_stand_beside_methods_that_have_none(scene: Scene, twin: Path) -> None:
+    methods = ["gradfix", "transfusion", "theseus"]
+    comparison = compared(scene, twin, methods=methods, n=8, seeds=[1], control=True)
+    alone = compared(scene, twin, methods=["theseus"], n=8, seeds=[1], control=True)
+    assert [cell.method for cell in comparison.cells if cell.control] == ["theseus"]
+    assert {cell for cell in comparison.cells if cell.method not in methods[:2]} == set(alone.cells)
+
+
+@pytest.mark.parametrize("evaluation", ["probe", "both"])
+def test_probes_are_those_of_a_port(scene: Scene, evaluation: str) -> None:
+    comparison = compared(scene, methods=["naive", "bico"], n=SIZES, seeds=[1], evaluation=evaluation)
+    for n in SIZES:
+        probe = {"n": n, "seed": 1, "protocol": "probe"}
+        for method in ("naive", "bico"):
+            records = measured(scene, method=method, n=n, seed=1, evaluation=evaluation)
+            assert value(comparison, method, **probe) == of(records, "ported", "probe")
+            assert value(comparison, "target", **probe) == of(records, "target", "probe")
+            assert value(comparison, "source", **probe) == of(records, "source", "probe")
+            if evaluation == "both":
+                key = {} if method == "naive" else {"n": n, "seed": 1}
+                assert value(comparison, method, **key) == of(records, "ported")
+    plain = [cell for cell in comparison.cells if cell.protocol is None]
+    assert len(plain) == (0 if evaluation == "probe" else 2 + 1 + len(SIZES))
+
+
+def test_samples_of_each_class_and_pseudo_labels_and_altered_copies(scene: Scene) -> None:
+    for options in ({"per_class": 2}, {"n": 8, "labels": "pseudo"}, {"n": 8, "augment": 2, "sampling": "one-class"}):
+        comparison = compared(scene, methods=["bico"], seeds=[1], **options)
+        key = {name: options[name] for name in ("n", "per_class") if name in options}
+        assert value(comparison, "bico", seed=1, **key) == of(measured(scene, seed=1, **options), "ported")
+
+
+@pytest.mark.parametrize("layers", ["similarity", (1, 0)])
+def test_blocks_are_paired_as_in_a_port(scene: Scene, layers: Any) -> None:
+    comparison = compared(scene, methods=["bico", "naive"], n=8, seeds=[1], layers=layers)
+    assert value(comparison, "bico", n=8, seed=1) == of(measured(scene, n=8, seed=1, layers=layers), "ported")
+    key = {"n": 8, "seed": 1} if layers == "similarity" else {}  # the samples say what is similar
+    records = measured(scene, method="naive", n=8, seed=1, layers=layers)
+    assert value(comparison, "naive", **key) == of(records, "ported")
+
+
+def test_a_training_is_the_same_in_every_draw(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With readouts or probes fine-tuning has numbers of every draw, but is done once."""
+    steps = count_calls(monkeypatch, Learner, "step")
+    compared(scene, methods=["finetune"], n=[8], seeds=2, readout=True, evaluation="both")
+    assert len(steps) == OPTIONS["train_steps"]
+
+
+def test_the_fine_tuned_target_is_a_reference(scene: Scene, tmp_path: Path) -> None:
+    shutil.copytree(scene.target, tmp_path / "direct")
+    file = tmp_path / "direct" / "open_clip_model.safetensors"
+    state = load_file(file)
+    changed = {name: tensor * 1.5 if name.startswith("visual.") else tensor for name, tensor in state.items()}
+    save_file({**state, **changed}, file, metadata={"format": "pt"})
+    comparison = compared(scene, methods=["naive"], n=8, seeds=1, fine_tuned=tmp_path / "direct")
+    alone = hf_bico.evaluate_model(tmp_path / "direct", scene.data, device="cpu")
+    assert alone.n == ROWS
+    assert value(comparison, "target fine-tuned") == alone.value != value(comparison, "target")
+    out = ["-o", str(tmp_path / "out"), "-n", "8", "--seeds", "1", "--methods", "naive"]
+    result = run(*typed(scene), *out, "--fine-tuned", str(tmp_path / "direct"))
+    assert result.exit_code == 0, result.output
+    assert f"target, fine-tuned  -      {alone.value:.1%}".rstrip("%") in result.stdout
+    save_file({**state, **{name: -tensor for name, tensor in changed.items()}}, file, metadata={"format": "pt"})
+    other = run(*typed(scene), *out, "--fine-tuned", str(tmp_path / "direct"))
+    assert (other.exit_code, "fine_tuned.sha256." in other.stderr) == (2, True), other.stderr
+
+
+def test_no_sample_that_any_draw_took_is_measured_on(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_pictures(tmp_path / "pictures", splits={"train": TRAINED})
+    asked, seen = hf_bico.comparing.subjects.evaluation_samples, list[set[int]]()
+
+    def noted(*arguments: Any) -> Any:
+        split, samples = asked(*arguments)
+        assert split == "train"
+        seen.append(set(samples.indices))
+        return split, samples
+
+    monkeypatch.setattr("hf_bico.comparing.subjects.evaluation_samples", noted)
+    comparison = compared(scene, data=data, methods=["bico"], n=SIZES, seeds=2)
+    draws: list[Drawn] = [draw(data, Settings(n=n, seed=seed)) for n in SIZES for seed in SEEDS]
+    drawn = {index for one in draws for index in one.samples.indices}
+    assert seen == [set(range(TRAINED * CLASSES)) - drawn]
+    # half of the split at most: the rest is for what trains
+    assert comparison.about["evaluation"] == {"pictures": {"split": "train", "samples": TRAINED * CLASSES // 2}}
+    with pytest.raises(SampleCountError, match="no labelled sample to measure on"):
+        compared(scene, data=data, methods=["bico"], n=TRAINED * CLASSES, seeds=1)
+
+
+# Nothing is done twice
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """What the method `name` is called on, from now on."""
+    original, calls = getattr(owner, name), list[Any]()
+
+    def counting(own: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(own)
+        return original(own, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+def test_models_are_loaded_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = count_calls(monkeypatch, Model, "load")
+    compared(scene, methods=["naive", "theseus", "bico"], n=SIZES, seeds=2)
+    assert [model.name for model in loaded] == ["base", "target"]
+
+
+BATCH, SAMPLES = 7, 24
+BATCHES, EVALUATION = ceil(SAMPLES / BATCH), ceil(ROWS / BATCH)
+
+
+def test_one_pass_serves_all_methods(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as counts:
+        compared(scene, methods=ONE_PASS, n=SAMPLES, seeds=1, batch_size=BATCH)
+    # the source also predicts, with its fine-tuned weights; a backward with the labels, and one for each class
+    assert counts == {
+        "source": EVALUATION + 2 * BATCHES,
+        "target": EVALUATION * (1 + len(ONE_PASS)) + BATCHES,
+        "backward": 2 * BATCHES * (1 + CLASSES),
+    }
+
+
+def test_so_does_one_pass_of_each_control(scene: Scene, twin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ["gradfix", "theseus", "input-only"]
+    with counted(monkeypatch) as counts:
+        compared(scene, twin, methods=methods, n=SAMPLES, seeds=1, batch_size=BATCH, control=True)
+    # both towers are as wide as the source's here; a control mispairs in four ways; gradfix alone needs a gradient, and
+    # the target's alone
+    assert counts == {"source": EVALUATION * (2 + 3 + 2) + (2 + 4 * 2) * BATCHES, "backward": BATCHES}
+
+
+def test_what_is_in_the_log_is_not_collected_again(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"n": SAMPLES, "seeds": 1, "batch_size": BATCH, "folder": tmp_path / "out"}
+    rest = [name for name in ONE_PASS if name != "theseus"]
+    compared(scene, methods=rest, **options)
+    with counted(monkeypatch) as counts:
+        compared(scene, methods=ONE_PASS, **options)
+    assert counts == {"source": BATCHES, "target": EVALUATION + BATCHES}, "theseus needs no gradient"
+    with counted(monkeypatch) as counts:
+        compared(scene, methods=ONE_PASS, **options)
+    assert counts == {}
+
+
+# Nothing measured is lost
+
+
+GRID = ["--methods", "naive,theseus,bico,bico-path,fewshot", "-n", "8,12", "--seeds", "2"]
+CELLS = 2 + 1 + 4 * 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert run(*typed(scene), *GRID, "-o", str(folder), "-q").exit_code == 0
+    return folder
+
+
+def killed(arguments: list[str], moment: Callable[[], bool], before: str = "") -> None:
+    """Run the command in its own process, and end that the hard way when the moment has come."""
+    code = f"{before}\nimport hf_bico.cli\nhf_bico.cli.main({['compare', *arguments]!r})"
+    process = forks.start(code=code)
+    try:
+        deadline = time.monotonic() + 300
+        while not moment():
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("cells", [1, 11])
+def test_a_killed_comparison_goes_on_where_it_was(scene: Scene, undisturbed: Path, tmp_path: Path, cells: int) -> None:
+    out = tmp_path / "out"
+    arguments = [*typed(scene), *GRID, "-o", str(out), "-q"]
+    killed(arguments, lambda: len(log_lines(out)) > cells)
+    kept = [line for line in log_lines(out) if line.endswith(b"\n")]
+    assert cells < len(kept) < 1 + CELLS
+    assert not any((out / name).exists() for name in RESULT_FILES)
+    again = run(*arguments)
+    assert again.exit_code == 0, again.output
+    lines = log_lines(out)
+    assert lines[: len(kept)] == kept
+    assert set(Counter(keys_of(lines)).values()) == {1}
+    assert len(lines) == 1 + CELLS
+    assert results(out) == results(undisturbed)
+    assert {file.name for file in out.iterdir()} == {file.name for file in undisturbed.iterdir()}
+
+
+def test_a_killed_training_goes_on_where_it_was_saved(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 400
+    typed_options = ["--methods", "finetune,bico", "-n", "8", "--seeds", "1", "-q", "--train-steps", str(steps)]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(*typed(scene), *typed_options, "-o", str(whole)).exit_code == 0
+    arguments = [*typed(scene), *typed_options, "-o", str(out)]
+    often = "import hf_bico.methods.finetune\nhf_bico.methods.finetune.CHECKPOINT_EVERY = 20"
+    killed(arguments, lambda: bool(list(out.glob("training-*/training.safetensors"))), often)
+    assert "finetune" not in {key.method for key in keys_of(log_lines(out))}
+    taken = count_calls(monkeypatch, Learner, "step")
+    assert run(*arguments).exit_code == 0
+    assert 0 < len(taken) <= steps - 20
+    assert results(out) == results(whole)
+
+
+def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Path) -> None:
+    """A real SIGINT, at a known moment: when the fifth number is there."""
+    out = tmp_path / "out"
+    arguments = ["compare", *typed(scene), *GRID, "-o", str(out), "-q"]
+    code = (
+        "import signal, hf_bico.cli\n"
+        "from hf_bico.comparison import CellLog\n"
+        "add = CellLog.add\n"
+        "def interrupted(log, cell):\n"
+        "    add(log, cell)\n"
+        "    if len(log.cells) == 5:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "CellLog.add = interrupted\n"
+        f"hf_bico.cli.main({arguments!r})"
+    )
+    process = forks.run(code=code)
+    assert process.returncode == 130
+    assert process.stdout == ""
+    said = f"Interrupted: what was measured is in {out}, and the same command goes on from there.\n"
+    assert process.stderr == said
+    assert len(log_lines(out)) == 1 + 5
+    assert run(*arguments[1:]).exit_code == 0
+    assert results(out) == results(undisturbed)
+
+
+def test_more_methods_sizes_and_seeds_add_to_a_comparison(scene: Scene, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    before: list[bytes] = []
+    steps = [
+        ["--methods", "naive,bico", "-n", "8", "--seeds", "1"],
+        ["--methods", "naive,bico", "-n", "8,12", "--seeds", "1"],
+        ["--methods", "naive,bico,theseus", "-n", "12", "--seeds", "2"],
+        GRID,
+    ]
+    for options in steps:
+        assert run(*typed(scene), *options, "-o", str(out), "-q").exit_code == 0
+        lines = log_lines(out)
+        assert lines[: len(before)] == before
+        assert len(lines) > len(before)
+        before = lines
+    assert results(out) == results(undisturbed)
+    # what is shown is what was asked for
+    assert run(*typed(scene), *steps[0], "-o", str(out), "-q").exit_code == 0
+    assert log_lines(out) == before
+    assert {(cell.method, cell.n) for cell in Comparison.load(out).cells} == {
+        *(("target", None), ("source", None), ("naive", None), ("bico", 8)),
+    }
+
+
+def test_another_comparison_is_not_mixed_in(scene: Scene, twin: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    few = ["--methods", "finetune", "-n", "8", "--seeds", "1", "-o", str(out)]
+    assert run(*typed(scene), *few, "-q").exit_code == 0
+    before = log_lines(out)
+    for arguments, what in (
+        ([*typed(scene, twin), *few], "target.id was"),
+        ([*typed(scene), *few, "--alpha", "0.5"], "settings.alpha was 8.0, now 0.5"),
+        ([*typed(scene), *few, "--train-steps", "2"], "settings.train_steps was 3, now 2"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        first, second = result.stderr.splitlines()
+        assert first.startswith(f"Error: '{out}' holds another comparison: ")
+        assert what in first
+        assert "--overwrite" in second
+        assert log_lines(out) == before
+    anew = run(*typed(scene), *few, "--train-steps", "2", "--overwrite", "-q")
+    assert anew.exit_code == 0, anew.output
+    assert log_lines(out)[0] != before[0]
+    assert [cell.method for cell in Comparison.load(out).cells] == ["target", "source", "finetune"]
+
+
+def test_a_folder_with_something_else_is_left_alone(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for options in ([], ["--overwrite"]):
+        result = run(*typed(scene), "--methods", "naive", "-n", "8", "-o", str(tmp_path), *options)
+        assert result.exit_code == 1
+        assert "exists and holds no comparison" in result.stderr.splitlines()[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# What is printed
+
+
+FEW = ["--methods", "naive,bico", "-n", "8", "--seeds", "2"]
+
+
+def test_the_table_is_on_stdout_and_each_number_on_stderr(scene: Scene, tmp_path: Path) -> None:
+    result = run(*typed(scene), *FEW, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    found = Comparison.load(tmp_path / "out")
+    assert result.stdout == f"tuned to target\n\n{found.table()}\n\nWritten to {tmp_path / 'out'}\n"
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(found.cells) == 5
+    assert lines[0].startswith("pictures: target, zero-shot: ")
+    assert lines[-1].startswith("pictures: BiCo, N = 8, seed 1: ")
+    labels = [line.partition("  ")[0] for line in result.stdout.splitlines()[2:-2] if line]
+    assert labels == ["model", "target, zero-shot", "source, fine-tuned", "naive (padded)", "BiCo"]
+
+
+def test_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
+    result = run(*typed(scene), *FEW, "-o", str(tmp_path / "out"), "--json")
+    assert result.stderr == ""
+    raw = json.loads(result.stdout)
+    assert raw["folder"] == str(tmp_path / "out")
+    assert raw["comparison"] == json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert len(raw["comparison"]["cells"]) == 5
+
+
+def test_quiet_prints_nothing_and_the_folder_has_a_name(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*typed(scene), *FEW, "-q")
+    assert (result.exit_code, result.output) == (0, "")
+    names = {file.name for file in (tmp_path / "tuned-to-target-compared").iterdir()}
+    assert names >= {LOG_FILE, *RESULT_FILES}
+
+
+def test_all_methods_but_those_that_cannot_carry(scene: Scene, tmp_path: Path) -> None:
+    result = run(*typed(scene), "--methods", "all", "-k", "1", "--seeds", "1", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    found = Comparison.load(tmp_path / "out")
+    assert {refusal.method for refusal in found.refusals} == {"transfusion", "gradfix"}
+    assert set(found.methods) == {"target", "source", *METHOD_NAMES} - {"transfusion", "gradfix"}
+    assert {(cell.n, cell.per_class) for cell in found.cells} == {(None, None), (None, 1)}
+    refused = [line for line in result.stdout.splitlines() if line.startswith("not measured: ")]
+    assert len(refused) == 2
+    assert "not measured: GradFix: gradfix needs two models of one architecture" in refused[1]
+
+
+def test_several_data_sets(scene: Scene, tmp_path: Path) -> None:
+    other = write_pictures(tmp_path / "others", seed=1)
+    out = tmp_path / "out"
+    result = run(*typed(scene, data=(scene.data, other)), *FEW, "-o", str(out))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[2].split() == ["model", "N", "pictures", "others", "average", "gain"]
+    found = Comparison.load(out)
+    assert found.data_sets == ("pictures", "others")
+    alone = [compared(scene, data=data, methods=["naive", "bico"], n=8, seeds=2) for data in (scene.data, other)]
+    assert found.cells == tuple(cell for one in alone for cell in one.cells)
+    # python takes a list too
+    both = compared(scene, data=[scene.data, str(other)], methods=["naive"], n=8, seeds=1)
+    assert both.data_sets == ("pictures", "others")
+
+
+def test_without_a_folder_nothing_is_written(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[int] = []
+    found = compared(scene, methods=["naive"], n=8, seeds=1, shown=lambda so_far: seen.append(len(so_far.cells)))
+    assert seen == [1, 2, 3]
+    assert len(found.cells) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+# Plain mistakes
+
+
+def same_names(scene: Scene, folder: Path) -> list[str]:
+    return [*typed(scene), "--data", str(write_pictures(folder / "other" / "pictures", splits={"train": 4}))]
+
+
+def unlabelled(scene: Scene, folder: Path) -> list[str]:
+    shutil.copytree(write_images(folder / "images") / "train" / "one", folder / "plain")
+    (folder / "names").write_text("\n".join(CLASS_NAMES))
+    return [*typed(scene, data=(folder / "plain",)), "-n", "8", "--class-names", str(folder / "names")]
+
+
+def no_data(scene: Scene, folder: Path) -> list[str]:
+    at = typed(scene).index("--data")
+    return typed(scene)[:at]
+
+
+def with_options(*options: str) -> Callable[[Scene, Path], list[str]]:
+    return lambda scene, folder: [*typed(scene), *options]
+
+
+MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[str]], int, str, str]] = {
+    "two of one name": (same_names, 2, "two of the data sets have one name", "rename a folder"),
+    "unlabelled": (unlabelled, 1, "'plain' has no labelled sample to measure on", "use data with labels"),
+    "no data": (no_data, 1, "no calibration data was given", "--data"),
+    "unknown method": (with_options("--methods", "bico,bica"), 2, "there is no method 'bica'", "all, bico, "),
+    "beside all": (with_options("--methods", "all,bica"), 2, "there is no method 'bica'", "all, bico, "),
+    "no method": (with_options("--methods", ","), 2, "--methods leaves nothing to compare", "at least one"),
+    "n and k": (with_options("-n", "8", "-k", "2"), 2, "-n and -k were both given", "choose"),
+    "words for n": (with_options("-n", "8,many"), 2, "-n is '8,many'", "10,20,50"),
+    "nothing for n": (with_options("-n", ""), 2, "-n is ''", "10,20,50"),
+    "words for k": (with_options("-k", "1;2"), 2, "-k is '1;2'", "10,20,50"),
+    "no samples": (with_options("-n", "8,0"), 2, "-n is 0", "at least 1"),
+    "no seeds": (with_options("--seeds", "0"), 2, "--seeds leaves nothing to compare", "at least one"),
+    "too many": (with_options("-n", "8,49"), 1, "49 samples were asked for", "use -n 48 or less"),
+    "layers": (with_options("--layers", "0,1,1"), 2, "--layers", "one source block for each target block"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "code", "cause", "remedy"), MISTAKES.values(), ids=list(MISTAKES))
+def test_plain_mistakes_get_two_lines(
+    mistake: Callable[[Scene, Path], list[str]], code: int, cause: str, remedy: str, scene: Scene, tmp_path: Path
+) -> None:
+    arguments = mistake(scene, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    result = run(*arguments, "-o", str(tmp_path / "out"))
+    assert result.exit_code == code, result.output
+    first, second = result.stderr.splitlines()
+    assert first.startswith("Error: ")
+    assert cause in first
+    assert second.startswith("Remedy: ")
+    assert remedy in second
+    assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_what_only_python_can_get_wrong(scene: Scene) -> None:
+    with pytest.raises(UsageError, match="'method' is an option of a port"):
+        compared(scene, method="bico")
+    with pytest.raises(UsageError, match="objective of the models. own"):
+        compared(scene, objective=lambda model, batch: 0)
+    with pytest.raises(UsageError, match="there is no option 'colour'"):
+        compared(scene, colour="red")
+    with pytest.raises(hf_bico.BicoError, match="has no rows"):
+        hf_bico.compare(scene.tuned, to=scene.target, base=scene.base, data=[], n=8)
+
+
+def test_other_models_and_other_images_are_another_comparison(tmp_path: Path) -> None:
+    """Also where nothing but their contents differs: modules of one class, rows of one number."""
+    from transformers import CLIPModel
+
+    folders = {
+        name: write_transformers(tmp_path / name, Toy(), random_state(Toy(), seed)) for seed, name in enumerate("ABC")
+    }
+    base, target = (CLIPModel.from_pretrained(folders[name]) for name in "AB")
+    tuned = CLIPModel.from_pretrained(folders["A"])
+    with torch.no_grad():
+        tuned.visual_projection.weight += 0.01
+    rows = {"train": random_rows(12, 16), "test": random_rows(12, 16, seed=1)}
+
+    def identity(**changed: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {"source": tuned, "to": target, "base": base, "data": rows, **changed}
+        planned = plan(given["source"], given["to"], base=given["base"], data=given["data"])
+        settings = Settings(class_names=CLASS_NAMES, device="cpu", objective="zero-shot")
+        return _Work.of([planned], Grid.of(["naive"], 4, None, 1, settings), Hub(), silent).identity()
+
+    first = identity()
+    assert identity() == first
+    assert identity(to=CLIPModel.from_pretrained(folders["C"])) != first
+    changed = copy.deepcopy(tuned)
+    with torch.no_grad():
+        changed.visual_projection.weight[0, 0] += 0.01
+    assert identity(source=changed) != first
+    assert identity(data={**rows, "test": random_rows(12, 16, seed=2)}) != first

@@ -1,0 +1,247 @@
+"""Several processes do one job: real ones, started by torchrun and accelerate, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hf_bico
+from hf_bico.cli import main
+from hf_bico.errors import UsageError
+from hf_bico.processes import ALONE, Team, is_first_process, join, local_device
+from hf_bico.statistics import Kind, Statistics
+from support import forks
+from support.scenes import Scene, make_scene
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# accelerate starts several processes without GPUs too, but only if it is told that there are some
+ACCELERATE = (
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"),
+)
+MODELS = ("tuned", "--base", "base", "--to", "target", "--data", "pictures")
+ODD = 23
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("scene"))
+
+
+@pytest.fixture(autouse=True)
+def _here(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(scene.folder)
+
+
+def launched(launcher: tuple[str, ...], *words: str, temporary: Path) -> subprocess.CompletedProcess[str]:
+    """Two processes, of a module or a script; one that hangs is an error."""
+    temporary.mkdir()
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", *launcher, *words]
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=150)
+
+
+def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines of stderr that say how our processes end."""
+    return [line for line in done.stderr.splitlines() if line.startswith(("Error: ", "Stopped: ", "Process "))]
+
+
+def require_same(folder: Path, alone: Path, target: Path) -> None:
+    """The same port: samples and all else that is recorded, and changes of the weights to 1e-5."""
+    records = [json.loads((one / "bico.json").read_text()) for one in (folder, alone)]
+    assert [record["run"]["processes"] for record in records] == [2, 1]
+    for part in ("data", "method", "objective"):
+        assert records[0][part] == records[1][part]
+    assert records[0].get("evaluation") == records[1].get("evaluation")
+    ranks = [[(site["name"], site["rank_in"], site["rank_out"]) for site in record["sites"]] for record in records]
+    assert ranks[0] == ranks[1]
+    found, wanted, before = (load_file(one / "open_clip_model.safetensors") for one in (folder, alone, target))
+    assert found.keys() == wanted.keys()
+    changed = [name for name in wanted if not torch.equal(wanted[name], before[name])]
+    assert changed
+    for name in wanted:
+        change = (wanted[name] - before[name]).norm()
+        assert (found[name] - wanted[name]).norm() <= 1e-5 * change
+
+
+def test_sums_stand_in_one_order_in_all_processes() -> None:
+    kinds = [Kind.INPUTS, Kind.GRADIENTS, Kind.OUTPUTS]
+    found = [list(Statistics.zeros([], some, torch.device("cpu")).sums) for some in (kinds, kinds[::-1])]
+    assert found[0] == found[1]
+    assert set(found[0]) == set(kinds)
+
+
+@pytest.mark.parametrize(("items", "size"), [(0, 2), (1, 2), (5, 2), (6, 2), (5, 4), (3, 4)])
+def test_shares_are_everything_once_and_even(items: int, size: int) -> None:
+    shares = [Team(rank, size).share(range(items)) for rank in range(size)]
+    assert [item for share in shares for item in share] == list(range(items))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_alone_nothing_is_shared() -> None:
+    assert join(torch.device("cpu")) is ALONE
+    tensor, found = torch.ones(3), {"a": torch.ones(2)}
+    ALONE.add_up([tensor])
+    ALONE.leave()
+    assert torch.equal(tensor, torch.ones(3))
+    assert ALONE.gathered(found) is found
+    assert ALONE.agreed(found) is found
+    assert list(ALONE.share([1, 2, 3])) == [1, 2, 3]
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert local_device("auto") == "auto"
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert [local_device(name) for name in ("auto", "cuda", "cpu", "cuda:0")] == ["cuda:1", "cuda:1", "cpu", "cuda:0"]
+    assert not is_first_process()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert local_device("auto") == "auto"
+
+
+def test_what_several_processes_cannot_do_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="'eval' runs in one process, and 2 were started"):
+        main(["eval", "target", "--data", "pictures"], standalone_mode=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["port", *MODELS, "--device", "cuda:1"], standalone_mode=False)
+    assert ended.value.code == 2
+
+
+SCRIPT = """
+import os, sys, time
+
+seed = str(1 + int(os.environ["RANK"]))
+if os.environ.get("PYTHONHASHSEED") != seed:  # each process has an order of sets of its own
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": seed})
+
+import torch, hf_bico
+from hf_bico.processes import join
+
+told = []
+
+def progress(stage, done, total):
+    told.append(stage)
+
+team = join(torch.device("cpu"))
+sums = [torch.full((2, 3), team.rank + 1.0, dtype=torch.float64), torch.tensor(team.rank + 1), torch.zeros(0)]
+sums += [torch.full((3000, 2000), team.rank + 1.0), torch.full((3, 2), team.rank + 1.0).t()]
+team.add_up(sums)
+shared = torch.arange(3, dtype=torch.bfloat16)
+own = {f"{team.rank}, {name}": (shared + team.rank, shared, shared, name) for name in ("a", "b")}
+found = team.gathered(own if team.rank else {**own, "none": torch.zeros(0)})
+agreed = team.agreed({"rank": team.rank, "mask": torch.tensor(team.rank == 0)})
+team.leave()
+time.sleep(team.rank)  # the others come later to where the next team meets
+again = join(torch.device("cpu")).agreed(team.rank)
+ported = hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False, progress=progress)
+ported.save(sys.argv[1])
+torch.save((sums, found, agreed, again, told.count("calibrate")), f"{sys.argv[1]}-{team.rank}.pt")
+"""
+
+
+def test_a_script_of_two_processes_and_fewer_samples(scene: Scene, tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    done = launched(ACCELERATE, str(script), str(out), temporary=tmp_path / "temporary")
+    assert done.returncode == 0, done.stderr
+    results: list[Any] = [torch.load(f"{out}-{rank}.pt") for rank in range(2)]
+    for sums, found, agreed, again, _ in results:
+        assert [sorted(set(total.flatten().tolist())) for total in sums] == [[3], [3], [], [3], [3]]
+        assert [total.dtype for total in sums[:2]] == [torch.float64, torch.int64]
+        assert list(found) == ["0, a", "0, b", "none", "1, a", "1, b"]
+        shifted, first, second, name = found["1, b"]
+        assert (shifted.tolist(), shifted.dtype, name) == ([1, 2, 3], torch.bfloat16, "b")
+        assert first is second
+        assert found["none"].shape == (0,)
+        assert agreed["rank"] == 0
+        assert bool(agreed["mask"])
+        assert again == 0
+    seen = [result[-1] for result in results]
+    assert seen[0] < seen[1], "one sample is one process's"
+    hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False).save(tmp_path / "alone")
+    require_same(out, tmp_path / "alone", scene.target)
+    assert {one.name for one in tmp_path.iterdir() if one.is_dir()} == {"out", "alone", "temporary"}
+
+
+def test_two_processes_port_as_one_does(scene: Scene, tmp_path: Path) -> None:
+    words = ("port", *MODELS, "-n", str(ODD), "--json", "-o", str(tmp_path / "out"))
+    done = launched(TORCHRUN, "-m", "hf_bico", *words, temporary=tmp_path / "temporary")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert json.loads(done.stdout)["record"]["data"]["n"] == ODD
+    assert done.stderr == ""
+    hf_bico.port("tuned", to="target", base="base", data="pictures", n=ODD).save(tmp_path / "alone")
+    require_same(tmp_path / "out", tmp_path / "alone", scene.target)
+
+
+KILLED = """
+import os, signal, sys
+import hf_bico.edge.bars
+from hf_bico.cli import main
+
+def deadly(stage, done, total):
+    if stage == "calibrate" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+hf_bico.edge.bars.silent = deadly
+main(sys.argv[1:], prog_name="hf-bico")
+"""
+
+
+def test_a_process_that_is_killed_ends_the_job(scene: Scene, tmp_path: Path) -> None:
+    script, before = tmp_path / "script.py", sorted(scene.folder.iterdir())
+    script.write_text(KILLED)
+    words = ("port", *MODELS, "-n", "5", "--json", "-o", str(tmp_path / "out"))
+    done = launched(TORCHRUN, str(script), *words, temporary=tmp_path / "temporary")
+    assert done.returncode != 0
+    [line] = ours(done)
+    assert "another process of this job" in line
+    assert "has ended" in line
+    assert done.stdout.count("\n") == 1
+    assert json.loads(done.stdout)["error"]["kind"] == "ProcessLostError"
+    assert sorted(tmp_path.iterdir()) == [script, tmp_path / "temporary"], "neither a result nor a scratch folder"
+    assert sorted(scene.folder.iterdir()) == before
+
+
+STUCK = """
+import ctypes, os, signal, threading
+from hf_bico.edge.ending import edge, whole_process
+
+mutex = ctypes.create_string_buffer(64)
+with whole_process(as_json=True), edge():
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    for _ in range(2):  # the second waits for the first, for ever
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how to wait where no signal is heard is known for Linux")
+def test_one_that_waits_where_no_exception_reaches_it_ends_when_it_is_told_to() -> None:
+    """As inside of torch, for another process."""
+    own = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = forks.run(code=STUCK, env=own, timeout=50)
+    assert done.returncode == 1
+    assert done.stderr == "Stopped: another process of this job, or its launcher, has ended; nothing was written.\n"
+    assert json.loads(done.stdout)["error"]["kind"] == "ProcessLostError"
+
+
+def test_what_all_processes_find_is_told_once(tmp_path: Path) -> None:
+    words = ("-m", "hf_bico", "port", "no/such folder", "--to", "target", "--json")
+    done = launched(TORCHRUN, *words, temporary=tmp_path / "temporary")
+    assert done.returncode == 1
+    [line] = ours(done)
+    error = json.loads(done.stdout)["error"]
+    assert line == f"Error: {error['cause']}"
+    assert done.stderr.count(f"Remedy: {error['remedy']}") == 1

@@ -1,0 +1,217 @@
+"""Repeating a port from its record alone, whatever the choices were, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_bico
+from hf_bico import budget, rerunning
+from hf_bico.errors import RecordError, RepoNotFoundError
+from hf_bico.hub.references import recorded_folder
+from hf_bico.push_checks import PushOptions
+from hf_bico.pushing import push_folder
+from hf_bico.settings import Settings
+from support.hub import Hub
+from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
+
+REPO = "user/vit-b16-plus-eurosat"
+ANY = PushOptions(force=True, private=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 9, "seed": 7},
+        {"per_class": 3, "seed": 2},
+        {"n": 9, "templates": ["a drawing of {}.", "{}"]},
+        {"n": 9, "class_names": ["uno", "tres", "dos", "zero"]},
+        {"n": 9, "split": "test", "batch_size": 2, "dtype": "float64"},
+        {"n": 9, "evaluate": False, "image_column": "image", "label_column": "label"},
+        {"method": "bico-fisher", "per_class": 2, "sampling": "one-class"},
+        {"method": "gradient-only", "n": 9, "augment": 2, "seed": 3},
+        {"n": 9, "layers": [1, 0], "control": True, "evaluation": "both"},
+        {
+            "method": "finetune",
+            "n": 9,
+            "learning_rate": 0.01,
+            "train_steps": 2,
+            "train_batch": 5,
+            "warmup": 1,
+            "seed": 4,
+        },
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_choices_of_repos_are_in_the_record(hub: Hub, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Those that the command line does not have, and some together; each by itself is in `test_port_options`."""
+    publish(hub, tmp_path / "scene")
+    folder = hf_bico.port(SOURCE, TARGET, device="cpu", **options).save(tmp_path / "out")
+    again = hf_bico.rerun(folder, device="cpu")
+    assert again.same
+    assert again.differences == []
+
+
+@pytest.mark.parametrize("asked", [None, 5])
+def test_batches_are_repeated_as_they_were(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    """Calibration chooses its own; the rest has those that were asked for, or the usual ones."""
+    publish(hub, tmp_path / "scene")
+    monkeypatch.setattr(budget, "MOST_SAMPLES", 2)
+    seen: list[Settings] = []
+    carry_out = rerunning.carry_out
+
+    def watched(planned: Any, settings: Settings, *rest: Any) -> Any:
+        seen.append(settings)
+        return carry_out(planned, settings, *rest)
+
+    ported = hf_bico.port(SOURCE, TARGET, device="cpu", n=9, readout=True, batch_size=asked)
+    monkeypatch.setattr(rerunning, "carry_out", watched)
+    assert hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu").same
+    assert [(one.batch_size, one.calibration_batch) for one in seen] == [(asked, asked or 2)]
+
+
+def test_each_of_these_choices_changes_the_weights(hub: Hub, tmp_path: Path) -> None:
+    """Otherwise the test above could not fail."""
+    publish(hub, tmp_path / "scene")
+    choices: list[dict[str, Any]] = [
+        *({}, {"seed": 7}, {"templates": ["{}"]}, {"split": "test"}, {"class_names": ["uno", "tres", "dos", "zero"]}),
+        *({"dtype": "float64"}, {"method": "gradient-only", "augment": 2}, {"layers": [1, 0]}),
+    ]
+    digests = set()
+    for index, options in enumerate(choices):
+        ported = hf_bico.port(SOURCE, TARGET, device="cpu", evaluate=False, **{"n": 9, **options})
+        ported.save(tmp_path / str(index))
+        digests.add(json.loads((tmp_path / str(index) / "bico.json").read_text())["output"]["files"].popitem()[1])
+    assert len(digests) == len(choices)
+
+
+@pytest.mark.parametrize("format_", ["full", "delta"])
+def test_a_repo_is_repeated_at_the_commits_of_its_record(hub: Hub, tmp_path: Path, format_: str) -> None:
+    scene = publish(hub, tmp_path / "scene")
+    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    push_folder(ported.save(tmp_path / "out", format_, repo=REPO), REPO, ANY)
+    # everything moves on
+    weights = "open_clip_model.safetensors"
+    hub.repo(TARGET).commit({weights: (scene.target / weights).read_bytes()[:-4] + b"\0\0\0\0"})
+    hub.repo(BASE).commit({weights: (scene.tuned / weights).read_bytes()})
+    hub.repo(SOURCE).commit({weights: (scene.base / weights).read_bytes(), "README.md": "# other"})
+    train, test = (next(scene.data.glob(f"{split}-*")) for split in ("train", "test"))
+    hub.repo(DATA, "dataset").commit({train.name: test.read_bytes()})
+    again = hf_bico.rerun(REPO, device="cpu")
+    assert (again.same, again.differences) == (True, [])
+
+
+def test_a_repeat_offline_is_as_good(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(hub, tmp_path / "scene")
+    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    push_folder(ported.save(tmp_path / "out", repo=REPO), REPO, ANY)
+    assert hf_bico.rerun(REPO, device="cpu").same
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    again = hf_bico.rerun(REPO, device="cpu")
+    assert (again.same, again.differences) == (True, [])
+
+
+def test_weights_that_were_replaced_are_noticed(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path / "scene")
+    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    push_folder(ported.save(tmp_path / "out", repo=REPO), REPO, ANY)
+    hub.repo(REPO).commit({"open_clip_model.safetensors": b"something else"})
+    again = hf_bico.rerun(REPO, device="cpu")
+    assert not again.same
+    assert again.files == {"open_clip_model.safetensors": True}
+    assert again.replaced == ["open_clip_model.safetensors"]
+
+
+def test_folders_are_looked_for_here_and_held_against_the_record(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = publish(hub, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    ported = hf_bico.port("tuned", "target", base="base", data="pictures", n=9, device="cpu")
+    ported.save("out")
+    assert hf_bico.rerun("out", device="cpu").same
+    weights = "open_clip_model.safetensors"
+    (scene.tuned / weights).write_bytes((scene.tuned / weights).read_bytes()[:-4] + b"\0\0\0\0")
+    changed = hf_bico.rerun("out", device="cpu")
+    assert "the fine-tuned model's weights are others" in changed.differences
+
+
+def test_a_recorded_name_is_no_pattern_and_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "models" / "tuned").mkdir(parents=True)
+    (tmp_path / "beside" / "tuned").mkdir(parents=True)
+    (tmp_path / "here" / ".backup" / "tuned").mkdir(parents=True)
+    (tmp_path / "here" / "notes").mkdir()
+    (tmp_path / "here" / "notes" / "tuned").write_text("no folder")
+    monkeypatch.chdir(tmp_path / "here")
+    assert recorded_folder("tuned") == Path("models/tuned")
+    for hostile in (
+        "t*",
+        "**",
+        "*/tuned",
+        "[t]uned",
+        "../beside/*",
+        "../beside/tuned",
+        "models/tuned",
+        "..",
+        ".",
+        "",
+        "x" * 300,
+    ):
+        with pytest.raises(RecordError, match="which is not here"):
+            recorded_folder(hostile)
+
+
+def test_folders_may_lie_one_folder_down(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    publish(hub, tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    models = {"to": "models/target", "base": "models/base", "data": "models/pictures"}
+    out = hf_bico.port("models/tuned", **models, n=9, device="cpu").save("out")
+    assert hf_bico.rerun(out, device="cpu").same
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / "tuned").symlink_to(tmp_path / "models" / "tuned")
+    with pytest.raises(RecordError, match="there are 'copies/tuned' and 'models/tuned'"):
+        hf_bico.rerun(out, device="cpu")
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(RecordError, match="the local folder 'tuned', which is not here"):
+        hf_bico.rerun(tmp_path / "out", device="cpu")
+
+
+def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path / "scene")
+    import datasets
+
+    rows = datasets.load_dataset(str(scene.data))
+    folder = hf_bico.port(SOURCE, TARGET, data=rows, n=9, device="cpu").save(tmp_path / "out")
+    with pytest.raises(RecordError, match="passed from Python"):
+        hf_bico.rerun(folder)
+    with pytest.raises(RepoNotFoundError):
+        hf_bico.rerun(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: [], "schema None"),
+        (lambda record: {**record, "schema": 99}, "schema 99"),
+        (lambda record: {**record, "run": {**record["run"], "batch_size": 0}}, "calibration_batch is 0"),
+        (lambda record: {**record, "run": {**record["run"], "seconds": "x"}}, "'seconds' is 'x'"),
+        (lambda record: {**record, "evaluation": [{"model": 3}]}, "'model' is '3'"),
+        (lambda record: {**record, "method": {**record["method"], "alpha": "1"}}, "'alpha' is '1'"),
+        (lambda record: {**record, "source": "org/x"}, "'source' is 'org/x'"),
+        (lambda record: {key: value for key, value in record.items() if key != "target"}, "target"),
+        (lambda record: {key: value for key, value in record.items() if key != "output"}, "does not say what"),
+    ],
+)
+def test_a_record_that_was_tampered_with_is_refused(hub: Hub, tmp_path: Path, change: Any, message: str) -> None:
+    publish(hub, tmp_path / "scene")
+    folder = hf_bico.port(SOURCE, TARGET, n=9, device="cpu").save(tmp_path / "out")
+    record = json.loads((folder / "bico.json").read_text())
+    (folder / "bico.json").write_text(json.dumps(change(record)))
+    with pytest.raises(RecordError, match=message):
+        hf_bico.rerun(folder, device="cpu")

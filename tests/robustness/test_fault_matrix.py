@@ -1,0 +1,212 @@
+"""A sample of the matrix of faults, which meets every request of a port and a push; and what the whole of it showed."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from hf_bico.errors import HubUnavailableError, PushError, PushRefusedError, TokenError
+from hf_bico.hub import faults
+from hf_bico.hub.client import Hub as Client
+from hf_bico.hub.references import HubReference
+from hf_bico.push_checks import PushOptions
+from hf_bico.pushing import push_folder
+from support.fault_matrix import CIRCLES, FAULTS, Part, do
+from support.hub import Fault, Hub
+
+REPO = "user/vit-b16-plus-eurosat"
+OTHERS = r"parquet|index\.json|-of-|adapter"
+"""Requests for parts of data, for shards, and for adapters."""
+UNANSWERED = [Fault(kind="lost"), Fault(kind="drop"), Fault(status=503)]
+
+
+@pytest.mark.usefixtures("hub", "own_client")
+@pytest.mark.parametrize("circle", [index for index, _ in enumerate(CIRCLES)], ids=[circle.name for circle in CIRCLES])
+def test_each_request_may_fail(circle: int) -> None:
+    """Each request with one of the faults; of a second port, those requests that the first one does not make."""
+    part = Part(circle, every=len(FAULTS), only=OTHERS if circle == 1 else "")
+    requests, cells = do(part)
+    print(Counter((cell.fault, cell.ended) for cell in cells))
+    met = {cell.request for cell in cells}
+    assert met == {request for request in requests if re.search(part.only, f"{request.method} {request.shown}")}
+    assert [(str(cell.request), cell.fault, *cell.bad) for cell in cells if cell.bad] == []
+
+
+@pytest.fixture
+def own_client() -> Iterator[None]:
+    """The client of the Hub as new, before and after: a test may make it impatient."""
+    from huggingface_hub import close_session
+
+    close_session()
+    yield
+    close_session()
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between tries, which nobody waits for."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    return waits
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("made", ["repos/create", "branch/dev"])
+@pytest.mark.parametrize("fault", UNANSWERED, ids=["lost", "drop", "503"])
+def test_a_repo_or_a_branch_whose_making_is_not_answered_is_made_once(
+    hub: Hub, result: Path, made: str, fault: Fault
+) -> None:
+    planted = hub.inject(Fault("POST", made, fault.kind, status=fault.status))
+    push_folder(result, REPO, PushOptions(revision="dev"))
+    assert planted.spent
+    assert hub.repo(REPO).read("bico.json", "dev") == (result / "bico.json").read_bytes()
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("made", ["repos/create", "branch/dev"])
+def test_what_may_have_been_made_is_taken_back(hub: Hub, result: Path, made: str) -> None:
+    """Every try is carried out as far as can be, and none is answered."""
+    hub.inject(Fault("POST", made, "lost", times=None))
+    with pytest.raises(PushError, match=f"the push failed, and '{REPO}' is as it was"):
+        push_folder(result, REPO, PushOptions(revision="dev"))
+    assert ("model", REPO) not in hub.repos
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_deletion_that_is_not_answered_is_one(hub: Hub, result: Path) -> None:
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
+    lost = hub.inject(Fault("DELETE", "/branch/", "lost"))
+    with pytest.raises(PushError, match="is as it was"):
+        push_folder(result, REPO, PushOptions(revision="dev", overwrite=True))
+    assert lost.spent
+    assert set(hub.repo(REPO).branches) == {"main"}
+
+
+def test_somebody_elses_public_repo_does_not_get_what_is_private(
+    hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our creation is not answered, and before it is tried again somebody makes a public repo of that name."""
+    monkeypatch.setattr("time.sleep", lambda seconds: hub.create(REPO))
+    hub.inject(Fault("POST", "repos/create", "drop"))
+    with pytest.raises(PushRefusedError, match="public: --private does not change that"):
+        push_folder(result, REPO, PushOptions(private=True))
+    assert set(hub.repo(REPO).files()) == {".gitattributes"}
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_repo_that_one_machine_of_the_hub_does_not_know_yet_gets_all_that_it_should(hub: Hub, result: Path) -> None:
+    hub.create(REPO).commit({"README.md": "# old", "model.safetensors": b"old"})
+    unknown = {"X-Error-Code": "RepoNotFound"}
+    for after in range(8):
+        hub.forgive()
+        hub.inject(Fault("GET", f"/api/models/{REPO}", status=404, headers=unknown, after=after))
+        push_folder(result, REPO, PushOptions(overwrite=True))
+        assert "model.safetensors" not in hub.repo(REPO).files(), after
+        hub.repo(REPO).commit({"README.md": "# old", "model.safetensors": b"old"})
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("fault", UNANSWERED, ids=["lost", "drop", "503"])
+def test_a_pull_request_is_opened_once(hub: Hub, result: Path, fault: Fault) -> None:
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", fault.kind, status=fault.status))
+    first = push_folder(result, REPO, PushOptions(create_pr=True))
+    second = push_folder(result, REPO, PushOptions(create_pr=True))
+    assert (first.changed, second.changed) == (True, False)
+    assert first.pull_request == second.pull_request == f"{hub.url}/{REPO}/discussions/1"
+    assert list(hub.repo(REPO).pulls) == [1]
+
+
+@pytest.mark.usefixtures("no_waiting", "own_client")
+def test_a_pull_request_that_is_opened_late_is_not_opened_twice(
+    hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "ANSWER", 0.5)
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/validate-yaml", "slow", seconds=1))  # which may be asked again
+    hub.inject(Fault("POST", "/commit/", "slow", seconds=1))
+    with pytest.raises(PushError, match="nobody said in time whether the pull request is open"):
+        push_folder(result, REPO, PushOptions(create_pr=True))
+    started = time.monotonic()
+    while not hub.repo(REPO).pulls and time.monotonic() - started < 10:
+        threading.Event().wait(0.1)
+    assert not push_folder(result, REPO, PushOptions(create_pr=True)).changed
+    assert list(hub.repo(REPO).pulls) == [1]
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_branch_that_could_not_be_deleted_is_gone_on_with(hub: Hub, result: Path) -> None:
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
+    hub.inject(Fault("DELETE", "/branch/", "status", times=None, status=403))
+    with pytest.raises(PushError, match="the empty branch 'dev' that was made for it could not be deleted"):
+        push_folder(result, REPO, PushOptions(revision="dev"))
+    hub.forgive()
+    push_folder(result, REPO, PushOptions(revision="dev"))
+    assert hub.repo(REPO).read("README.md") == b"# main"
+    assert hub.repo(REPO).read("README.md", "dev") == (result / "README.md").read_bytes()
+
+
+@pytest.mark.usefixtures("own_client")
+def test_an_answer_is_not_waited_for_for_ever(
+    hub: Hub, no_waiting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "ANSWER", 0.2)
+    hub.create("user/model").commit({"README.md": "# here"})
+    hub.inject(Fault("GET", "/api/models/user/model", "slow", times=None, seconds=2))
+    started = time.monotonic()
+    with pytest.raises(HubUnavailableError, match="timed out"):
+        Client().repo(HubReference("user/model"), "the model")
+    assert time.monotonic() - started < 2
+    assert no_waiting == [1, 2, 4]
+
+
+@pytest.mark.usefixtures("own_client", "no_waiting")
+def test_a_time_that_was_set_stays(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header is asked for with the client's own ten seconds."""
+    monkeypatch.setattr(faults, "ANSWER", 0.2)
+    hub.create("user/model").commit({"model.safetensors": save({"weight": torch.ones(2)})})
+    repo = Client().repo(HubReference("user/model"), "the model")
+    slow = hub.inject(Fault("GET", "/resolve/", "slow", times=None, seconds=0.5))
+    assert repo.header("model.safetensors") == {"weight": (2,)}
+    assert slow.fired == 1
+
+
+def test_a_busy_hub_says_how_long_to_wait(hub: Hub, no_waiting: list[float]) -> None:
+    hub.create("user/model").commit({"README.md": "# here"})
+    hub.inject(Fault("GET", "/api/models/user/model", status=429, headers={"Retry-After": "7"}))
+    Client().repo(HubReference("user/model"), "the model")
+    assert no_waiting == [7]
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_page_in_place_of_an_answer_is_no_surprise(hub: Hub) -> None:
+    hub.create("user/model").commit({"README.md": "# here"})
+    page = "<html><body>Log in to this network</body></html>"
+    hub.inject(Fault("GET", "/api/", status=200, body=page, times=None))
+    with pytest.raises(HubUnavailableError, match="what it answers is a page, or nothing, and not of the Hub"):
+        Client().repo(HubReference("user/model"), "the model")
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_page_in_place_of_a_file_is_not_taken_for_a_full_disk(hub: Hub) -> None:
+    hub.create("user/model").commit({"README.md": "# here"})
+    hub.inject(Fault("GET", "/resolve/", status=200, body="<html></html>", times=None))
+    with pytest.raises(HubUnavailableError, match="'user/model': a file did not come whole"):
+        Client().repo(HubReference("user/model"), "the model").fetch(["README.md"])
+
+
+def test_a_token_that_is_refused_after_the_work_says_the_line_that_goes_on(hub: Hub, result: Path) -> None:
+    hub.inject(Fault("GET", "/api/whoami-v2", status=401))
+    with pytest.raises(TokenError) as caught:
+        push_folder(result, REPO, PushOptions(private=True))
+    assert caught.value.remedy == f"{faults.LOG_IN}, then go on with: hf-bico push {result} {REPO} --private"

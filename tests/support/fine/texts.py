@@ -1,0 +1,175 @@
+"""Cases of texts, tokenizers and language models that look fine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_bico.errors import BaseMismatchError, ColumnError, TokenizersDifferError, UnsupportedModelError
+from support.fine.cases import Outcome, Refused, Right, Said, Stage, case, rewrite
+from support.language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder
+
+TEXTS = "Texts and language models"
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [{"text": text} for text in dict.fromkeys(sentences(400))]
+
+
+def _decoders(stage: Stage, kind: str = "llama") -> dict[str, Any]:
+    """A random decoder, a copy that was changed a little, and a wider one."""
+    from transformers import AutoModelForCausalLM
+
+    tied = kind == "gpt2"
+    base = stage.once(f"{kind} base", lambda: write_decoder(stage.place("base"), kind, tied=tied))
+    tuned = stage.once(
+        f"{kind} tuned", lambda: fine_tuned(base, stage.place("tuned"), AutoModelForCausalLM, only="mlp")
+    )
+    target = stage.once(
+        f"{kind} target", lambda: write_decoder(stage.place("target"), kind, width=24, seed=1, tied=tied)
+    )
+    return {"source": tuned, "base": base, "to": target, "data": _rows(), "n": 24}
+
+
+def _clean(kind: str) -> Any:
+    return lambda stage: stage.once(f"clean {kind}", lambda: stage.port(**_decoders(stage, kind)))
+
+
+def _with(stage: Stage, inputs: dict[str, Any], part: str = "source") -> tuple[dict[str, Any], Path]:
+    folder = stage.copied(inputs[part])
+    return {**inputs, part: folder}, folder
+
+
+def _scrambled(folder: Path) -> Path:
+    """Put the words of a model's tokenizer under other numbers: as many, but another tokenizer."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    words = [word for word in vocabulary if not word.startswith("<") or len(word) == 1]
+    content["model"]["vocab"] |= dict(zip(words, [vocabulary[word] for word in words][::-1], strict=True))
+    file.write_text(json.dumps(content))
+    return folder
+
+
+@case(
+    TEXTS,
+    "a target with as large a vocabulary",
+    "its tokenizer is another",
+    Refused(
+        TokenizersDifferError,
+        (
+            "the two models' tokenizers cut the calibration texts into different tokens: after '', "
+            "the same piece under another number"
+        ),
+    ),
+)
+def tokenizer_of_another_model(stage: Stage) -> Outcome:
+    inputs, folder = _with(stage, _decoders(stage), "to")
+    _scrambled(folder)
+    return stage.port(**inputs)
+
+
+@case(
+    TEXTS,
+    "a fine-tune with its tokenizer",
+    "it is another than its base's, of the same size",
+    Refused(
+        TokenizersDifferError,
+        ("the tokenizer beside 'tuned' is not that of its base 'base': 78 of 84 pieces have other numbers"),
+    ),
+)
+def fine_tune_with_another_tokenizer(stage: Stage) -> Outcome:
+    inputs, folder = _with(stage, _decoders(stage))
+    _scrambled(folder)
+    return stage.port(**inputs)
+
+
+@case(
+    TEXTS,
+    "a fine-tune",
+    "tokens were added: its embedding is larger than its base's",
+    Refused(BaseMismatchError, "'lm_head.weight' is (86, 16) in the fine-tuned model and (84, 16) in the base"),
+)
+def vocabulary_resized(stage: Stage) -> Outcome:
+    from transformers import AutoModelForCausalLM
+
+    inputs, folder = _with(stage, _decoders(stage))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    model.save_pretrained(folder)
+    return stage.port(**inputs)
+
+
+@case(TEXTS, "a fine-tune with tied embeddings", "they are saved twice, and equal", Right(clean=_clean("gpt2")))
+def tied_weights_twice(stage: Stage) -> Outcome:
+    inputs, folder = _with(stage, _decoders(stage, "gpt2"))
+    rewrite(
+        folder / "model.safetensors", lambda state: {**state, "lm_head.weight": state["transformer.wte.weight"].clone()}
+    )
+    return stage.port(**inputs)
+
+
+@case(
+    TEXTS,
+    "a fine-tune with tied embeddings",
+    "they are saved twice, and differ",
+    Said("Tensors of the fine-tuned model that its base lacks, left behind: 1 (lm_head.weight)."),
+)
+def tied_weights_that_differ(stage: Stage) -> Outcome:
+    inputs, folder = _with(stage, _decoders(stage, "gpt2"))
+    rewrite(
+        folder / "model.safetensors", lambda state: {**state, "lm_head.weight": 2 * state["transformer.wte.weight"]}
+    )
+    return stage.port(**inputs)
+
+
+def _encoders(stage: Stage) -> dict[str, Any]:
+    from transformers import AutoModelForSequenceClassification
+
+    base = stage.once("bert base", lambda: write_encoder(stage.place("base"), head=2))
+    tuned = stage.once("bert tuned", lambda: fine_tuned(base, stage.place("tuned"), AutoModelForSequenceClassification))
+    target = stage.once("bert target", lambda: write_encoder(stage.place("target"), width=24, heads=3, seed=1))
+    return {"source": tuned, "base": base, "to": target, "data": labelled_rows(40), "n": 24}
+
+
+@case(
+    TEXTS,
+    "a column of texts and one of labels",
+    "the texts are the names of the labels",
+    Refused(ColumnError, "every text of the column 'text' is the name of its own class, such as 'positive'"),
+)
+def texts_are_the_labels(stage: Stage) -> Outcome:
+    names = ("negative", "positive")
+    rows = [{"text": names[index % 2], "label": index % 2} for index in range(40)]
+    return stage.port(**{**_encoders(stage), "data": rows, "class_names": names})
+
+
+@case(
+    TEXTS,
+    "a target that reads texts",
+    "it is of another family, with nothing in common to be asked",
+    Refused(
+        UnsupportedModelError,
+        (
+            "the base, of the family decoder, is asked by language-modelling and the target, of the "
+            "family encoder, by classification: they have no objective in common"
+        ),
+    ),
+)
+def target_of_another_family(stage: Stage) -> Outcome:
+    inputs = _decoders(stage)
+    return stage.port(**{**inputs, "to": _encoders(stage)["to"]})
+
+
+@case(
+    TEXTS,
+    "a CLIP with its tokenizer",
+    "beside the base lies that of another model, as large",
+    Refused(
+        TokenizersDifferError,
+        ("the tokenizer beside 'narrow-inverted' is not that of its base 'narrow': 50 of 55 pieces have other numbers"),
+    ),
+)
+def clip_with_another_tokenizer(stage: Stage) -> Outcome:
+    return stage.port(base=_scrambled(stage.copied(stage.base)))

@@ -1,0 +1,91 @@
+"""Whole situations on disk: a base, its fine-tune, a target and a data set, for tests of the pipeline and the CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from datasets import ClassLabel, Dataset, Features
+from PIL import Image
+
+from hf_bico.demo.digits import no_progress_bars
+from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
+
+Pictures = dict[tuple[str, int], Image.Image]
+"""By class and number."""
+SOURCE, TARGET = Toy(width=16), Toy(width=24, heads=3, grid=5)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Folders of one situation."""
+
+    folder: Path
+    tuned: Path
+    base: Path
+    target: Path
+    data: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        """What `hf-bico port` needs, in few samples."""
+        paths = [str(self.tuned), "--base", str(self.base), "--to", str(self.target), "--data", str(self.data)]
+        return [*paths, "-n", "24"]
+
+
+def make_scene(
+    folder: Path, libraries: tuple[str, str] = ("open_clip", "open_clip"), dtype: torch.dtype = torch.float32
+) -> Scene:
+    """Random models; the fine-tune changed every tensor of its visual tower a little."""
+    source, target = libraries
+    state = random_state(SOURCE, 0)
+    generator = torch.Generator().manual_seed(5)
+    tuned = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) if name.startswith("visual.") else tensor
+        for name, tensor in state.items()
+    }
+    return Scene(
+        folder,
+        WRITERS[source](folder / "tuned", SOURCE, tuned),
+        WRITERS[source](folder / "base", SOURCE, state),
+        WRITERS[target](folder / "target", TARGET, random_state(TARGET, 1, dtype)),
+        write_tables(folder / "pictures"),
+    )
+
+
+def write_images(folder: Path, size: int = 20) -> Path:
+    """An image folder: 12 training and 5 test images of each class."""
+    for split, pictures in _pictures(size).items():
+        for (name, index), picture in pictures.items():
+            place = folder / split / name / f"{index}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(place)
+    return folder
+
+
+def write_tables(folder: Path, pictures: Mapping[str, Pictures] | None = None) -> Path:
+    """The same rows, or others, as parquet files: these are found and read in less time than a folder of images."""
+    features = Features({"image": datasets.Image(), "label": ClassLabel(names=sorted(CLASS_NAMES))})
+    folder.mkdir(parents=True)
+    for split, some in (pictures or _pictures(20)).items():
+        in_order = sorted(some, key=lambda key: (key[0], f"{key[1]}.png"))  # as of the files' paths
+        columns = {"image": [some[key] for key in in_order], "label": [name for name, _ in in_order]}
+        with no_progress_bars():
+            Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def _pictures(size: int) -> dict[str, Pictures]:
+    generator = np.random.default_rng(0)
+    return {
+        split: {
+            (name, index): Image.fromarray(generator.integers(0, 256, (size, size, 3), dtype=np.uint8))
+            for name in CLASS_NAMES
+            for index in range(count)
+        }
+        for split, count in (("train", 12), ("test", 5))
+    }
