@@ -4,8 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
-# one thread each, so that the workers do not fight over the cores
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# one thread each, so that the workers do not fight over the cores; a third one works while another waits
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 SUPPORT := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support
 
 .PHONY: demo check test test-all slow bench docs notebooks cards faults fuzz worlds lint format clean

@@ -32,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin(config))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For the quick tests alone, the files that have none are not even imported."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py":
+        return None
+    return "mark.quick" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage looks through it again, which takes half a second."""
     gc.collect()

@@ -13,6 +13,8 @@ from support.rotated_clips import (
     Rotated,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def test_rotated_copy_is_the_same_function(tmp_path: Path) -> None:
     case = Rotated(tmp_path, torch.float64)

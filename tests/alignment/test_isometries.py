@@ -12,6 +12,8 @@ from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.isometries import seen_parts
 from hf_bico.iterations import halley_image, halley_inverse_image, halley_inverses, largest, polynomials, quintic
 
+pytestmark = pytest.mark.quick
+
 CUT = 1e-6
 SIDE = 300
 ALONE = 100_000  # no matrix is this large: all are iterated

@@ -20,6 +20,8 @@ from hf_bico.objectives import ZeroShotHead, zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
+pytestmark = pytest.mark.quick
+
 TRAINING: dict[str, Any] = {
     "method": "finetune",
     "train_steps": 2,

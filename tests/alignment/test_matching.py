@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hf_bico.errors import UsageError
 from hf_bico.matching import blocks_by_index, blocks_by_similarity, require_blocks
 
+pytestmark = pytest.mark.quick
+
 
 def test_formula_with_halves_rounded_up() -> None:
     for source, target in product(range(1, 25), range(2, 25)):

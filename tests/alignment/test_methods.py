@@ -52,6 +52,8 @@ PAIRS: dict[str, tuple[tuple[Toy, Toy], tuple[str, str]]] = {
     "transformers": ((NARROW, WIDE.but(blocks=3)), ("transformers", "transformers")),
     "transformers to open_clip": ((NARROW, WIDE), ("transformers", "open_clip")),
 }
+OF_THE_PATH = ("wide to narrow", "shallow to deep", "4x4 to 5x5 tokens", "transformers to open_clip")
+"""A path is steps of bico-fisher, which is held against the reference for every pair."""
 MANY_NAMES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     *("ink", "paper", "form"),
@@ -296,7 +298,7 @@ def test_port_equals_the_reference(case: Case, method: str) -> None:
     assert_agree(case.ported(method), case.carried(case.maps(method)))
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize("batch_size", [3])
 @pytest.mark.parametrize("method", [*KINDS, "bico-fisher"])
 def test_batch_size_does_not_matter(plain: Case, method: str, batch_size: int) -> None:
     assert_agree(plain.ported(method, batch_size=batch_size), plain.carried(plain.maps(method)))
@@ -373,6 +375,7 @@ def test_fisher_needs_no_labels(plain: Case) -> None:
         assert_agree(without, with_labels, tolerance=1e-12)
 
 
+@pytest.mark.parametrize("case", [PAIRS[name] for name in OF_THE_PATH], ids=OF_THE_PATH, indirect=True)
 def test_path_equals_the_literal_loop(case: Case) -> None:
     found = case.ported("bico-path", augment=0)
     assert_agree(found, case.path(steps=2))
@@ -519,8 +522,14 @@ def test_control_is_measured_and_refused_where_nothing_is_paired(plain: Case) ->
         plain.port("naive", **options)
 
 
-@pytest.mark.parametrize("method", [*ALIGNERS[1:], "naive"])
-@pytest.mark.parametrize("libraries", [("transformers", "transformers"), ("transformers", "open_clip")], ids=str)
+@pytest.mark.parametrize(
+    ("method", "libraries"),
+    [
+        *((method, ("transformers", "transformers")) for method in (*ALIGNERS[1:], "naive")),
+        *((method, ("transformers", "open_clip")) for method in ("bico-fisher", "bico-path")),
+    ],
+    ids=str,
+)
 def test_port_of_a_lora_is_the_port_of_its_product(
     method: str, libraries: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

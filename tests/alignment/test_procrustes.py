@@ -8,6 +8,8 @@ import torch
 
 from hf_bico.procrustes import Rows, polar
 
+pytestmark = pytest.mark.quick
+
 
 def with_spectrum(rows: int, columns: int, values: list[float], seed: int = 0) -> tuple[torch.Tensor, ...]:
     """A matrix of given singular values, with its left and right vectors."""

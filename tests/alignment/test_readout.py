@@ -13,6 +13,8 @@ from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.objectives import ZeroShotHead
 from hf_bico.readout import STRENGTHS, Readout, left_out_residuals, solve_readout, wanted_moves
 
+pytestmark = pytest.mark.quick
+
 COPIES = (0, 0, 1, 2, 3, 2, 2, 4, 5, 5)
 """Origins of ten rows: groups of one, two and three, not side by side."""
 

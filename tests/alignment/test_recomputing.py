@@ -15,6 +15,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_bico.recomputing import recomputed as made_thrifty
 from hf_bico.watching import Trace
 
+pytestmark = pytest.mark.quick
+
 Part = Callable[..., Any]
 recomputed = partial(made_thrifty, is_function=True)
 

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from hf_bico.similarity import Likeness, MeanOfRows, Moved, linear_cka, turned_away
 
+pytestmark = pytest.mark.quick
+
 SHAPES = [(40, 5, 7), (40, 39, 40), (12, 30, 20), (12, 5, 30), (12, 30, 5), (2, 3, 3)]
 
 

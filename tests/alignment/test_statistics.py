@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from hf_bico.collecting import Side, collect
@@ -12,6 +13,8 @@ from hf_bico.pairing import pair_rows
 from hf_bico.sites import Site, SitePair, Slot, Tokens
 from hf_bico.statistics import CrossCovariance, Kind
 from hf_bico.watching import Losses, Trace
+
+pytestmark = pytest.mark.quick
 
 
 def numbered(samples: int, tokens: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ from hf_bico.settings import Settings
 from hf_bico.sites import Layout, Site, SitePair
 from support.toys import Toy, open_clip_config, random_state, to_transformers, transformers_config
 
+pytestmark = pytest.mark.quick
+
 State = dict[str, Tensor]
 TOY = Toy(width=24, heads=3, blocks=2)
 TALL = Toy(width=32, heads=4, blocks=4)

@@ -20,6 +20,8 @@ from hf_bico.settings import OPTION_METHODS, Settings
 from support.hub import Hub
 from support.hub_scenes import DATA, SOURCE, TARGET, publish
 
+pytestmark = pytest.mark.quick
+
 TITLES = [section.title for section in SECTIONS]
 
 

@@ -15,6 +15,8 @@ from hf_bico.data.calibration import calibration_samples, open_data
 from hf_bico.data.dataset import Samples
 from hf_bico.settings import Settings
 
+pytestmark = pytest.mark.quick
+
 NAMES = ["cat", "dog", "owl"]
 
 

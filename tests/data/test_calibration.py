@@ -31,6 +31,8 @@ from hf_bico.errors import (
 )
 from hf_bico.settings import Settings
 
+pytestmark = pytest.mark.quick
+
 NAMES = ["cat", "dog", "owl"]
 
 

@@ -44,6 +44,8 @@ from hf_bico.sites import TEXTS
 from hf_bico.texts import Answered, Captioned, Chat, Text
 from support.hub import Hub
 
+pytestmark = pytest.mark.quick
+
 ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 INSIDE_OUT = {"from": ["human", "gpt"], "value": ["q", "a"]}

@@ -14,6 +14,8 @@ from hf_bico.settings import METHOD_NAMES, SAMPLINGS
 from support import ROOT
 from support.page_text import inline_code
 
+pytestmark = pytest.mark.quick
+
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 
 

@@ -13,6 +13,8 @@ from hf_bico.families import FAMILIES
 from hf_bico.statistics import OF_TARGET, Kind
 from support import ROOT
 
+pytestmark = pytest.mark.quick
+
 DOCS = ROOT / "docs"
 
 

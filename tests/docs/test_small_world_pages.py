@@ -6,11 +6,15 @@ import csv
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import foresight
+
+pytestmark = pytest.mark.quick
 
 DOCS = ROOT / "docs"
 KEPT = DOCS / "small-world"

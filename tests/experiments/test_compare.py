@@ -45,7 +45,7 @@ from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, w
 OPTIONS = {"alpha": 8.0, "learning_rate": 0.005, "train_steps": 3, "train_batch": 8, "warmup": 1, "device": "cpu"}
 TYPED = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 """Large changes, and a short training."""
-TRAINED, TESTED = 12, 40
+TRAINED, TESTED = 12, 24
 """Images of each class: to measure on, so many that models are seldom equally good by chance."""
 ROWS = TESTED * CLASSES
 SIZES, SEEDS = [8, 12], [0, 1]

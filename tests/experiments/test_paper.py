@@ -16,6 +16,8 @@ from hf_bico.settings import SAMPLINGS, Settings
 from hf_bico.texts import Text
 from hf_bico.tokenising import text_to_text
 
+pytestmark = pytest.mark.quick
+
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 CLASSES = {"eurosat": 10, "gtsrb": 43, "svhn": 10, "resisc45": 45, "dtd": 47, "cars": 196, "mnist": 10, "sun397": 397}
 ALL_TASKS = (*paper.VISION_TASKS, *paper.LANGUAGE_TASKS)

@@ -23,6 +23,8 @@ from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload
 
+pytestmark = pytest.mark.quick
+
 
 def write(folder: Path, **files: Any) -> Path:
     """A repo folder; names are given with _ for the dot."""

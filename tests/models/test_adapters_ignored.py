@@ -16,6 +16,8 @@ from hf_bico.adapters.targeting import require_targeted
 from hf_bico.errors import AdapterError
 from support.adapters import CONFIG, WEIGHTS, Base, adapted, assert_same, by_peft, lora, saved, transformers_base
 
+pytestmark = pytest.mark.quick
+
 VISION = r"vision_model\..*\.(q_proj|v_proj|fc1)"
 
 

@@ -14,6 +14,8 @@ from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
 from hf_bico.overlaps import align_names
 
+pytestmark = pytest.mark.quick
+
 STATE = {f"layer.{index}.weight": torch.randn(50, 50) for index in range(6)}
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from hf_bico import factors
 from hf_bico.factors import Change, Factors, between, dense, energy, is_finite, is_zero, stacked, total, truncated
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {"tall": (23, 9), "wide": (8, 31), "square": (12, 12), "row": (1, 7), "column": (7, 1)}
 MATRICES = ("tall", "wide", "square", "row", "column", "rank-deficient", "zero", "twins", "one direction")
 SHARES = (0.05, 0.5, 0.9, 0.95, 0.999)

@@ -25,6 +25,8 @@ from hf_bico.families.openclip import OpenClip
 from hf_bico.models import Model
 from support.toys import WRITERS, Toy, fingerprint, random_state
 
+pytestmark = pytest.mark.quick
+
 TOY = Toy(width=16, blocks=2)
 
 

@@ -14,6 +14,8 @@ from hf_bico.families import FAMILIES
 from hf_bico.models import Model
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, weights_of
 
+pytestmark = pytest.mark.quick
+
 SOURCE, TARGET = Toy(width=16), Toy(width=24, heads=3, blocks=3, grid=5)
 ROWS = random_rows(48, 20)
 

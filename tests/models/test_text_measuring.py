@@ -17,6 +17,8 @@ from hf_bico.objectives import LanguageHead, Question
 from hf_bico.texts import Text
 from support.language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder, write_t5
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [*sentences(7), "a", "the last of them is longer than all of the others"]
 ROWS = [{"text": text} for text in sentences(24)]
 

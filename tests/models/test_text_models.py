@@ -23,6 +23,8 @@ from hf_bico.texts import Text
 from hf_bico.watching import Losses, Trace
 from support.language_toys import sentences, write_decoder, write_t5
 
+pytestmark = pytest.mark.quick
+
 SAMPLES = [Text(text) for text in sentences(4)]
 WORDS = ("no", "yes")
 ASKED = Question(SAMPLES, (0, 1, 1, 0))

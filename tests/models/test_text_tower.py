@@ -35,6 +35,8 @@ from hf_bico.statistics import Kind
 from hf_bico.watching import Losses, Pass
 from support.toys import WRITERS, Toy, fingerprint, open_clip_config, random_state
 
+pytestmark = pytest.mark.quick
+
 TOY = Toy(width=16, blocks=3, text_blocks=2)
 CAPTIONS = ["a photo of a zero", "the digit seven", "dark on light", "a blurry one from a form", "the digit seven"]
 CPU = torch.device("cpu")

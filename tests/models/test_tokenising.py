@@ -15,6 +15,8 @@ from hf_bico.texts import Answered, Chat, Text, TextSample
 from hf_bico.tokenising import UNLEARNT, TokenBatch, longest, pairable, text_to_text, tokenise
 from support.language_toys import CHARACTERS, POSITIONS, SPECIAL, qwen2_tokenizer, text_tokenizer
 
+pytestmark = pytest.mark.quick
+
 PAD, BOS, EOS, CLS, SEP = (SPECIAL.index(token) for token in ("<pad>", "<s>", "</s>", "<cls>", "<sep>"))
 TALK = (
     {"role": "system", "content": "be kind"},

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import language_reference as reference
 import pytest
 import torch
 import transformers
@@ -17,6 +16,7 @@ import hf_bico
 from hf_bico.edge.console import print_ported
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
 from hf_bico.results import headline, left_behind
+from support import language_reference as reference
 from support.rotated_language import InDouble
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import language_reference as reference
 import peft
 import pytest
 import torch
@@ -23,6 +22,7 @@ from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodE
 from hf_bico.evaluation import evaluate_model
 from hf_bico.objectives.classification import ClassHead, carried_head, ridge_head
 from support import language_gallery
+from support import language_reference as reference
 from support.adapters import Base, saved
 from support.language_toys import fine_tuned, sentences, write_encoder, write_vit
 from support.rotated_language import InDouble

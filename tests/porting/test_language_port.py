@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import language_reference as reference
 import peft
 import pytest
 import torch
@@ -30,6 +29,7 @@ from hf_bico.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from support import language_reference as reference
 from support.adapters import Base, saved
 from support.hub import Hub
 from support.hub_scenes import upload
@@ -506,6 +506,7 @@ def test_an_adapter_of_all_ranks_is_the_full_model(name: str, case: Callable[[st
     require_same(logits(found, loaded), logits(found, found.ported.model()), before)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", LORAS)
 def test_a_lora_stays_one_of_its_rank(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
     found = case(name)

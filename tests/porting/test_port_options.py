@@ -172,7 +172,11 @@ def settings_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Settin
     return settings
 
 
-@pytest.mark.parametrize(("options", "expected", "where"), CHOICES, ids=map(name_of, CHOICES))
+@pytest.mark.parametrize(
+    ("options", "expected", "where"),
+    [pytest.param(*CHOICES[0], marks=pytest.mark.quick), *CHOICES[1:]],
+    ids=map(name_of, CHOICES),
+)
 def test_what_is_asked_for_is_recorded_and_can_be_repeated(
     options: list[str],
     expected: dict[str, Any],

@@ -39,6 +39,7 @@ def assert_rest_is_the_targets(scene: Scene, written: Path, file: str) -> None:
         assert same == (name not in sites), name
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_open_clip_loads_a_full_port(dtype: torch.dtype, tmp_path: Path) -> None:
     import open_clip

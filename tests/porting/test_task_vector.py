@@ -13,6 +13,8 @@ from hf_bico import TaskVector
 from hf_bico.checkpoints import FileCheckpoint, MemoryCheckpoint
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
 
+pytestmark = pytest.mark.quick
+
 State = dict[str, torch.Tensor]
 
 

@@ -69,6 +69,8 @@ from support.records import (
 )
 from support.toys import WRITERS, Toy, random_state
 
+pytestmark = pytest.mark.quick
+
 
 def a_local_record(**changes: Any) -> Record:
     """The same port between folders, each with a name that must not be told."""

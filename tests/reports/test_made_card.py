@@ -37,6 +37,8 @@ from support.records import (
 )
 from support.toys import WRITERS, Toy, random_state
 
+pytestmark = pytest.mark.quick
+
 SOURCE, OTHER, BASE, REPO = "alice/vit-b16-eurosat", "bob/cars-lora", "laion/CLIP-ViT-B-16", "alice/eurosat-lora"
 COMMITS = {SOURCE: "a1" * 20, OTHER: "d4" * 20, BASE: "b2" * 20}
 RUN = MakingRecord("2026-01-01T00:00:00+00:00", 2.5, {"torch": "2.15.0", "peft": "0.21.2"})

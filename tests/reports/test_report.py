@@ -13,6 +13,8 @@ from hf_bico.report import Report
 from hf_bico.results import control_sentence, gap_closed, headline, is_worse, readout_sentence, results
 from support.records import a_path_record, a_record, a_trained_record, measured
 
+pytestmark = pytest.mark.quick
+
 
 def _of(values: list[EvaluationRecord]) -> Record:
     return a_record(evaluation=values)

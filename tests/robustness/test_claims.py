@@ -12,6 +12,8 @@ from hf_bico.claims import claimed, clear_leftovers, put_in_place, require_room,
 from hf_bico.errors import OutputError
 from hf_bico.output import whole_folder
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_claim_leaves_nothing_behind(tmp_path: Path) -> None:
     with claimed(tmp_path / "a" / "b" / "out"):

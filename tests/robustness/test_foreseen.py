@@ -19,6 +19,8 @@ from hf_bico.foreseen import as_ours, bug_id, last_net
 from support.hub import Fault, Hub
 from support.scenes import make_scene
 
+pytestmark = pytest.mark.quick
+
 
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:

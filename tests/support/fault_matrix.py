@@ -174,16 +174,9 @@ def publish_shards(folder: Path) -> None:
 
 
 def _publish_scene(folder: Path, libraries: tuple[str, str]) -> Scene:
-    import datasets
-    from datasets.table import embed_table_storage
-
     scene = make_scene(folder / "scene", libraries)
     upload(HUB, BASE, scene.base, BASE_CARD)
-    tables = folder / "tables"
-    for split, rows in datasets.load_dataset("imagefolder", data_dir=str(scene.data)).items():
-        whole = rows.with_format("arrow").map(embed_table_storage, batched=True)
-        whole.to_parquet(tables / f"{split}-00000-of-00001.parquet")
-    upload(HUB, DATA, tables, DATA_CARD, type="dataset")
+    upload(HUB, DATA, scene.data, DATA_CARD, type="dataset")
     return scene
 
 
