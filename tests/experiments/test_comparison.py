@@ -21,8 +21,6 @@ from hf_bico.comparison.log import LOG_FILE
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from support import forks
 
-pytestmark = pytest.mark.quick
-
 METHODS = ("gradfix", "theseus", "bico", "bico-path")
 SIZES, SEEDS, DATA = (10, 20, 50), (0, 1, 2), ("SVHN", "DTD", "Cars")
 IDENTITY = {"source": {"id": "a/b", "commit": "1" * 40}, "target": {"id": "c/d", "sha256": "2"}, "alpha": 1.0}
