@@ -4,8 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
-# one thread each, so that the workers do not fight over the cores; a third one works while another waits
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# one thread each, so that the workers do not fight over the cores
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 SUPPORT := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support
 
 .PHONY: demo check test test-all slow bench docs notebooks cards faults fuzz worlds lint format clean
@@ -22,7 +22,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: lint worlds  ## linters, types, then every test; about twelve minutes, the first time some more
+test: lint worlds  ## linters, types, then every test; about nineteen minutes, the first time four more
 	$(PYTEST)
 
 test-all: lint worlds  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed

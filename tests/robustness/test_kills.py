@@ -24,7 +24,6 @@ from support.hub_scenes import SOURCE, TARGET, publish
 REPO = "user/ported"
 PORT = ["port", SOURCE, "--to", TARGET, "-n", "8", "--no-eval", "-o", "out"]
 PUSHED = [*PORT, "--push-to", REPO]
-MOMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ def killed(hub: Hub, folder: Path, due: Callable[[], bool]) -> tuple[str, str]:
     return local, require_whole_remote(hub, folder / "out")
 
 
-def test_killed_at_moments_spread_over_port_and_push(hub: Hub, folder: Path) -> None:
+@pytest.mark.parametrize("moments", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_moments_spread_over_port_and_push(moments: int, hub: Hub, folder: Path) -> None:
     """Half of them by the clock until the folder is there, half by the requests of the push."""
     again(hub, folder)  # fills the cache
     clear(hub, folder)
@@ -137,16 +137,16 @@ def test_killed_at_moments_spread_over_port_and_push(hub: Hub, folder: Path) -> 
     assert ended(running).code == 0
     push_requests = len(hub.log) - before - port_requests
     rows, states = [], set()
-    for moment in range(MOMENTS):
+    for moment in range(moments):
         clear(hub, folder)
-        place, of_push = moment % (MOMENTS // 2), moment >= MOMENTS // 2
+        place, of_push = moment % (moments // 2), moment >= moments // 2
         beginning, begun = time.perf_counter(), len(hub.log)
         if of_push:
-            request = 1 + place * (push_requests - 2) // (MOMENTS // 2 - 1)
+            request = 1 + place * (push_requests - 2) // (moments // 2 - 1)
             when = f"request {request} of {push_requests} of the push"
             due = lambda: len(hub.log) - begun >= port_requests + request  # noqa: B023, E731
         else:
-            delay = port_seconds * (place + 0.5) / (MOMENTS // 2)
+            delay = port_seconds * (place + 0.5) / (moments // 2)
             when = f"{delay:.2f} s of {port_seconds:.2f} s of the port"
             due = lambda: time.perf_counter() - beginning >= delay  # noqa: B023, E731
         local, remote = killed(hub, folder, due)
