@@ -22,7 +22,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: lint worlds  ## linters, types, then every test; about nineteen minutes, the first time four more
+test: lint worlds  ## linters, types, then every test; about twenty minutes, the first time three more
 	$(PYTEST)
 
 test-all: lint worlds  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
