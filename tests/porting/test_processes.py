@@ -1,11 +1,15 @@
-"""Several processes do one job: real ones, started by torchrun and accelerate, on the CPU."""
+"""Several processes do one job: real ones, of torchrun, of accelerate and of our own, on the CPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +53,31 @@ def launched(launcher: tuple[str, ...], *words: str, temporary: Path) -> subproc
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=150)
 
 
-def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines of stderr that say how our processes end."""
-    return [line for line in done.stderr.splitlines() if line.startswith(("Error: ", "Stopped: ", "Process "))]
+def forked(*words: str, code: str | None = None, temporary: Path) -> list[subprocess.CompletedProcess[str]]:
+    """The two processes as forks, with what a launcher does: it tells them by their environment who they are, and ends
+    the one when the other has failed."""
+    temporary.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job = {**os.environ, **meet, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TMPDIR": str(temporary)}
+    ranks = [forks.start(*words, code=code, env={**job, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    with ThreadPoolExecutor(2) as readers:
+        written = [readers.submit(rank.communicate) for rank in ranks]
+        while not any(rank.returncode for rank in ranks) and not all(found.done() for found in written):
+            time.sleep(0.05)
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.send_signal(signal.SIGTERM)
+    return [
+        subprocess.CompletedProcess(words, rank.wait(), *found.result())
+        for rank, found in zip(ranks, written, strict=True)
+    ]
+
+
+def ours(stderr: str) -> list[str]:
+    """The lines that say how our processes end."""
+    return [line for line in stderr.splitlines() if line.startswith(("Error: ", "Stopped: ", "Process "))]
 
 
 def require_same(folder: Path, alone: Path, target: Path) -> None:
@@ -201,17 +227,16 @@ main(sys.argv[1:], prog_name="hf-bico")
 
 
 def test_a_process_that_is_killed_ends_the_job(scene: Scene, tmp_path: Path) -> None:
-    script, before = tmp_path / "script.py", sorted(scene.folder.iterdir())
-    script.write_text(KILLED)
+    before = sorted(scene.folder.iterdir())
     words = ("port", *MODELS, "-n", "5", "--json", "-o", str(tmp_path / "out"))
-    done = launched(TORCHRUN, str(script), *words, temporary=tmp_path / "temporary")
-    assert done.returncode != 0
-    [line] = ours(done)
+    first, second = forked(*words, code=KILLED, temporary=tmp_path / "temporary")
+    assert (first.returncode, second.returncode) == (1, -signal.SIGKILL)
+    [line] = ours(first.stderr)
     assert "another process of this job" in line
     assert "has ended" in line
-    assert done.stdout.count("\n") == 1
-    assert json.loads(done.stdout)["error"]["kind"] == "ProcessLostError"
-    assert sorted(tmp_path.iterdir()) == [script, tmp_path / "temporary"], "neither a result nor a scratch folder"
+    assert first.stdout.count("\n") == 1
+    assert json.loads(first.stdout)["error"]["kind"] == "ProcessLostError"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "temporary"], "neither a result nor a scratch folder"
     assert sorted(scene.folder.iterdir()) == before
 
 
@@ -238,10 +263,9 @@ def test_one_that_waits_where_no_exception_reaches_it_ends_when_it_is_told_to() 
 
 
 def test_what_all_processes_find_is_told_once(tmp_path: Path) -> None:
-    words = ("-m", "hf_bico", "port", "no/such folder", "--to", "target", "--json")
-    done = launched(TORCHRUN, *words, temporary=tmp_path / "temporary")
-    assert done.returncode == 1
-    [line] = ours(done)
-    error = json.loads(done.stdout)["error"]
+    found = forked("port", "no/such folder", "--to", "target", "--json", temporary=tmp_path / "temporary")
+    assert [done.returncode for done in found] == [1, -signal.SIGTERM]
+    [line] = ours("".join(done.stderr for done in found))
+    error = json.loads("".join(done.stdout for done in found))["error"]
     assert line == f"Error: {error['cause']}"
-    assert done.stderr.count(f"Remedy: {error['remedy']}") == 1
+    assert found[0].stderr.count(f"Remedy: {error['remedy']}") == 1

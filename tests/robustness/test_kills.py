@@ -125,36 +125,23 @@ def killed(hub: Hub, folder: Path, due: Callable[[], bool]) -> tuple[str, str]:
     return local, require_whole_remote(hub, folder / "out")
 
 
-@pytest.mark.parametrize("moments", [8, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_moments_spread_over_port_and_push(moments: int, hub: Hub, folder: Path) -> None:
-    """Half of them by the clock until the folder is there, half by the requests of the push."""
+@pytest.mark.parametrize("moments", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_requests_spread_over_port_and_push(moments: int, hub: Hub, folder: Path) -> None:
     again(hub, folder)  # fills the cache
     clear(hub, folder)
     before = len(hub.log)
-    running, started = start(*PUSHED, cwd=folder), time.perf_counter()
-    wait_until((folder / "out").exists)
-    port_seconds, port_requests = time.perf_counter() - started, len(hub.log) - before
-    assert ended(running).code == 0
-    push_requests = len(hub.log) - before - port_requests
+    again(hub, folder)
+    requests = len(hub.log) - before
     rows, states = [], set()
     for moment in range(moments):
         clear(hub, folder)
-        place, of_push = moment % (moments // 2), moment >= moments // 2
-        beginning, begun = time.perf_counter(), len(hub.log)
-        if of_push:
-            request = 1 + place * (push_requests - 2) // (moments // 2 - 1)
-            when = f"request {request} of {push_requests} of the push"
-            due = lambda: len(hub.log) - begun >= port_requests + request  # noqa: B023, E731
-        else:
-            delay = port_seconds * (place + 0.5) / (moments // 2)
-            when = f"{delay:.2f} s of {port_seconds:.2f} s of the port"
-            due = lambda: time.perf_counter() - beginning >= delay  # noqa: B023, E731
-        local, remote = killed(hub, folder, due)
+        begun, request = len(hub.log), 1 + moment * (requests - 2) // (moments - 1)
+        local, remote = killed(hub, folder, lambda: len(hub.log) - begun >= request)  # noqa: B023
         done = again(hub, folder)
         assert require_whole_remote(hub, folder / "out") == "whole"
         states.add((local, remote))
-        rows.append(f"| {when} | {local} | {remote} | well, in {done.seconds:.1f} s |")
-    print("\n| killed at | output folder | repo | same command again |\n|---|---|---|---|", *rows, sep="\n")
+        rows.append(f"| {request} of {requests} | {local} | {remote} | well, in {done.seconds:.1f} s |")
+    print("\n| killed at request | output folder | repo | same command again |\n|---|---|---|---|", *rows, sep="\n")
     assert {("absent", "absent"), ("whole", "absent"), ("whole", "empty")} <= states, "the moments are spread"
 
 
@@ -240,37 +227,70 @@ def test_two_runs_into_one_folder(hub: Hub, folder: Path, scene: Path) -> None:
 
 
 STOPS: dict[str, tuple[int, int, str, int]] = {
-    "Ctrl-C": (signal.SIGINT, 130, "Interrupted: ", 6),
-    "SIGTERM": (signal.SIGTERM, 143, "Stopped by SIGTERM: ", 4),
+    "Ctrl-C": (signal.SIGINT, 130, "Interrupted: ", 5),
+    "SIGTERM": (signal.SIGTERM, 143, "Stopped by SIGTERM: ", 3),
     "a closed terminal": (signal.SIGHUP, 129, "Stopped by SIGHUP: ", 2),
 }
 """The signal, the exit code, how the line begins, and at how many moments."""
+SIGNALLED = """
+import signal, sys
+import hf_bico.edge.bars
+from hf_bico.cli import main
+
+moment, number, *words = sys.argv[1:]
+announced, calls = hf_bico.edge.bars._announced, 0
+
+def signalled(stage, done, total):
+    global calls
+    announced(stage, done, total)
+    calls += 1
+    if calls == int(moment):
+        signal.raise_signal(int(number))
+
+hf_bico.edge.bars._announced = signalled
+try:
+    main(words, prog_name="hf-bico")
+finally:
+    if moment == "0":
+        print(calls)
+"""
 
 
 @pytest.mark.parametrize("name", STOPS)
 def test_stopped_at_any_stage(name: str, hub: Hub, folder: Path) -> None:
+    """By a real signal, each time that the work has come to a certain point."""
     number, code, said, moments = STOPS[name]
-    whole = again(hub, folder).seconds
-    stopped = 0
+    undisturbed = ended(start("0", "0", *PUSHED, cwd=folder, code=SIGNALLED))
+    assert undisturbed.code == 0, undisturbed.stderr
+    calls = int(undisturbed.stdout.splitlines()[-1])
     for moment in range(moments):
         clear(hub, folder)
+        call = 1 + moment * (calls - 1) // (moments - 1)
+        end = ended(start(str(call), str(int(number)), *PUSHED, cwd=folder, code=SIGNALLED))
+        assert (end.code, end.stderr) == (code, f"{said}nothing was written.\n")
+        assert list(folder.iterdir()) == []
+        assert require_whole_remote(hub, folder / "out") == "absent"
+    again(hub, folder)
+
+
+def test_stopped_at_any_time(hub: Hub, folder: Path) -> None:
+    """By the clock: on a busy machine it may be done before."""
+    whole = again(hub, folder).seconds
+    for share in (0.3, 0.6, 0.9):
+        clear(hub, folder)
         running = start(*PUSHED, cwd=folder)
-        time.sleep(whole * (moment + 0.5) / moments)
-        running.send_signal(number)
+        time.sleep(whole * share)
+        running.send_signal(signal.SIGINT)
         end = ended(running)
         require_whole(folder / "out")
-        assert "Traceback" not in end.stderr
-        assert end.code in (0, code), end.stderr
+        there = (folder / "out").exists()
+        assert end.code in (0, 130), end.stderr
         if end.code:
-            stopped += 1
-            there = (folder / "out").exists()
             *before, last = end.stderr.splitlines()
-            assert last == f"{said}{'the result is in out' if there else 'nothing was written'}."
+            assert last == f"Interrupted: {'the result is in out' if there else 'nothing was written'}."
             assert all(there and line.startswith("seconds: ") for line in before), "what a port says when it is whole"
-            assert [path.name for path in folder.iterdir()] == ["out"] * there, "nothing is left beside it"
+        assert [path.name for path in folder.iterdir()] == ["out"] * there, "nothing is left beside it"
         assert require_whole_remote(hub, folder / "out") != "empty", "a repo that could not be filled is taken back"
-    assert stopped >= moments // 2
-    again(hub, folder)
 
 
 def test_stopped_while_it_is_pushed(hub: Hub, folder: Path) -> None:

@@ -140,6 +140,11 @@ class Hangs(BaseException):
     """The command did not end in time; no handler of the command's own may take it for an error."""
 
 
+def passes(request: Request, fault: str) -> bool:
+    """Whether it is no reason to fail."""
+    return fault in PASSING and (request.method, request.shown, fault) not in MAY_FAIL
+
+
 # what is on the Hub
 
 
@@ -183,7 +188,7 @@ def _publish_scene(folder: Path, libraries: tuple[str, str]) -> Scene:
 _PORT = f"port {SOURCE} --to {TARGET} -n 8 --device cpu --json --force -o {{out}}"
 _IN_PARTS = {"hf_bico.data.files.SMALL": 0, "hf_bico.data.row_groups.LEAST_BUDGET": 4_000}
 CIRCLES = (
-    Circle("port and push", publish_images, f"{_PORT} --push-to {{pushed}}"),
+    Circle("port and push", publish_images, f"{_PORT} --no-eval --push-to {{pushed}}"),
     Circle(
         "port and push of a LoRA to a target in shards, samples by Range requests",
         publish_shards,
@@ -279,7 +284,7 @@ class Stage:
         os.environ["HF_TOKEN"] = TOKEN
         circle.publish(folder / "published")
         self.sources = _heads()
-        self.cells = 0
+        self.runs = 0
 
     @cached_property
     def result(self) -> Path | None:
@@ -315,37 +320,40 @@ class Stage:
             seen[entry.method, pattern] += 1
         return found
 
-    def cell(self, request: Request, name: str) -> Cell:
-        """The command with one fault, and what it leaves."""
+    def cells(self, pairs: Sequence[tuple[Request, str]]) -> list[Cell]:
+        """The command with these faults, all in one run, and what it leaves."""
         self.requests  # noqa: B018 - what whole is, is known from the undisturbed run
-        fault = request.fault(name)
+        faults = [request.fault(name) for request, name in pairs]
         with self._prepared() as place:
             with hurried(place / "cache", self.circle.settings):
-                HUB.inject(fault)
+                for fault in faults:
+                    HUB.inject(fault)
                 ending = run(self._line(place))
-            if name == "stall":
-                _sleep(fault.seconds)  # what was asked for is still carried out
+            if any(name == "stall" for _, name in pairs):
+                _sleep(FAULTS["stall"]["seconds"])  # what was asked for is still carried out
             HUB.forgive()
-            bad = [] if fault.fired else ["the fault was not met"]
-            bad += self._wrong(place, ending)
+            bad = list(self._wrong(place, ending))
             ended = "well" if ending.code == 0 else ending.kind.removesuffix("Error")
             if self._remote(place / "out") == "empty":
                 ended += ", empty"
             if ending.code != 0:
-                if name in PASSING and (request.method, request.shown, name) not in MAY_FAIL:
+                if all(passes(*pair) for pair in pairs):
                     bad.append(f"fails over what passes: {ending.cause}")
                 bad += [] if ending.kind == "HANGS" else self._way_out(place, ending)
             elif self._is_private():
                 ended = "well, private"
-        return Cell(self.circle.name, request, name, ended, tuple(bad))
+        unmet = [[] if fault.fired else ["the fault was not met"] for fault in faults]
+        return [
+            Cell(self.circle.name, *pair, ended, (*also, *bad)) for pair, also in zip(pairs, unmet, strict=True)
+        ]
 
     @contextmanager
     def _prepared(self) -> Iterator[Path]:
         """A folder of its own, the Hub as it was before, and afterwards nothing."""
         result = self.result
         self._clear()
-        self.cells += 1
-        place = self.folder / f"cell-{self.cells}"
+        self.runs += 1
+        place = self.folder / f"run-{self.runs}"
         place.mkdir()
         if result is not None:
             shutil.copytree(result, place / "out")
@@ -488,26 +496,36 @@ class Part:
     parts: int = 1
     only: str = ""
     every: int = 1
+    together: int = 1
+    """How many of the faults that pass are met in one run."""
 
-    def cells(self, requests: Sequence[Request]) -> list[tuple[Request, str]]:
+    def runs(self, requests: Sequence[Request]) -> list[list[tuple[Request, str]]]:
         wanted = [
             (request, fault)
             for i, request in enumerate(requests)
             for j, fault in enumerate(FAULTS)
             if (i + j) % self.every == 0 and re.search(self.only, f"{request.method} {request.shown} {fault}")
         ]
-        return wanted[self.part :: self.parts]
+        ours = wanted[self.part :: self.parts]
+        if self.together == 1:
+            return [[pair] for pair in ours]
+        passing: list[list[tuple[Request, str]]] = [[] for _ in range(1 + len(ours) // self.together)]
+        for pair in (pair for pair in ours if passes(*pair)):
+            # requests that look the same are told apart by their place, which another one's fault would change
+            free = [run for run in passing if all(other.pattern != pair[0].pattern for other, _ in run)]
+            min(free, key=len).append(pair)
+        return [*(run for run in passing if run), *([pair] for pair in ours if not passes(*pair))]
 
 
 def do(part: Part) -> tuple[list[Request], list[Cell]]:
     """The requests of a circle, and these of its cells."""
     with tempfile.TemporaryDirectory(prefix="hf-bico-faults-") as folder:
         stage = Stage(CIRCLES[part.circle], Path(folder))
-        cells = []
-        for request, fault in part.cells(stage.requests):
-            cells.append(stage.cell(request, fault))
-            if cells[-1].bad:
-                print(f"{request.method} {request.shown} ({request.nth + 1}), {fault}: {cells[-1]}", file=sys.stderr)
+        cells = [cell for run in part.runs(stage.requests) for cell in stage.cells(run)]
+        for cell in cells:
+            if cell.bad:
+                shown = f"{cell.request.method} {cell.request.shown} ({cell.request.nth + 1})"
+                print(f"{shown}, {cell.fault}: {cell}", file=sys.stderr)
         return stage.requests, cells
 
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import select
+import selectors
 import shutil
 import signal
 import socket
@@ -156,47 +157,90 @@ def _warm_process() -> str:
 
 
 def _serve(address: str) -> None:
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false"}  # which would have begun threads before the fork
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     del sys.path[0]  # the folder of this file
     for name in (*WARM, *(f"hf_bico.{name}" for name in OURS)):
         importlib.import_module(name)
+    _port_once()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     gc.collect()
     gc.freeze()  # forks share what they do not touch
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     os.write(1, b"listening\n")
-    while listener in select.select([listener, 0], [], [])[0]:
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            _keep(connection)
-        connection.close()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    return
+                if key.fileobj is listener:
+                    _Fork(listener.accept()[0], selector)
+                else:
+                    key.data()
 
 
-def _keep(connection: socket.socket) -> NoReturn:
-    """Run what is asked for in a fork, and tell its number and its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    length, files, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
-    asked = json.loads(connection.recv(_NUMBER.unpack(length)[0], socket.MSG_WAITALL))
-    with tempfile.NamedTemporaryFile("r") as counted:
-        started = time.perf_counter()
-        pid = os.fork()
-        if pid == 0:
+def _port_once() -> None:
+    """What the libraries only do when they are first used; no gradient, which would not go with forks on a GPU."""
+    import torch
+
+    import hf_bico
+
+    tests = str(Path(__file__).parents[1])
+    sys.path.insert(0, tests)
+    from support.scenes import make_scene
+
+    sys.path.remove(tests)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # others would not be there in a fork
+    with tempfile.TemporaryDirectory() as folder:
+        for library in ("open_clip", "transformers"):
+            scene = make_scene(Path(folder) / library, (library, library))
+            where: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
+            hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu").save(Path(folder) / f"{library}-out")
+    torch.set_num_threads(threads)
+
+
+class _Fork:
+    """One command, from the asking to its end."""
+
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._connection, self._selector = connection, selector
+        length, files, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
+        asked = json.loads(connection.recv(_NUMBER.unpack(length)[0], socket.MSG_WAITALL))
+        self._counted = tempfile.NamedTemporaryFile("r")
+        self._started = time.perf_counter()
+        self._pid = os.fork()
+        if self._pid == 0:
+            for key in list(selector.get_map().values()):
+                if key.fd != 0:
+                    os.close(key.fd)
             connection.close()
-            _run(asked, files, counted.name)
+            _run(asked, files, self._counted.name)
         for descriptor in files:
             os.close(descriptor)
-        connection.sendall(_NUMBER.pack(pid))
-        if connection.fileno() in select.select([os.pidfd_open(pid), connection.fileno()], [], [])[0]:  # nobody listens
-            os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        seconds, events = time.perf_counter() - started, int(counted.read() or 0)
-    with suppress(BrokenPipeError):  # who asked may be gone
-        connection.sendall(json.dumps({"returncode": code, "seconds": seconds, "events": events}).encode())
-    os._exit(0)
+        self._ending = os.pidfd_open(self._pid)
+        selector.register(self._ending, selectors.EVENT_READ, self._ended)
+        selector.register(connection, selectors.EVENT_READ, self._left_alone)
+        connection.sendall(_NUMBER.pack(self._pid))
+
+    def _left_alone(self) -> None:
+        """Nobody listens any more."""
+        self._selector.unregister(self._connection)
+        os.kill(self._pid, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        self._selector.unregister(self._ending)
+        with suppress(KeyError):
+            self._selector.unregister(self._connection)
+        os.close(self._ending)
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        with self._counted, self._connection, suppress(BrokenPipeError):  # who asked may be gone
+            about = {"seconds": time.perf_counter() - self._started, "events": int(self._counted.read() or 0)}
+            self._connection.sendall(json.dumps({"returncode": code, **about}).encode())
 
 
 def _run(asked: dict[str, Any], files: list[int], counted: str) -> NoReturn:
@@ -233,6 +277,8 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
         os.dup2(descriptor, place)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()  # the libraries' own last acts are slow, and for the warm process
+    atexit.register(sys.modules["hf_bico.chat_templates"]._end)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -61,14 +62,17 @@ def with_parameters(notebook: NotebookNode, values: dict[str, Any]) -> NotebookN
     return notebook
 
 
-def execute(name: str, folder: Path, **parameters: Any) -> NotebookNode:
-    """Run a notebook of the repository on the small world, in a new kernel that works in `folder`; a cell that fails
-    raises. `parameters` go before those of PARAMETERS."""
+def execute(name: str, folder: Path, forked: bool = False) -> NotebookNode:
+    """Run a notebook of the repository on the small world, in a kernel that works in `folder`; a cell that fails raises.
+
+    The kernel is new, or a fork, which has imported everything.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     quiet = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}  # bars are no result
     environment = {**os.environ, **quiet, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf-home")}
     client = NotebookClient(
-        with_parameters(stored(name), {**PARAMETERS[name], **parameters}),
+        with_parameters(stored(name), PARAMETERS[name]),
+        km=ForkedKernel(folder, environment) if forked else None,
         timeout=300,
         kernel_name="python3",
         record_timing=False,
@@ -76,6 +80,38 @@ def execute(name: str, folder: Path, **parameters: Any) -> NotebookNode:
         resources={"metadata": {"path": str(folder)}},
     )
     return settled(client.execute(env=environment))
+
+
+class ForkedKernel(AsyncKernelManager):
+    """A kernel that runs already when a client first asks for it."""
+
+    CODE = """
+import functools, matplotlib, warnings
+from ipykernel.kernelapp import launch_new_instance
+from tqdm.std import tqdm
+
+# what they read of the environment they have read before
+matplotlib.use("module://matplotlib_inline.backend_inline")
+tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+warnings.filterwarnings("ignore", "IProgress not found")
+launch_new_instance()
+"""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        super().__init__(connection_file=str(folder / "kernel.json"))
+        self.write_connection_file()
+        self._kernel = forks.start("-f", self.connection_file, code=self.CODE, cwd=folder, env=environment)
+
+    @property
+    def has_kernel(self) -> bool:
+        return True
+
+    async def is_alive(self) -> bool:
+        return self._kernel.poll() is None
+
+    async def shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
+        self._kernel.kill()
+        self._kernel.communicate()
 
 
 def run_cells(name: str, folder: Path, **parameters: Any) -> None:

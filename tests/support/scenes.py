@@ -57,9 +57,9 @@ def make_scene(
     )
 
 
-def write_images(folder: Path, size: int = 20) -> Path:
-    """An image folder: 12 training and 5 test images of each class."""
-    for split, pictures in _pictures(size).items():
+def write_images(folder: Path, size: int = 20, train: int = 12, test: int = 5) -> Path:
+    """An image folder: so many images of each class."""
+    for split, pictures in _pictures(size, train, test).items():
         for (name, index), picture in pictures.items():
             place = folder / split / name / f"{index}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def write_tables(folder: Path, pictures: Mapping[str, Pictures] | None = None) -
     """The same rows, or others, as parquet files: these are found and read in less time than a folder of images."""
     features = Features({"image": datasets.Image(), "label": ClassLabel(names=sorted(CLASS_NAMES))})
     folder.mkdir(parents=True)
-    for split, some in (pictures or _pictures(20)).items():
+    for split, some in (pictures or _pictures()).items():
         in_order = sorted(some, key=lambda key: (key[0], f"{key[1]}.png"))  # as of the files' paths
         columns = {"image": [some[key] for key in in_order], "label": [name for name, _ in in_order]}
         with no_progress_bars():
@@ -79,7 +79,7 @@ def write_tables(folder: Path, pictures: Mapping[str, Pictures] | None = None) -
     return folder
 
 
-def _pictures(size: int) -> dict[str, Pictures]:
+def _pictures(size: int = 20, train: int = 12, test: int = 5) -> dict[str, Pictures]:
     generator = np.random.default_rng(0)
     return {
         split: {
@@ -87,5 +87,5 @@ def _pictures(size: int) -> dict[str, Pictures]:
             for name in CLASS_NAMES
             for index in range(count)
         }
-        for split, count in (("train", 12), ("test", 5))
+        for split, count in (("train", train), ("test", test))
     }

@@ -38,7 +38,7 @@ def make_scene(folder: Path) -> Path:
         write(folder / library / "base", TOY, state)
         write(folder / library / "tuned", TOY, changed)
         write(folder / library / "target", TOY, random_state(TOY, 1))
-    write_images(folder / "pictures", size=8)
+    write_images(folder / "pictures", size=8, train=4, test=2)
     _write_shards(folder)
     _write_adapters(folder)
     _write_results(folder)
