@@ -525,7 +525,7 @@ def test_control_is_measured_and_refused_where_nothing_is_paired(plain: Case) ->
 @pytest.mark.parametrize(
     ("method", "libraries"),
     [
-        *((method, ("transformers", "transformers")) for method in (*ALIGNERS[1:], "naive")),
+        *((method, ("transformers", "transformers")) for method in ("theseus", "output-only", "naive")),
         *((method, ("transformers", "open_clip")) for method in ("bico-fisher", "bico-path")),
     ],
     ids=str,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +20,35 @@ from hf_bico.record import read_record
 from hf_bico.reproducing import Given, Job
 from hf_bico.reproduction import Reproduction
 from hf_bico.settings import Settings
+from support.dying import kill
 from support.forks import Running, start
 from support.hub import Hub
 from support.hub_scenes import upload
 from support.paper_world import publish_language, publish_vision
 
 RECIPE = ("--train-steps", "30", "--train-batch", "16", "--warmup", "3", "--learning-rate", "0.003")
-OPTIONS: dict[str, Any] = {"train_steps": 30, "train_batch": 16, "warmup": 3, "learning_rate": 0.003, "device": "cpu"}
+OPTIONS: dict[str, Any] = {
+    **{"train_steps": 30, "train_batch": 16, "warmup": 3, "learning_rate": 0.003},
+    **{"seeds": 1, "eval_samples": 40, "device": "cpu"},
+}
 TOKEN = "hf_secretOfUser"
 
 
-def started(hub: Hub, folder: Path, *arguments: str) -> Running:
-    """A process with nothing of the Hub's in its environment but the endpoint, the token and a home."""
+def own(hub: Hub, folder: Path) -> dict[str, Any]:
+    """A directory, and an environment with nothing of the Hub's but the endpoint, the token and a home."""
     folder.mkdir(exist_ok=True)
     environment = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
     environment |= {"HOME": str(folder), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf-home")}
-    return start("reproduce", *arguments, "--device", "cpu", cwd=folder, env=environment)
+    return {"cwd": folder, "env": environment}
+
+
+def started(hub: Hub, folder: Path, *arguments: str) -> Running:
+    return start("reproduce", *arguments, "--device", "cpu", **own(hub, folder))
 
 
 def finished(process: Running) -> tuple[int, str, str]:
     out, err = process.communicate()
     return process.wait(), out, err
-
-
-def killed(process: Running, moment: Callable[[], bool]) -> None:
-    """End a process as a full memory would, at a moment of its work."""
-    deadline = time.monotonic() + 300
-    while not moment():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-
-
-def lines(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 def numbers(folder: Path, table: str) -> list[Any]:
@@ -69,7 +59,7 @@ def numbers(folder: Path, table: str) -> list[Any]:
 
 def test_a_table_of_images_killed_twice_and_gone_on_with(hub: Hub, tmp_path: Path) -> None:
     publish_vision(hub, tmp_path, "1", ("mnist", "svhn"))
-    asked = ("1", "--tasks", "svhn,mnist", *RECIPE, "--train-steps", "120")
+    asked = ("1", "--tasks", "svhn,mnist", *RECIPE, "--eval-samples", "40")
     code, printed, err = finished(started(hub, tmp_path / "whole", *asked))
     assert code == 0, err
     assert "Downloads: models" in err.splitlines()[0]
@@ -81,11 +71,12 @@ def test_a_table_of_images_killed_twice_and_gone_on_with(hub: Hub, tmp_path: Pat
 
     broken, out = tmp_path / "broken", tmp_path / "broken" / "reproduced"
     training = out / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-svhn-training" / "training.safetensors"
-    killed(started(hub, broken, *asked), training.is_file)
-    killed(started(hub, broken, *asked), lambda: lines(out / "table-1" / "mnist" / "random" / "cells.jsonl") > 5)
+    kill("checkpoint", 1, "reproduce", *asked, "--device", "cpu", **own(hub, broken))
+    assert training.is_file()
+    kill("cell", 16, "reproduce", *asked, "--device", "cpu", **own(hub, broken))
     log = out / "table-1" / "mnist" / "random" / "cells.jsonl"
     kept = log.read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
+    assert len(kept.splitlines()) == 1 + 5
     tuned = (out / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-svhn" / "bico.json").read_bytes()
     code, again, err = finished(started(hub, broken, *asked))
     assert code == 0, err
@@ -103,7 +94,7 @@ def test_a_table_of_images_killed_twice_and_gone_on_with(hub: Hub, tmp_path: Pat
 
 def test_a_table_of_texts_killed_and_gone_on_with(hub: Hub, tmp_path: Path) -> None:
     publish_language(hub, tmp_path, ("rte",))
-    asked = ("2", "--tasks", "rte", *RECIPE, "--json")
+    asked = ("2", "--tasks", "rte", *RECIPE, "--eval-samples", "40", "--json")
     code, out, err = finished(started(hub, tmp_path / "whole", *asked))
     assert code == 0, err
     found = json.loads(out)["reproduction"]
@@ -114,8 +105,7 @@ def test_a_table_of_texts_killed_and_gone_on_with(hub: Hub, tmp_path: Path) -> N
     assert rows["source", None]["here"]["rte"]["mean"] > 0, "by a probe on the largest number of samples"
 
     broken = tmp_path / "broken"
-    log = broken / "reproduced" / "table-2" / "rte" / "random" / "cells.jsonl"
-    killed(started(hub, broken, *asked), lambda: lines(log) > 4)
+    kill("cell", 4, "reproduce", *asked, "--device", "cpu", **own(hub, broken))
     assert finished(started(hub, broken, *asked))[0] == 0
     assert numbers(broken, "2") == numbers(tmp_path / "whole", "2")
 
@@ -184,7 +174,7 @@ def test_all_of_the_training_split_is_trained_on(
     publish_vision(hub, tmp_path, "1", ("mnist",))
     if large:
         monkeypatch.setattr("hf_bico.data.files.SMALL", 0)
-    hf_bico.reproduce("1", ["mnist"], folder=tmp_path / "out", **{**OPTIONS, "eval_samples": 20})
+    hf_bico.reproduce("1", ["mnist"], folder=tmp_path / "out", **OPTIONS)
     record = read_record(tmp_path / "out" / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-mnist")
     assert record.method.training is not None
     assert record.method.training.samples == 270, "nine tenths of 300"
@@ -201,7 +191,8 @@ def test_two_processes_do_not_train_one_model(hub: Hub, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     code, _, err = finished(started(hub, tmp_path / "both", *asked))
-    killed(first, lambda: True)
+    first.kill()
+    first.communicate()
     assert code == 1
     assert "another run is writing into" in err
 

@@ -343,9 +343,7 @@ class Stage:
             elif self._is_private():
                 ended = "well, private"
         unmet = [[] if fault.fired else ["the fault was not met"] for fault in faults]
-        return [
-            Cell(self.circle.name, *pair, ended, (*also, *bad)) for pair, also in zip(pairs, unmet, strict=True)
-        ]
+        return [Cell(self.circle.name, *pair, ended, (*also, *bad)) for pair, also in zip(pairs, unmet, strict=True)]
 
     @contextmanager
     def _prepared(self) -> Iterator[Path]:

@@ -200,7 +200,9 @@ def _port_once() -> None:
         for library in ("open_clip", "transformers"):
             scene = make_scene(Path(folder) / library, (library, library))
             where: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
-            hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu").save(Path(folder) / f"{library}-out")
+            hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu").save(
+                Path(folder) / f"{library}-out"
+            )
     torch.set_num_threads(threads)
 
 
@@ -211,7 +213,7 @@ class _Fork:
         self._connection, self._selector = connection, selector
         length, files, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
         asked = json.loads(connection.recv(_NUMBER.unpack(length)[0], socket.MSG_WAITALL))
-        self._counted = tempfile.NamedTemporaryFile("r")
+        self._counted = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - closed at the end
         self._started = time.perf_counter()
         self._pid = os.fork()
         if self._pid == 0:

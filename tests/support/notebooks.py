@@ -63,7 +63,7 @@ def with_parameters(notebook: NotebookNode, values: dict[str, Any]) -> NotebookN
 
 
 def execute(name: str, folder: Path, forked: bool = False) -> NotebookNode:
-    """Run a notebook of the repository on the small world, in a kernel that works in `folder`; a cell that fails raises.
+    """Run a notebook of the repository on the small world, in a kernel that works in `folder`; a cell must not fail.
 
     The kernel is new, or a fork, which has imported everything.
     """
