@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar, cast
 
@@ -183,10 +183,14 @@ def available_memory(device: torch.device) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+    found = {package: _version_of(package) for package in PACKAGES}
+    return {package: number for package, number in found.items() if number is not None}
+
+
+@cache
+def _version_of(package: str) -> str | None:
+    """Looked up once: it reads through all that is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -34,7 +34,7 @@ from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
 from hf_bico.methods import Method, Trainer
 from hf_bico.models import ModelReference
-from hf_bico.objectives import Batch
+from hf_bico.objectives import Batch, Classifier
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
@@ -136,11 +136,12 @@ def carry_out(
         if drawn is not None and held_out is not None and measures(settings, drawn, held_out[1]):
             how = (settings.evaluation, settings.batch)
             yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *how)
-            evaluation = _evaluate(yardstick, round, form, read_by, watch.progress)
+            of_target = yardstick.prepared_by(bench.target) if isinstance(round.heads.target, Classifier) else yardstick
+            evaluation = _evaluate(of_target, yardstick, round, form, read_by, watch.progress)
             for name, others in _variants(method, round, outcome, drawn):
                 changes = written(_over_target(others, lineage)).changes
                 own = read_by if outcome.trained else written_head(round, replace(UNTOUCHED, changes=others))
-                evaluation += yardstick.measure_target(name, round, changes, None if own is None else own.head)
+                evaluation += of_target.measure_target(name, round, changes, None if own is None else own.head)
 
     with watch("record"):
         copies = round.copies if method.looks_at_data and outcome.trained is None else 0
@@ -202,17 +203,22 @@ def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> I
 
 
 def _evaluate(
-    yardstick: Yardstick, round: Round, form: Form, read_by: WrittenHead | None, progress: Progress
+    of_target: Yardstick,
+    of_source: Yardstick,
+    round: Round,
+    form: Form,
+    read_by: WrittenHead | None,
+    progress: Progress,
 ) -> list[EvaluationRecord]:
     """Target, ported, and source fine-tuned, on the same held-out samples; a classifier's heads found in one way."""
     before = written_head(round, UNTOUCHED)
-    results = yardstick.measure_target("target", round, UNTOUCHED.changes, None if before is None else before.head)
+    results = of_target.measure_target("target", round, UNTOUCHED.changes, None if before is None else before.head)
     steps = 4 if any(entry.metric == LOSS for entry in results) else 3
     progress("evaluate", 1, steps)
     after = read_by if form.head is None else form.head
-    results += yardstick.measure_target("ported", round, form.changes, None if after is None else after.head)
+    results += of_target.measure_target("ported", round, form.changes, None if after is None else after.head)
     progress("evaluate", 2, steps)
     if steps == 4:  # what fine-tuning did for its own base is the measure of a port
-        results += yardstick.measure_base("base", round)
+        results += of_source.measure_base("base", round)
         progress("evaluate", 3, steps)
-    return results + yardstick.measure_source("source", round)
+    return results + of_source.measure_source("source", round)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from hf_bico.deltas import Deltas
-from hf_bico.families import LiveModel
-from hf_bico.measuring import Batched, probe_accuracy
+from hf_bico.families import ImageModel, LiveModel
+from hf_bico.measuring import Batched, Prepared, probe_accuracy
 from hf_bico.objectives import Head, OwnHead
 from hf_bico.record import PROBE, EvaluationRecord
 from hf_bico.rounds import Round
+
+MOST_PREPARED = 2**30
+"""Bytes of prepared images that are kept, so that they need not be read and prepared again."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class Yardstick:
             value = probe_accuracy(model, self.probed_on, self.samples, self.batch_size)
             found.append(self._record(name, "accuracy", value, PROBE, len(self.probed_on)))
         return found
+
+    def prepared_by(self, model: LiveModel) -> Yardstick:
+        """The same for this model alone, its images prepared once; as it is where they take too much memory."""
+        if not isinstance(model, ImageModel) or model.layout.image_size is None:
+            return self
+        if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_PREPARED:
+            return self
+        return replace(self, samples=Prepared.by(model, self.samples, self.batch_size))
 
     def measure_target(
         self, name: str, round: Round, changes: Deltas, head: Head | None = None

@@ -293,7 +293,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("twins"), (NARROW, NARROW))
 
 
-@pytest.mark.parametrize("method", [*KINDS, "bico-fisher"])
+@pytest.mark.parametrize("method", ["bico", "theseus", "bico-fisher"])
 def test_port_equals_the_reference(case: Case, method: str) -> None:
     assert_agree(case.ported(method), case.carried(case.maps(method)))
 

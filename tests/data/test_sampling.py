@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -208,21 +207,9 @@ def golden(name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_what_a_seed_means_is_fixed_for_ever(name: str) -> None:
-    """Literal values: a change of Python, numpy or torch must not change which samples a seed means."""
+    """Literal values: a change of Python, numpy or torch must not change which samples a seed means, nor do the hashes
+    of strings, which are others in every run."""
     assert golden(name) == GOLDEN[name]
-
-
-def test_another_hash_seed_changes_nothing() -> None:
-    code = "import json, test_sampling as t; print([t.golden(name) for name in t.SAMPLINGS])"
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == f"{[GOLDEN[name] for name in SAMPLINGS]}\n"
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLINGS if not name.startswith("centroid")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,15 +42,32 @@ def port(scene: Scene, **options: object) -> hf_bico.Ported:
     return hf_bico.port(scene.tuned, to=scene.target, **settings)
 
 
-def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path) -> None:
-    """One in a process that began otherwise: with other hashes, and nothing done before."""
-    arguments = ["port", *scene.arguments, "-q", "-o"]
-    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "one")]).exit_code == 0
-    subprocess.run([sys.executable, "-m", "hf_bico", *arguments, str(tmp_path / "two")], check=True)
+TWICE = """
+import sys
+from hf_bico import TaskVector
+from hf_bico.cli import main
+
+tuned, base, folder, *words = sys.argv[1:]
+TaskVector.from_models(tuned, base=base).save_adapter(f"{folder}/adapter", 0.8, everything=True)
+main([*words, "-o", f"{folder}/ported"], standalone_mode=False)
+"""
+
+
+def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port and an adapter, again in a process that began otherwise: with other hashes, and nothing done before."""
     one, two = (tmp_path / name for name in ("one", "two"))
-    weights = "open_clip_model.safetensors"
-    assert (one / weights).read_bytes() == (two / weights).read_bytes()
-    records = [json.loads((folder / "bico.json").read_text()) for folder in (one, two)]
+    words = ["-c", *map(str, (scene.tuned, scene.base)), str(one), "port", *scene.arguments, "-q"]
+    monkeypatch.setattr(sys, "argv", words)
+    exec(TWICE, {"__name__": "__main__"})
+    other = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
+    words[3] = str(two)
+    subprocess.run([sys.executable, "-c", TWICE, *words[1:]], check=True, env=other)
+    for weights in ("ported/open_clip_model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (one / weights).read_bytes() == (two / weights).read_bytes()
+    assert (one / "adapter" / "adapter_config.json").read_text() == (
+        two / "adapter" / "adapter_config.json"
+    ).read_text()
+    records = [json.loads((folder / "ported" / "bico.json").read_text()) for folder in (one, two)]
     for record in records:
         assert record.pop("run")["seconds"].keys() >= {"load", "calibrate", "align", "transport"}
     assert records[0] == records[1]

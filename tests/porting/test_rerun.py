@@ -25,15 +25,14 @@ ANY = PushOptions(force=True, private=False)
 @pytest.mark.parametrize(
     "options",
     [
-        {"n": 9, "seed": 7},
-        {"per_class": 3, "seed": 2},
-        {"n": 9, "templates": ["a drawing of {}.", "{}"]},
-        {"n": 9, "class_names": ["uno", "tres", "dos", "zero"]},
-        {"n": 9, "split": "test", "batch_size": 2, "dtype": "float64"},
-        {"n": 9, "evaluate": False, "image_column": "image", "label_column": "label"},
+        {"n": 9, "seed": 7, "templates": ["a drawing of {}.", "{}"]},
+        {"per_class": 3, "seed": 2, "class_names": ["uno", "tres", "dos", "zero"]},
+        {
+            **{"n": 9, "split": "test", "batch_size": 2, "dtype": "float64"},
+            **{"evaluate": False, "image_column": "image", "label_column": "label"},
+        },
         {"method": "bico-fisher", "per_class": 2, "sampling": "one-class"},
-        {"method": "gradient-only", "n": 9, "augment": 2, "seed": 3},
-        {"n": 9, "layers": [1, 0], "control": True, "evaluation": "both"},
+        {"method": "gradient-only", "n": 9, "augment": 2, "layers": [1, 0], "control": True, "evaluation": "both"},
         {
             "method": "finetune",
             "n": 9,

@@ -106,12 +106,14 @@ launch_new_instance()
     def has_kernel(self) -> bool:
         return True
 
-    async def is_alive(self) -> bool:
+    async def _async_is_alive(self) -> bool:
         return self._kernel.poll() is None
 
-    async def shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
+    async def _async_shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
         self._kernel.kill()
         self._kernel.communicate()
+
+    is_alive, shutdown_kernel = _async_is_alive, _async_shutdown_kernel
 
 
 def run_cells(name: str, folder: Path, **parameters: Any) -> None:
