@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support import forks
 from support.durations import Durations
 from support.loopback import HUB, TOKEN
 from support.reached_errors import ReachedErrors
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and config.option.markexpr != "quick":
+        forks.start_warm_process()  # while the workers are started, which share it
     for plugin in (ReachedErrors, Durations, Unchanged):
         config.pluginmanager.register(plugin(config))
 

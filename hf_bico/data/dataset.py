@@ -45,6 +45,7 @@ class DataSet:
     parts: Mapping[str, list[PartRecord]] = field(default_factory=dict)
     """The row groups that the rows of a split are, where it was not read whole."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
+    _chosen: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def labelled(self) -> bool:
@@ -133,6 +134,11 @@ class DataSet:
 
     def _rows(self, split: str) -> Rows:
         """The rows of a split with nothing but what a sample is made of: no other image is opened for a text."""
+        if split not in self._chosen:
+            self._chosen[split] = self._choose_columns(split)
+        return self._chosen[split]
+
+    def _choose_columns(self, split: str) -> Rows:
         rows, names = self.splits[split], list(self.columns.parts.values())
         kinds = column_kinds(rows)
         for name in names:

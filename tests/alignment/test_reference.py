@@ -17,13 +17,10 @@ from support.toys import CLASS_NAMES, WRITERS, Toy, fit, random_rows, random_sta
 NARROW, WIDE = Toy(width=16), Toy(width=24, heads=3, embedding=20)
 PAIRS = {
     "narrow to wide": (NARROW, WIDE),
-    "wide to narrow": (WIDE, NARROW),
-    "shallow to deep": (NARROW, WIDE.but(blocks=4)),
     "deep to shallow": (NARROW.but(blocks=5), WIDE.but(blocks=3)),
     "to a single block": (NARROW, WIDE.but(blocks=1)),
-    "4x4 to 5x5 tokens": (NARROW, WIDE.but(grid=5)),
-    "5x5 to 4x4 tokens": (NARROW.but(grid=5), WIDE),
 }
+"""Others are those of `test_methods`, in float64."""
 SAMPLES = 40
 STRONG = 1e-5
 """Ten times the cut: directions that rounding cannot push across it."""

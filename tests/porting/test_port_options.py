@@ -109,16 +109,10 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
         },
         {},
     ),
-    (
-        ["--method", "finetune", *TRAINING, "--train-steps", "1", "--train-batch", "5", "--warmup", "0"],
-        {"method.training.steps": 1, "method.training.batch": 5, "method.training.warmup": 0},
-        {},
-    ),
     *(
         (["--sampling", name], {"data.sampling": name, "data.n": 9}, {})
-        for name in ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
+        for name in ("class-balanced", "centroid-far", "half-class", "one-class")
     ),
-    (["--labels", "dataset"], {"data.labels": "dataset"}, {}),
     (["--labels", "pseudo"], {"data.labels": "pseudo"}, {}),
     (
         ["--class-names", "names"],
@@ -126,7 +120,6 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
         {"data": "plain"},
     ),
     (["--augment", "2"], {"method.copies": 2}, {}),
-    (["--method", "bico-path"], {"method.copies": 7, "method.steps": 2}, {}),
     (["--method", "bico-path", "--augment", "0", "--path-steps", "3"], {"method.steps": 3}, {}),
     (["--method", "gradfix", "--signs", "majority"], {"method.signs": "majority"}, {"target": "twin"}),
     (["--layers", "index"], {"method.layers": [0, 1, 1]}, {"target": "deep"}),
@@ -141,7 +134,6 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     (["--batch-size", "2", "--dtype", "float64"], {"run.batch_size": 2, "run.dtype": "float64"}, {}),
-    (["--batch-size", "2"], {"run.batch_size": 2}, {}),
     (["--control"], {"evaluation": [*USUAL, ("control", None)]}, {}),
     (["--evaluation", "probe"], {"evaluation": PROBED}, {}),
     (["--eval-samples", "5"], {"evaluation": USUAL}, {}),

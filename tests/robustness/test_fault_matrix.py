@@ -23,7 +23,7 @@ from support.fault_matrix import CIRCLES, FAULTS, Part, do
 from support.hub import Fault, Hub
 
 REPO = "user/vit-b16-plus-eurosat"
-SEEN = r"^(?!.*laion/.*/(README|tokenizer))"
+SEEN = r"^(?!(HEAD.*laion/|.*laion/.*/(README|tokenizer)))"
 """Without those requests for the base and the target that are made for the source too."""
 OTHERS = r"^GET.*(parquet|index\.json|-of-|adapter)"
 """Requests for parts of data, for shards, and for adapters."""

@@ -39,6 +39,9 @@ READ_ENVIRONMENT_ONCE = ("huggingface_hub.constants", "datasets.config", "evalua
 _TOUCHING = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "shutil.rmtree", "open")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _NUMBER = struct.Struct("q")
+_NAME = "HF_BICO_FORKS"
+_OF_THE_RUN = os.environ.get(_NAME)
+"""Where all workers of a run find one warm process."""
 
 
 class Running:
@@ -134,12 +137,22 @@ def _read_to_the_end(file: IO[str] | None) -> str:
 
 @cache
 def _warm_process() -> str:
-    """Start the warm process of this one, which ends with it; returns the address of its socket."""
+    """The address of the warm process: that of the run, or one that is started here."""
+    address = _OF_THE_RUN or start_warm_process()
+    for _ in range(6000):  # it needs some seconds
+        if Path(address).exists():
+            return address
+        time.sleep(0.02)
+    raise TimeoutError("the process that is forked did not start")
+
+
+def start_warm_process() -> str:
+    """Start one, which ends with this process; returns the address at which it will be found, from here on for all
+    processes that this one starts."""
     folder = tempfile.mkdtemp(prefix="forks-")
     process = subprocess.Popen(
         [sys.executable, __file__, f"{folder}/socket"],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for who started it
     )
 
@@ -148,9 +161,8 @@ def _warm_process() -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"listening\n"
-    return f"{folder}/socket"
+    os.environ[_NAME] = f"{folder}/socket"
+    return os.environ[_NAME]
 
 
 # In the warm process
@@ -164,23 +176,28 @@ def _serve(address: str) -> None:
     for name in (*WARM, *(f"hf_bico.{name}" for name in OURS)):
         importlib.import_module(name)
     _port_once()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
     gc.collect()
     gc.freeze()  # forks share what they do not touch
-    os.write(1, b"listening\n")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}-to-be")
+    listener.listen()
+    os.rename(f"{address}-to-be", address)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fd == 0:
+                    for other in list(selector.get_map().values()):
+                        if isinstance(other.data, _Fork):
+                            other.data.left_alone()
                     return
                 if key.fileobj is listener:
                     _Fork(listener.accept()[0], selector)
+                elif key.fileobj is key.data.connection:
+                    key.data.left_alone()
                 else:
-                    key.data()
+                    key.data.ended()
 
 
 def _port_once() -> None:
@@ -200,9 +217,8 @@ def _port_once() -> None:
         for library in ("open_clip", "transformers"):
             scene = make_scene(Path(folder) / library, (library, library))
             where: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
-            hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu").save(
-                Path(folder) / f"{library}-out"
-            )
+            ported = hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu")
+            ported.save(Path(folder) / f"{library}-out")
     torch.set_num_threads(threads)
 
 
@@ -210,7 +226,7 @@ class _Fork:
     """One command, from the asking to its end."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        self._connection, self._selector = connection, selector
+        self.connection, self._selector = connection, selector
         length, files, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
         asked = json.loads(connection.recv(_NUMBER.unpack(length)[0], socket.MSG_WAITALL))
         self._counted = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - closed at the end
@@ -225,24 +241,25 @@ class _Fork:
         for descriptor in files:
             os.close(descriptor)
         self._ending = os.pidfd_open(self._pid)
-        selector.register(self._ending, selectors.EVENT_READ, self._ended)
-        selector.register(connection, selectors.EVENT_READ, self._left_alone)
+        selector.register(self._ending, selectors.EVENT_READ, self)
+        selector.register(connection, selectors.EVENT_READ, self)
         connection.sendall(_NUMBER.pack(self._pid))
 
-    def _left_alone(self) -> None:
+    def left_alone(self) -> None:
         """Nobody listens any more."""
-        self._selector.unregister(self._connection)
-        os.kill(self._pid, signal.SIGKILL)
+        if self.connection in self._selector.get_map():  # else it has ended at the same time
+            self._selector.unregister(self.connection)
+            os.kill(self._pid, signal.SIGKILL)
 
-    def _ended(self) -> None:
+    def ended(self) -> None:
         self._selector.unregister(self._ending)
-        with suppress(KeyError):
-            self._selector.unregister(self._connection)
+        if self.connection in self._selector.get_map():
+            self._selector.unregister(self.connection)
         os.close(self._ending)
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        with self._counted, self._connection, suppress(BrokenPipeError):  # who asked may be gone
+        with self._counted, self.connection, suppress(BrokenPipeError):  # who asked may be gone
             about = {"seconds": time.perf_counter() - self._started, "events": int(self._counted.read() or 0)}
-            self._connection.sendall(json.dumps({"returncode": code, **about}).encode())
+            self.connection.sendall(json.dumps({"returncode": code, **about}).encode())
 
 
 def _run(asked: dict[str, Any], files: list[int], counted: str) -> NoReturn:
@@ -328,3 +345,4 @@ def _watch_files(folder: str, counted: str, dies_at: int | None) -> None:
 
 if __name__ == "__main__":
     _serve(sys.argv[1])
+    os._exit(0)  # without what the libraries say at the end

@@ -70,16 +70,21 @@ def execute(name: str, folder: Path, forked: bool = False) -> NotebookNode:
     folder.mkdir(parents=True, exist_ok=True)
     quiet = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}  # bars are no result
     environment = {**os.environ, **quiet, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf-home")}
+    kernel = ForkedKernel(folder, environment) if forked else None
     client = NotebookClient(
         with_parameters(stored(name), PARAMETERS[name]),
-        km=ForkedKernel(folder, environment) if forked else None,
+        km=kernel,
         timeout=300,
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
-    return settled(client.execute(env=environment))
+    try:
+        return settled(client.execute(env=environment))
+    finally:
+        if kernel is not None:
+            kernel.end()
 
 
 class ForkedKernel(AsyncKernelManager):
@@ -109,11 +114,11 @@ launch_new_instance()
     async def _async_is_alive(self) -> bool:
         return self._kernel.poll() is None
 
-    async def _async_shutdown_kernel(self, now: bool = False, restart: bool = False) -> None:
+    is_alive = _async_is_alive
+
+    def end(self) -> None:
         self._kernel.kill()
         self._kernel.communicate()
-
-    is_alive, shutdown_kernel = _async_is_alive, _async_shutdown_kernel
 
 
 def run_cells(name: str, folder: Path, **parameters: Any) -> None:
