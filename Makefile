@@ -22,17 +22,18 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: lint worlds  ## linters, types, then every test; about twenty minutes, the first time three more
+test: ready-to-test  ## linters, types, then every test; about twelve minutes, the first time four more
 	$(PYTEST)
 
-test-all: lint worlds  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
+test-all: ready-to-test  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
 	$(PYTEST) --all
 
 slow: faults fuzz  ## what takes hours: every fault, every fuzzer, and the broad tables of the trained worlds
 	$(PYTEST) -m slow
 
-bench: $(READY)  ## what a port costs on this machine, beside the obvious implementation and the floor; minutes
+bench: $(READY)  ## what a port costs on this machine, and what it is worth on all trained worlds; about twenty minutes
 	$(BIN)/python benchmarks/speed.py
+	$(PYTEST) -m slow tests/experiments
 
 docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
 	$(SUPPORT).pages
@@ -50,6 +51,10 @@ faults: $(READY)  ## every fault of the Hub at every request of a port and its p
 READERS := adapter card config data index record results tokenizer weights
 fuzz: $(READY)  ## ten minutes of broken files for each reader; what is found is kept in tests/support/corpus
 	for reader in $(READERS); do $(SUPPORT).fuzz $$reader --minutes 10 || exit 1; done
+
+.PHONY: ready-to-test
+ready-to-test: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 lint worlds
 
 worlds: $(READY)  ## the trained models of the tests, unless they are kept from an earlier run
 	$(SUPPORT).worlds

@@ -21,11 +21,11 @@ import hf_bico
 from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.evaluation import evaluate_model
 from hf_bico.objectives.classification import ClassHead, carried_head, ridge_head
-from support import language_gallery
 from support import language_reference as reference
 from support.adapters import Base, saved
 from support.language_toys import fine_tuned, sentences, write_encoder, write_vit
 from support.rotated_language import InDouble
+from support.worlds import encoders
 
 LONG = "emil finds blue glass. dora sells old maps. cleo."
 TEXTS = [*sentences(20), LONG, *sentences(19, seed=3)]
@@ -225,8 +225,7 @@ def test_a_plan_names_all_linear_sites_of_the_blocks(name: str, case: Callable[[
     assert carried == {f"{module}.weight" for module in modules}
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("name", "size"), [("bert", 1), ("roberta", 5)])
 def test_padding_and_batches_count_for_nothing(
     name: str, size: int, case: Callable[[str], Case], tmp_path: Path
 ) -> None:
@@ -302,9 +301,9 @@ def test_the_base_itself_as_the_target_predicts_as_the_source(name: str, case: C
     assert (carried.argmax(1) == own.argmax(1)).float().mean() >= 0.85
 
 
-def test_a_trained_classifier_is_of_use_in_the_target_at_once(tmp_path: Path) -> None:
+def test_a_trained_classifier_is_of_use_in_the_target_at_once() -> None:
     """Beside the most frequent class, and beside the untouched target with a head that was carried in the same way."""
-    repos = language_gallery.WORLDS["encoder"](tmp_path)
+    repos = encoders()
     ported = hf_bico.port(repos.source, to=repos.target, base=repos.base, data=repos.data)
     measured = {entry.model: entry.value for entry in ported.record.evaluation}
     rows = [json.loads(line) for line in (repos.data / "test.jsonl").read_text().splitlines()]

@@ -210,8 +210,10 @@ def padding_on(folder: Path, side: str, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "t5"])
-@pytest.mark.parametrize("sides", [("left", "right"), ("left", "left")])
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [*((name, ("left", "right")) for name in ("llama", "gpt2", "opt", "t5")), ("llama", ("left", "left"))],
+)
 def test_the_side_of_padding_counts_for_nothing(
     name: str, sides: tuple[str, str], case: Callable[[str], Case], tmp_path: Path
 ) -> None:

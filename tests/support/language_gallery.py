@@ -34,6 +34,10 @@ class Repos:
     target: Path
     data: Path
 
+    @classmethod
+    def below(cls, folder: Path) -> Repos:
+        return cls(*(folder / name for name in ("tuned", "base", "target", "data")))
+
 
 def publish(hub: Hub, owner: str, kind: str, folder: Path, trained: bool) -> None:
     """The repos OWNER/KIND, KIND-wide, KIND-tuned and KIND-data."""
@@ -73,7 +77,8 @@ def _encoders(folder: Path) -> Repos:
         model.config.id2label, model.config.label2id = {0: "sad", 1: "glad"}, {"sad": 0, "glad": 1}
         model.save_pretrained(places[2])
     rows = [[{"text": text, "label": ("sad", "glad")[_glad(text)[0]]} for text in sentences(n, n)] for n in (300, 400)]
-    return Repos(places[2], places[0], places[1], _rows(folder / "data", *rows))
+    _rows(folder / "data", *rows)
+    return Repos.below(folder)
 
 
 def _words_of(text: str) -> list[int]:

@@ -30,6 +30,7 @@ from support import KEPT, ROOT
 
 if TYPE_CHECKING:
     from hf_bico.demo import World
+    from support.language_gallery import Repos
     from support.language_world import DecoderWorld
     from support.sequence_world import SequenceWorld
 
@@ -83,6 +84,11 @@ def sequence_recipe(seed: int) -> Recipe:
     return Recipe(f"sequences-{seed}", (_SUPPORT / "sequence_world.py", *_DEMO), partial(_make_sequences, seed=seed))
 
 
+def encoder_recipe() -> Recipe:
+    sources = (_SUPPORT / "language_gallery.py", _SUPPORT / "language_toys.py", *_DEMO)
+    return Recipe("encoders", sources, _make_encoders)
+
+
 @cache
 def small_world(seed: int) -> World:
     """The small world of `hf-bico demo`, with every task."""
@@ -105,6 +111,14 @@ def sequences(seed: int) -> SequenceWorld:
     return SequenceWorld.below(sequence_recipe(seed).kept())
 
 
+@cache
+def encoders() -> Repos:
+    """The classifier of the gallery."""
+    from support.language_gallery import Repos
+
+    return Repos.below(encoder_recipe().kept())
+
+
 def _make_small_world(folder: Path, seed: int) -> None:
     from hf_bico.demo import EASY_TASK, TASKS, build
 
@@ -121,6 +135,12 @@ def _make_sequences(folder: Path, seed: int) -> None:
     from support.sequence_world import build_sequences
 
     build_sequences(folder, seed)
+
+
+def _make_encoders(folder: Path) -> None:
+    from support.language_gallery import WORLDS
+
+    WORLDS["encoder"](folder)
 
 
 def is_intact(folder: Path) -> bool:
@@ -155,7 +175,7 @@ def main() -> None:
     """Make what is not kept yet, the longest first."""
     os.environ["TQDM_DISABLE"] = "1"
     recipes = [*map(small_recipe, SMALL_SEEDS), *map(sequence_recipe, SEQUENCE_SEEDS)]
-    recipes += map(decoder_recipe, DECODER_SEEDS)
+    recipes += [*map(decoder_recipe, DECODER_SEEDS), encoder_recipe()]
     missing = [recipe for recipe in recipes if not is_intact(recipe.folder())]
     if missing:
         print("Training the small models of the tests, once: about three minutes", flush=True)
