@@ -21,7 +21,7 @@ PAIRS = {
     "to a single block": (NARROW, WIDE.but(blocks=1)),
 }
 """Others are those of `test_methods`, in float64."""
-SAMPLES = 40
+SAMPLES = 24
 STRONG = 1e-5
 """Ten times the cut: directions that rounding cannot push across it."""
 

@@ -441,7 +441,8 @@ def test_checkpoint_that_is_a_file_is_refused_before_training(tmp_path: Path) ->
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
 def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """The second of two saves fails: the first is still there, whole, and the training goes on from it."""
-    settings = options(train_steps=230, checkpoint=str(tmp_path))
+    monkeypatch.setattr(finetune, "CHECKPOINT_EVERY", 10)
+    settings = options(train_steps=23, checkpoint=str(tmp_path))
     whole = Finetune(replace(settings, checkpoint=None)).train(Task().lesson(), silent)
     saves: list[Path] = []
 
@@ -463,7 +464,7 @@ def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pyte
             Finetune(settings).train(Task().lesson(), silent)
     assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT_FILE]
     with safe_open(tmp_path / CHECKPOINT_FILE, framework="pt") as saved:
-        assert json.loads(saved.metadata()[CHECKPOINT_ENTRY])["steps"] == 100
+        assert json.loads(saved.metadata()[CHECKPOINT_ENTRY])["steps"] == 10
     assert same(Finetune(settings).train(Task().lesson(), silent), whole)
 
 

@@ -173,7 +173,7 @@ def _made(recipe: Recipe) -> str:
 
 def main() -> None:
     """Make what is not kept yet, the longest first."""
-    os.environ["TQDM_DISABLE"] = "1"
+    os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     recipes = [*map(small_recipe, SMALL_SEEDS), *map(sequence_recipe, SEQUENCE_SEEDS)]
     recipes += [*map(decoder_recipe, DECODER_SEEDS), encoder_recipe()]
     missing = [recipe for recipe in recipes if not is_intact(recipe.folder())]
