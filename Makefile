@@ -22,7 +22,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: ready-to-test  ## linters, types, then every test; about twelve minutes, the first time four more
+test: ready-to-test  ## linters, types, then every test; about fifteen minutes, the first time four more
 	$(PYTEST)
 
 test-all: ready-to-test  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
