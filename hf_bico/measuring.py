@@ -42,16 +42,22 @@ class Classifying(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Samples whose images one model has prepared once, to be measured on many times."""
+class Read:
+    """Samples whose images were read once, to be measured on by several models."""
 
-    images: Tensor
+    images: Any
     labels: tuple[int, ...]
 
     @classmethod
-    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> Prepared:
-        images = [model.pixels(images).cpu() for images, _ in samples.batches(batch_size)]
-        return cls(torch.cat(images), tuple(samples.labels))
+    def of(cls, samples: Batched, batch_size: int, most: int) -> Batched:
+        """The images as they are; where they take more than `most` bytes, the samples, to be read each time."""
+        images, size = list[Any](), 0
+        for some, _ in samples.batches(batch_size):
+            images += some
+            size += sum(map(_bytes_of, some))
+            if size > most:
+                return samples
+        return cls(images, tuple(samples.labels))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -59,6 +65,22 @@ class Prepared:
     def batches(self, size: int) -> Iterable[tuple[list[Any], list[int]]]:
         for start in range(0, len(self), size):
             yield list(self.images[start : start + size]), list(self.labels[start : start + size])
+
+
+class Prepared(Read):
+    """Samples whose images one model has prepared once, as one tensor, to be measured on many times."""
+
+    @classmethod
+    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> Prepared:
+        images = [model.pixels(images).cpu() for images, _ in samples.batches(batch_size)]
+        return cls(torch.cat(images), tuple(samples.labels))
+
+
+def _bytes_of(image: Any) -> int:
+    """Of an image of PIL or a tensor; a text is small."""
+    if isinstance(image, Tensor):
+        return image.nbytes
+    return image.width * image.height * len(image.getbands()) if hasattr(image, "getbands") else 0
 
 
 def features_of(model: LiveModel, samples: Batched, batch_size: int) -> Tensor:

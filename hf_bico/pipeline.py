@@ -136,7 +136,10 @@ def carry_out(
         if drawn is not None and held_out is not None and measures(settings, drawn, held_out[1]):
             how = (settings.evaluation, settings.batch)
             yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *how)
-            of_target = yardstick.prepared_by(bench.target) if isinstance(round.heads.target, Classifier) else yardstick
+            of_target = yardstick
+            if isinstance(round.heads.target, Classifier):
+                yardstick = yardstick.read_once()
+                of_target = yardstick.prepared_by(bench.target)
             evaluation = _evaluate(of_target, yardstick, round, form, read_by, watch.progress)
             for name, others in _variants(method, round, outcome, drawn):
                 changes = written(_over_target(others, lineage)).changes

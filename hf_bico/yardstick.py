@@ -7,13 +7,13 @@ from math import prod
 
 from hf_bico.deltas import Deltas
 from hf_bico.families import ImageModel, LiveModel
-from hf_bico.measuring import Batched, Prepared, probe_accuracy
+from hf_bico.measuring import Batched, Prepared, Read, probe_accuracy
 from hf_bico.objectives import Head, OwnHead
 from hf_bico.record import PROBE, EvaluationRecord
 from hf_bico.rounds import Round
 
-MOST_PREPARED = 2**30
-"""Bytes of prepared images that are kept, so that they need not be read and prepared again."""
+MOST_KEPT = 2**29
+"""Bytes of images, as they are and as the target takes them, that are kept so that they are read and prepared once."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,15 @@ class Yardstick:
             found.append(self._record(name, "accuracy", value, PROBE, len(self.probed_on)))
         return found
 
+    def read_once(self) -> Yardstick:
+        """The same, its images read once; as it is where they take too much memory."""
+        return replace(self, samples=Read.of(self.samples, self.batch_size, MOST_KEPT))
+
     def prepared_by(self, model: LiveModel) -> Yardstick:
         """The same for this model alone, its images prepared once; as it is where they take too much memory."""
         if not isinstance(model, ImageModel) or model.layout.image_size is None:
             return self
-        if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_PREPARED:
+        if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_KEPT:
             return self
         return replace(self, samples=Prepared.by(model, self.samples, self.batch_size))
 

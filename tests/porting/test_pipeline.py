@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import hf_bico
+from hf_bico import yardstick
 from hf_bico.cli import main
+from hf_bico.data.dataset import Samples
 from hf_bico.errors import (
     BaseMismatchError,
     DataUnknownError,
@@ -46,6 +49,7 @@ TWICE = """
 import sys
 from hf_bico import TaskVector
 from hf_bico.cli import main
+from hf_bico.data.dataset import Samples
 
 tuned, base, folder, *words = sys.argv[1:]
 TaskVector.from_models(tuned, base=base).save_adapter(f"{folder}/adapter", 0.8, everything=True)
@@ -71,6 +75,24 @@ def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path, monkeypatch:
     for record in records:
         assert record.pop("run")["seconds"].keys() >= {"load", "calibrate", "align", "transport"}
     assert records[0] == records[1]
+
+
+def test_images_are_read_once_for_all_models_unless_they_take_too_much(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, image = list[int](), Samples._image
+
+    def counted(samples: Samples, value: Any, index: int) -> Any:
+        read.append(index)
+        return image(samples, value, index)
+
+    monkeypatch.setattr(Samples, "_image", counted)
+    once = port(scene, evaluate=True).record.evaluation
+    seldom = len(read)
+    monkeypatch.setattr(yardstick, "MOST_KEPT", 0)
+    each_time = port(scene, evaluate=True).record.evaluation
+    assert each_time == once
+    assert len(read) - seldom == seldom + 3 * once[0].n, "by the target, by the port and by the source"
 
 
 def test_half_precision_leaves_torch_as_it_was(scene: Scene, recwarn: pytest.WarningsRecorder) -> None:
