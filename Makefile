@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 SUPPORT := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support
 
-.PHONY: demo check test test-all slow bench docs notebooks cards faults fuzz worlds lint format clean
+.PHONY: demo check test test-all ready-to-test slow bench docs notebooks cards faults fuzz worlds lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
@@ -22,7 +22,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: ready-to-test  ## linters, types, then every test; about fifteen minutes, the first time four more
+test: ready-to-test  ## linters, types, then every test; 12 to 15 minutes, the first time about 4 more
 	$(PYTEST)
 
 test-all: ready-to-test  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
@@ -31,7 +31,7 @@ test-all: ready-to-test  ## the same, with the tests of peft and of the loopback
 slow: faults fuzz  ## what takes hours: every fault, every fuzzer, and the broad tables of the trained worlds
 	$(PYTEST) -m slow
 
-bench: $(READY)  ## what a port costs on this machine, and what it is worth on all trained worlds; about twenty minutes
+bench: $(READY)  ## what a port costs on this machine, and what it is worth on all trained worlds
 	$(BIN)/python benchmarks/speed.py
 	$(PYTEST) -m slow tests/experiments
 
@@ -52,7 +52,6 @@ READERS := adapter card config data index record results tokenizer weights
 fuzz: $(READY)  ## ten minutes of broken files for each reader; what is found is kept in tests/support/corpus
 	for reader in $(READERS); do $(SUPPORT).fuzz $$reader --minutes 10 || exit 1; done
 
-.PHONY: ready-to-test
 ready-to-test: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint worlds
 

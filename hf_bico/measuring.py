@@ -50,12 +50,15 @@ class Read:
 
     @classmethod
     def of(cls, samples: Batched, batch_size: int, most: int) -> Batched:
-        """The images as they are; where they take more than `most` bytes, the samples, to be read each time."""
+        """The images as they are; where they take more than `most` bytes, the samples, to be read each time.
+
+        Of too many nearly all are left unread: those so far tell how much the others will take.
+        """
         images, size = list[Any](), 0
         for some, _ in samples.batches(batch_size):
             images += some
             size += sum(map(_bytes_of, some))
-            if size > most:
+            if size * len(samples) > most * len(images):
                 return samples
         return cls(images, tuple(samples.labels))
 

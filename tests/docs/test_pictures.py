@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from hf_bico.procrustes import polar
-from support import ROOT
+from support import ROOT, forks
 from support.measured import STAMP, drawn_here
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -28,7 +26,8 @@ def test_drawing_again_gives_the_same_bytes(script: dict[str, Any], tmp_path: Pa
     """Here and in another process."""
     once = script["as_bytes"]()
     assert script["as_bytes"]() == once, "nothing of the first drawing is left in the second"
-    subprocess.run([sys.executable, FOLDER / "how_it_works.py", tmp_path / "drawn.svg"], check=True)
+    code = f"import runpy; runpy.run_path({str(FOLDER / 'how_it_works.py')!r}, run_name='__main__')"
+    forks.run(str(tmp_path / "drawn.svg"), code=code, check=True)
     assert (tmp_path / "drawn.svg").read_bytes() == once
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def compared(scene: Scene, target: Path | None = None, data: Any = None, **optio
     return hf_bico.compare(scene.tuned, **where, **{**OPTIONS, **options})
 
 
+@cache
 def measured(scene: Scene, target: Path | None = None, **options: Any) -> list[EvaluationRecord]:
     """What a port measures."""
     where: dict[str, Any] = {"to": target or scene.target, "base": scene.base, "data": scene.data}

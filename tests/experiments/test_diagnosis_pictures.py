@@ -113,7 +113,7 @@ def drawn(draw: Callable[..., Figure], *of: Any) -> Figure:
         kept.append(draw(*of))
         return kept[0]
 
-    png(keep)
+    png(keep, dpi=50)
     kept[0].draw_without_rendering()  # at its own resolution
     return kept[0]
 

@@ -39,7 +39,7 @@ def test_models_load_in_their_own_library(seed: int, worlds: Callable[[int], Wor
     ],
 )
 def test_bico_beats_zero_shot_theseus_and_the_padded_vector(
-    seeds: tuple[int, ...], tasks: list[str], draws: int, worlds: Callable[[int], World]
+    seeds: tuple[int, ...], tasks: list[str], draws: int, worlds: Callable[[int], World], tmp_path: Path
 ) -> None:
     """Narrow to wide, 100 samples, mean over pretrainings, tasks and draws; and the control does not."""
     found = []
@@ -47,11 +47,14 @@ def test_bico_beats_zero_shot_theseus_and_the_padded_vector(
         world = worlds(seed)
         for task in tasks:
             models = {"to": world.base("wide"), "base": world.base("narrow"), "data": world.data(task)}
+            folder = tmp_path / f"{seed}-{task}"  # where the second finds what the first has measured
             for asked in (
                 {"methods": ["naive", "theseus", "bico", "bico-fisher", "bico-path"]},
                 {"methods": ["bico"], "control": True},
             ):
-                compared = hf_bico.compare(world.fine_tuned("narrow", task), **models, **asked, n=100, seeds=draws)
+                compared = hf_bico.compare(
+                    world.fine_tuned("narrow", task), **models, **asked, n=100, seeds=draws, folder=folder
+                )
                 found.append(compared.prefixed(f"world {seed}, "))
     rows = {row.label: row.average for row in hf_bico.Comparison.merged(found).rows()}
     means = {label: average.mean for label, average in rows.items() if average is not None}

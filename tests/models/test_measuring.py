@@ -333,7 +333,7 @@ def test_a_port_is_measured_on_the_data_of_its_record_and_on_none_of_its_samples
 ) -> None:
     """Also where there is no test split, and the data is a folder: just what the port itself measured."""
     scene = make_scene(tmp_path)
-    next(scene.data.glob("test-*")).unlink()
+    next(scene.data.glob("data/test-*")).unlink()
     monkeypatch.chdir(tmp_path)
     ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=9, device="cpu")
     ported.save("out")

@@ -274,7 +274,8 @@ main(sys.argv[1:], prog_name="hf-bico")
 def test_what_all_processes_find_is_told_once(tmp_path: Path) -> None:
     words = ("port", "no/such folder", "--to", "target", "--json")
     found = forked(*words, code=PATIENT, temporary=tmp_path / "temporary")
-    assert [done.returncode for done in found] == [1, -signal.SIGTERM]
+    assert found[0].returncode == 1
+    assert found[1].returncode in (1, -signal.SIGTERM), "told to end before or after it has found the same"
     [line] = ours("".join(done.stderr for done in found))
     error = json.loads("".join(done.stdout for done in found))["error"]
     assert line == f"Error: {error['cause']}"

@@ -99,8 +99,8 @@ def test_a_repo_is_repeated_at_the_commits_of_its_record(hub: Hub, tmp_path: Pat
     hub.repo(TARGET).commit({weights: (scene.target / weights).read_bytes()[:-4] + b"\0\0\0\0"})
     hub.repo(BASE).commit({weights: (scene.tuned / weights).read_bytes()})
     hub.repo(SOURCE).commit({weights: (scene.base / weights).read_bytes(), "README.md": "# other"})
-    train, test = (next(scene.data.glob(f"{split}-*")) for split in ("train", "test"))
-    hub.repo(DATA, "dataset").commit({train.name: test.read_bytes()})
+    train, test = (next(scene.data.glob(f"data/{split}-*")) for split in ("train", "test"))
+    hub.repo(DATA, "dataset").commit({f"data/{train.name}": test.read_bytes()})
     again = hf_bico.rerun(REPO, device="cpu")
     assert (again.same, again.differences) == (True, [])
 

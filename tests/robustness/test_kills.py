@@ -117,9 +117,10 @@ def clear(hub: Hub, folder: Path) -> None:
 def killed(hub: Hub, folder: Path, due: Callable[[], bool]) -> tuple[str, str]:
     """Kill a port that is pushed when that is due; in which state folder and repo are then."""
     running = start(*PUSHED, cwd=folder)
-    wait_until(due)
+    wait_until(lambda: due() or running.poll() is not None)  # at the last of its requests it may be faster
     running.kill()
-    assert ended(running).code in (-signal.SIGKILL, 0)  # at the last of its requests it may be faster
+    found = ended(running)
+    assert found.code in (-signal.SIGKILL, 0), found.stderr
     require_whole(folder / "out")
     local = "whole" if (folder / "out").exists() else "absent"
     return local, require_whole_remote(hub, folder / "out")

@@ -32,7 +32,7 @@ def _in_scene(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_BICO_DEBUG", raising=False)
     # what does not end is given up sooner than for users, whose machines may be busy
     monkeypatch.setattr("hf_bico.adapters.expressions.SECONDS", 1.0)
-    monkeypatch.setattr("hf_bico.chat_templates.SECONDS", 4.0)
+    monkeypatch.setattr("hf_bico.chat_templates.SECONDS", 2.0)
 
 
 @pytest.fixture

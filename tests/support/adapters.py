@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,11 @@ class Base:
     load: Callable[[Path], nn.Module]
 
     def model(self) -> nn.Module:
+        """A copy of its own for each who asks."""
+        return deepcopy(self._model)
+
+    @cached_property
+    def _model(self) -> nn.Module:
         return self.load(self.folder).float().eval()
 
 

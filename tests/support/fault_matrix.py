@@ -495,7 +495,7 @@ class Part:
     only: str = ""
     every: int = 1
     together: int = 1
-    """How many of the faults that pass are met in one run."""
+    """How many of the faults that pass are met in one run, at most."""
 
     def runs(self, requests: Sequence[Request]) -> list[list[tuple[Request, str]]]:
         wanted = [
@@ -504,15 +504,22 @@ class Part:
             for j, fault in enumerate(FAULTS)
             if (i + j) % self.every == 0 and re.search(self.only, f"{request.method} {request.shown} {fault}")
         ]
-        ours = wanted[self.part :: self.parts]
-        if self.together == 1:
-            return [[pair] for pair in ours]
-        passing: list[list[tuple[Request, str]]] = [[] for _ in range(1 + len(ours) // self.together)]
-        for pair in (pair for pair in ours if passes(*pair)):
+        runs: list[list[tuple[Request, str]]] = []
+        for pair in wanted[self.part :: self.parts]:
             # requests that look the same are told apart by their place, which another one's fault would change
-            free = [run for run in passing if all(other.pattern != pair[0].pattern for other, _ in run)]
-            min(free, key=len).append(pair)
-        return [*(run for run in passing if run), *([pair] for pair in ours if not passes(*pair))]
+            with_room = (
+                run
+                for run in runs
+                if passes(*pair)
+                and len(run) < self.together
+                and all(passes(*other) and other[0].pattern != pair[0].pattern for other in run)
+            )
+            run = next(with_room, None)
+            if run is None:
+                runs.append([pair])
+            else:
+                run.append(pair)
+        return runs
 
 
 def do(part: Part) -> tuple[list[Request], list[Cell]]:

@@ -154,6 +154,7 @@ def start_warm_process() -> str:
         [sys.executable, __file__, f"{folder}/socket"],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for who started it
+        env={**os.environ, "PYTHONHASHSEED": "random"},  # other hashes than here, even where these were chosen
     )
 
     def end() -> None:
@@ -208,7 +209,7 @@ def _port_once() -> None:
 
     tests = str(Path(__file__).parents[1])
     sys.path.insert(0, tests)
-    from support.scenes import make_scene
+    from support.scenes import forget_scenes, make_scene
 
     sys.path.remove(tests)
     threads = torch.get_num_threads()
@@ -219,6 +220,7 @@ def _port_once() -> None:
             where: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
             ported = hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu")
             ported.save(Path(folder) / f"{library}-out")
+    forget_scenes()
     torch.set_num_threads(threads)
 
 

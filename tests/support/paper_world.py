@@ -27,7 +27,11 @@ def publish_vision(hub: Hub, folder: Path, name: str, tasks: tuple[str, ...]) ->
     upload(hub, table.source, _clip(folder / "source", 16, seed=0))
     upload(hub, table.target, _clip(folder / "target", 24, seed=1))
     for one in tasks:
-        upload(hub, paper.task(one).data, _pictures(folder / one, paper.task(one)), type="dataset")
+        publish_data(hub, folder, one)
+
+
+def publish_data(hub: Hub, folder: Path, task: str) -> None:
+    upload(hub, paper.task(task).data, _pictures(folder / task, paper.task(task)), type="dataset")
 
 
 def publish_language(hub: Hub, folder: Path, tasks: tuple[str, ...]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -41,6 +44,27 @@ def make_scene(
     folder: Path, libraries: tuple[str, str] = ("open_clip", "open_clip"), dtype: torch.dtype = torch.float32
 ) -> Scene:
     """Random models; the fine-tune changed every tensor of its visual tower a little."""
+    shutil.copytree(_made(libraries, dtype), folder, dirs_exist_ok=True)
+    return Scene(folder, *(folder / name for name in ("tuned", "base", "target", "pictures")))
+
+
+@cache
+def _place() -> tempfile.TemporaryDirectory[str]:
+    """Of the scenes that were made; it goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="hf-bico-scenes-")
+
+
+def forget_scenes() -> None:
+    """For a process that ends without its last acts."""
+    _place().cleanup()
+    _made.cache_clear()
+    _place.cache_clear()
+
+
+@cache
+def _made(libraries: tuple[str, str], dtype: torch.dtype) -> Path:
+    """Such a scene, to be copied."""
+    folder = Path(_place().name) / "-".join([*libraries, str(dtype)])
     source, target = libraries
     state = random_state(SOURCE, 0)
     generator = torch.Generator().manual_seed(5)
@@ -48,13 +72,11 @@ def make_scene(
         name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) if name.startswith("visual.") else tensor
         for name, tensor in state.items()
     }
-    return Scene(
-        folder,
-        WRITERS[source](folder / "tuned", SOURCE, tuned),
-        WRITERS[source](folder / "base", SOURCE, state),
-        WRITERS[target](folder / "target", TARGET, random_state(TARGET, 1, dtype)),
-        write_tables(folder / "pictures"),
-    )
+    WRITERS[source](folder / "tuned", SOURCE, tuned)
+    WRITERS[source](folder / "base", SOURCE, state)
+    WRITERS[target](folder / "target", TARGET, random_state(TARGET, 1, dtype))
+    write_tables(folder / "pictures")
+    return folder
 
 
 def write_images(folder: Path, size: int = 20, train: int = 12, test: int = 5) -> Path:
@@ -68,14 +90,15 @@ def write_images(folder: Path, size: int = 20, train: int = 12, test: int = 5) -
 
 
 def write_tables(folder: Path, pictures: Mapping[str, Pictures] | None = None) -> Path:
-    """The same rows, or others, as parquet files: these are found and read in less time than a folder of images."""
+    """The same rows, or others, as parquet files that lie as those of a Hub repo: what is found and read soonest."""
     features = Features({"image": datasets.Image(), "label": ClassLabel(names=sorted(CLASS_NAMES))})
-    folder.mkdir(parents=True)
+    place = folder / "data"
+    place.mkdir(parents=True)
     for split, some in (pictures or _pictures()).items():
         in_order = sorted(some, key=lambda key: (key[0], f"{key[1]}.png"))  # as of the files' paths
         columns = {"image": [some[key] for key in in_order], "label": [name for name, _ in in_order]}
         with no_progress_bars():
-            Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+            Dataset.from_dict(columns, features=features).to_parquet(place / f"{split}-00000-of-00001.parquet")
     return folder
 
 

@@ -76,12 +76,18 @@ class Unchanged:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        unchanged = {ground for ground in self.by_file.values() if ground.is_unchanged}
+        skips = {
+            ground: pytest.mark.skip(
+                reason=f"{', '.join(ground.versions)} and the {ground.name}'s tests are as when they passed; "
+                "`make test-all` runs them"
+            )
+            for ground in set(self.by_file.values())
+            if ground.is_unchanged and not self.config.option.all
+        }
         for item in items:
             ground = self.by_file.get(item.nodeid.partition("::")[0])
-            if ground in unchanged and not self.config.option.all:
-                why = f"{', '.join(ground.versions)} and the {ground.name}'s tests are as when they passed"
-                item.add_marker(pytest.mark.skip(reason=f"{why}; `make test-all` runs them"))
+            if ground in skips:
+                item.add_marker(skips[ground])
             elif ground is not None:
                 self.asked[ground.name] += 1
 

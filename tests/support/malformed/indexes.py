@@ -36,7 +36,6 @@ for name, content in {
     "index_of_other_bytes": b"\xff\xfe\x00",
     "index_that_is_a_list": "[]",
     "index_nested_without_end": deep(),
-    "index_of_megabytes": '{"weight_map": {' + ",".join(f'"{n}": "x"' for n in range(1_500_000)) + "}}",
     "index_without_weight_map": "{}",
 }.items():
     add(name, "extract_shards", "BrokenWeightsError", partial(_put, content))
@@ -61,6 +60,11 @@ for name, shard in {
     "index_with_the_wrong_shard": FIRST.replace("00001-", "00002-"),
 }.items():
     add(name, "extract_shards", "BrokenWeightsError", partial(_entry, shard))
+
+
+@spoils("extract_shards", "BrokenWeightsError")
+def index_of_megabytes(scene: Path) -> None:
+    put_json(index(scene), {"weight_map": dict.fromkeys(map(str, range(1_500_000)), "x")})
 
 
 @spoils("extract_shards", "BrokenWeightsError")
