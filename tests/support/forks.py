@@ -298,6 +298,7 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
         os.dup2(descriptor, place)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has set to be ignored
     atexit._clear()  # the libraries' own last acts are slow, and for the warm process
     atexit.register(sys.modules["hf_bico.chat_templates"]._end)
     os.chdir(asked["cwd"])
