@@ -230,9 +230,9 @@ class Rates:
         return asdict(self)
 
 
-def measure_rates(device: torch.device, folder: Path) -> Rates:
+def measure_rates(device: torch.device, folder: Path, square: int) -> Rates:
     """Products of square matrices, float32 without TF32; pinned copies; a file in the page cache of `folder`'s disk."""
-    size, megabytes = (8192, 1024) if device.type == "cuda" else (1024, 64)
+    megabytes = 1024 if device.type == "cuda" else 64
     numbers = torch.empty(megabytes * 2**20 // _FLOAT32, pin_memory=device.type == "cuda").zero_()
     there = torch.empty_like(numbers, device=device)
     file = folder / "rate.bin"
@@ -249,7 +249,7 @@ def measure_rates(device: torch.device, folder: Path) -> Rates:
     moved = numbers.numel() * _FLOAT32
     written = moved / _least_seconds(write, device)
     rates = Rates(
-        *(_product_rate(size, dtype, device) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
+        *(_product_rate(square, dtype, device) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
         to_device=moved / _least_seconds(lambda: there.copy_(numbers, non_blocking=True), device),
         to_host=moved / _least_seconds(lambda: numbers.copy_(there, non_blocking=True), device),
         read=moved / _least_seconds(read, device),

@@ -60,6 +60,8 @@ class Sizes:
     qwen: TextPorts
     growth: Growth
     memory: str | None
+    square: int
+    """The edge of the matrices whose products give the device's rates."""
 
 
 FULL = Sizes(
@@ -74,6 +76,7 @@ FULL = Sizes(
     qwen=TextPorts(QWEN_1_5B, QWEN_3B, samples=32, length=512, vocabulary=151936, memory="24GB"),
     growth=Growth((50, 100, 200, 400, 800), (384, 768, 1536), (3, 6, 12, 24), 64, (224, 240), 16),
     memory="8GB",
+    square=8192,
 )
 _CPU_TOWER = {"embedding": 64, "text_width": 64, "text_blocks": 1, "text_heads": 2, "vocabulary": 200}
 CPU = Sizes(
@@ -96,6 +99,7 @@ CPU = Sizes(
     ),
     growth=Growth((25, 50, 100, 200), (96, 192, 288), (2, 4, 8), 16, (64, 80), 16),
     memory=None,
+    square=1024,
 )
 _TINY_TOWER = {"embedding": 16, "text_width": 16, "text_blocks": 1, "text_heads": 1, "vocabulary": 120}
 SMALL = Sizes(
@@ -118,4 +122,5 @@ SMALL = Sizes(
     ),
     growth=Growth((4, 8, 16), (24, 48, 96), (1, 2, 3), 4, (16, 20), 4),
     memory=None,
+    square=64,
 )

@@ -61,7 +61,7 @@ class Session:
         """Measured once."""
         if not self.figures.rates:
             clean_up()
-            self.figures.rates = measure_rates(self.device, self.place).as_dict()
+            self.figures.rates = measure_rates(self.device, self.place, self.sizes.square).as_dict()
             say(rates_table(self.figures.rates))
         return Rates(**self.figures.rates)
 
