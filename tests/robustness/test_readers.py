@@ -153,6 +153,12 @@ def _without_the_last_net(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_BICO_DEBUG", "1")
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where seconds are the limit, fewer show it too."""
+    monkeypatch.setattr("hf_bico.chat_templates.SECONDS", 2.0)
+
+
 @pytest.fixture(scope="module", params=sorted(READERS))
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     return Scenes(request.param, tmp_path_factory.mktemp("scenes"))

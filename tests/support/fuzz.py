@@ -54,6 +54,7 @@ def ending_of(scenes: Scenes, kind: str, content: bytes, place: Path) -> Ending:
     """Read an input, and say how that ended."""
     from hf_bico.errors import BicoError, UnforeseenError
 
+    scenes.good(kind)  # is made without a limit
     try:
         with within(SECONDS):
             scenes.read(kind, content, place)
