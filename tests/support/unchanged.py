@@ -78,7 +78,7 @@ class Unchanged:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         skips = {
             ground: pytest.mark.skip(
-                reason=f"{', '.join(ground.versions)} and the {ground.name}'s tests are as when they passed; "
+                reason=f"{', '.join(ground.versions)} and the files of these tests are as when they passed; "
                 "`make test-all` runs them"
             )
             for ground in set(self.by_file.values())
