@@ -68,9 +68,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_table_1(hub: Hub, once: Path, tmp_path: Path) -> dict[str, Any]:
     """How to go on with a folder in which table 1 is whole for MNIST."""
     publish_vision(hub, tmp_path, "1", ("mnist",))
-    if not once.exists():
-        hf_bico.reproduce("1", ["mnist"], folder=once, **OPTIONS)
-    return {"folder": shutil.copytree(once, tmp_path / "out"), **OPTIONS}
+    folder = tmp_path / "out"
+    if once.exists():
+        shutil.copytree(once, folder)
+    else:
+        hf_bico.reproduce("1", ["mnist"], folder=folder, **OPTIONS)
+        shutil.copytree(folder, once)
+    return {"folder": folder, **OPTIONS}
 
 
 def test_a_table_of_images_killed_twice_and_gone_on_with(hub: Hub, tmp_path: Path) -> None:

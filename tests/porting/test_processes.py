@@ -261,21 +261,35 @@ def test_one_that_waits_where_no_exception_reaches_it_ends_when_it_is_told_to() 
     assert json.loads(done.stdout)["error"]["kind"] == "ProcessLostError"
 
 
-PATIENT = """
-import sys
-import hf_bico.edge.several
+BOTH = """
+import os, signal, sys, time
+from pathlib import Path
+import hf_bico.edge.several as several
 from hf_bico.cli import main
 
-hf_bico.edge.several._A_MOMENT = 60  # a busy machine may need long to end the others
-main(sys.argv[1:], prog_name="hf-bico")
+waits, at_signals = Path(os.environ["TMPDIR"], "waits"), several._at_signals
+
+def seen(do):
+    at_signals(do)
+    if do == signal.SIG_DFL:  # as the second does before it waits for its end
+        waits.touch()
+
+several._at_signals = seen
+several._A_MOMENT = 60  # a busy machine may need long to end it
+try:
+    main(sys.argv[1:], prog_name="hf-bico")
+finally:
+    for _ in range(6000):  # the first ends when the second has found the same
+        if waits.exists():
+            break
+        time.sleep(0.01)
 """
 
 
 def test_what_all_processes_find_is_told_once(tmp_path: Path) -> None:
     words = ("port", "no/such folder", "--to", "target", "--json")
-    found = forked(*words, code=PATIENT, temporary=tmp_path / "temporary")
-    assert found[0].returncode == 1
-    assert found[1].returncode in (1, -signal.SIGTERM), "told to end before or after it has found the same"
+    found = forked(*words, code=BOTH, temporary=tmp_path / "temporary")
+    assert [done.returncode for done in found] == [1, -signal.SIGTERM]
     [line] = ours("".join(done.stderr for done in found))
     error = json.loads("".join(done.stdout for done in found))["error"]
     assert line == f"Error: {error['cause']}"
