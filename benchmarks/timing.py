@@ -97,7 +97,7 @@ def enforced(memory: str | None) -> Iterator[None]:
     """No more than so much of the device's memory may be taken inside the `with`."""
     import torch
 
-    from hf_bico.sizes import read_size
+    from hf_bico.settings import read_size
 
     if memory is None or not torch.cuda.is_available():
         yield

@@ -25,8 +25,8 @@ from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
 from hf_bico.measuring import probe_accuracy
 from hf_bico.models import Model, ModelReference
-from hf_bico.record import PROBE, RECORD_FILE, EvaluationRecord, Record, read_any
-from hf_bico.settings import DEFAULT_SAMPLES, Settings
+from hf_bico.record import RECORD_FILE, EvaluationRecord, Record, read_any
+from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
 from hf_bico.task_vector import TaskVector
 
 

@@ -17,8 +17,6 @@ RECORD_FILE = "bico.json"
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that has no counterpart in the loaded model."""
 SCHEMA = 1
-PROBE = "probe"
-"""The protocol of a measurement by a linear classifier; without one it is zero-shot."""
 
 
 @dataclass(frozen=True)

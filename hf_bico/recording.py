@@ -24,7 +24,6 @@ from hf_bico.overlaps import Overlap
 from hf_bico.plans import Plan
 from hf_bico.readout import Readout
 from hf_bico.record import (
-    PROBE,
     DataRecord,
     EvaluationRecord,
     ForesightRecord,
@@ -45,6 +44,7 @@ from hf_bico.settings import (
     DEFAULT_TEMPLATES,
     METHOD_NAMES,
     OPTION_METHODS,
+    PROBE,
     Settings,
 )
 from hf_bico.version import __version__

@@ -27,9 +27,9 @@ from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
 from hf_bico.pipeline import port
 from hf_bico.progress import Progress, silent
-from hf_bico.record import PROBE, RECORD_FILE, read_record
+from hf_bico.record import RECORD_FILE, read_record
 from hf_bico.reproduction import Reproduction
-from hf_bico.settings import Settings
+from hf_bico.settings import PROBE, Settings
 from hf_bico.sites import IMAGES, TEXTS
 from hf_bico.spelling import did_you_mean
 

@@ -13,8 +13,8 @@ from hf_bico.comparison import LABELS, Comparison, Row, Spread
 from hf_bico.markdown import Markdown, markdown_table, plain
 from hf_bico.output import write_files
 from hf_bico.paper import PaperRow, PaperTable, task
-from hf_bico.record import PROBE
 from hf_bico.report import format_table
+from hf_bico.settings import PROBE
 
 JSON_FILE, MARKDOWN_FILE = "reproduction.json", "reproduction.md"
 SCHEMA = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from hf_bico.record import PROBE, EvaluationRecord, ForesightRecord, Record
+from hf_bico.record import EvaluationRecord, ForesightRecord, Record
+from hf_bico.settings import PROBE
 
 VALUE_NAMES = {
     "target": "target, zero-shot",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
 from hf_bico.errors import RankError, UsageError
-from hf_bico.sizes import read_size
 from hf_bico.spelling import did_you_mean
 
 METHOD_NAMES = (
@@ -37,6 +37,8 @@ EVALUATIONS = ("auto", "zero-shot", "probe", "both")
 COMPLETIONS = ("drop", "svd")
 FORMATS = ("full", "adapter", "delta")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
+PROBE = "probe"
+"""The protocol of a measurement by a linear classifier; without one it is zero-shot."""
 DEFAULT_SAMPLES = 100
 DEFAULT_MEASURED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
@@ -284,3 +286,18 @@ def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         remedy = did_you_mean(str(value), choices, f"use one of: {', '.join(choices)}")
         raise UsageError(f"--{option} is '{value}'", remedy)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
+
+
+def read_size(text: str, option: str) -> int:
+    """What a text such as 500MB means.
+
+    >>> read_size("1.5 GB", "--max-download")
+    1500000000
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{option} is '{text}'", "use a size such as 500MB or 2GB")
+    return int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " "))

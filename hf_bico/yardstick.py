@@ -9,8 +9,9 @@ from hf_bico.deltas import Deltas
 from hf_bico.families import ImageModel, LiveModel
 from hf_bico.measuring import Batched, Prepared, Read, probe_accuracy
 from hf_bico.objectives import Head, OwnHead
-from hf_bico.record import PROBE, EvaluationRecord
+from hf_bico.record import EvaluationRecord
 from hf_bico.rounds import Round
+from hf_bico.settings import PROBE
 
 MOST_KEPT = 2**29
 """Bytes of images, as they are and as the target takes them, that are kept so that they are read and prepared once."""

@@ -43,8 +43,7 @@ from hf_bico.edge.unpushed import line_digest, note_line, noted_line
 from hf_bico.errors import LineageError
 from hf_bico.needs import FLOAT32, FLOAT64
 from hf_bico.processes import is_first_process
-from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank
-from hf_bico.sizes import read_size
+from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank, read_size
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub

@@ -22,7 +22,7 @@ from hf_bico.edge.options import (
 )
 from hf_bico.edge.sections import MODELS, RUNNING, SAMPLES, TRAINING, SectionedHelp
 from hf_bico.errors import UsageError
-from hf_bico.sizes import read_size
+from hf_bico.settings import read_size
 
 if TYPE_CHECKING:
     from hf_bico.comparison import Comparison

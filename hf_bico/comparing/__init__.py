@@ -34,9 +34,8 @@ from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import require_projection
 from hf_bico.progress import Progress, silent
-from hf_bico.record import PROBE
 from hf_bico.rounds import require_enough_to_mispair
-from hf_bico.settings import DEFAULT_MEASURED, Settings
+from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
 from hf_bico.text_checks import require_tokenizers
 from hf_bico.tuned import Tuned, parts_of
 from hf_bico.version import __version__

@@ -9,8 +9,7 @@ from hf_bico.comparison import LOSS, CellKey
 from hf_bico.errors import UsageError
 from hf_bico.methods import METHODS, Carrier, Trainer
 from hf_bico.methods.aligning import Aligner
-from hf_bico.record import PROBE
-from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.settings import METHOD_NAMES, PROBE, Settings
 
 USUAL_METHODS = ("naive", "transfusion", "gradfix", "fewshot", "theseus", "bico", "bico-fisher", "bico-path")
 USUAL_SIZES = (10, 20, 50, 100)

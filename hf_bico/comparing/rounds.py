@@ -17,9 +17,9 @@ from hf_bico.methods import METHODS, Carrier, Trainer
 from hf_bico.methods.aligning import Aligner
 from hf_bico.objectives import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.record import PROBE, EvaluationRecord
+from hf_bico.record import EvaluationRecord
 from hf_bico.rounds import Round
-from hf_bico.settings import Settings
+from hf_bico.settings import PROBE, Settings
 from hf_bico.statistics import Kind
 from hf_bico.task_vector import TaskVector
 from hf_bico.yardstick import Yardstick

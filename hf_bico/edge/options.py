@@ -29,8 +29,8 @@ from hf_bico.settings import (
     Settings,
     read_layers,
     read_rank,
+    read_size,
 )
-from hf_bico.sizes import read_size
 from hf_bico.spelling import near
 
 if TYPE_CHECKING:
