@@ -102,7 +102,7 @@ _only: list[Renderer] = []
 _lock = threading.Lock()
 
 
-def _rendered(asked: str) -> str:
+def _render_bounded(asked: str) -> str:
     with _lock:
         if not _only or not _only[0].alive:
             _only[:] = [Renderer()]
@@ -123,7 +123,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], answering
         "chat_template": tokenizer.get_chat_template(),
         "add_generation_prompt": answering,
     }
-    return _rendered(json.dumps(asked, default=str))
+    return _render_bounded(json.dumps(asked, default=str))
 
 
 @atexit.register

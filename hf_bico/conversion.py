@@ -39,14 +39,14 @@ def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple
                 return layout, [name]
             index = f"{name}.index.json"
             if index in names:
-                return layout, _shards(folder / index, names)
+                return layout, _pickled_shards(folder / index, names)
     raise WeightsNotFoundError(
         f"none of the pickles of '{folder_name(folder)}' is a whole model",
         f"looked for {', '.join(name for files in _PICKLES.values() for name in files)}; save it as safetensors",
     )
 
 
-def _shards(index: Path, names: Mapping[str, int]) -> list[str]:
+def _pickled_shards(index: Path, names: Mapping[str, int]) -> list[str]:
     shards = sorted(set(weight_map(index, folder_name(index.parent)).values()))
     missing = [shard for shard in shards if shard not in names]
     if missing or not shards:

@@ -18,7 +18,7 @@ _CONFLICT = 409
 
 
 @dataclass
-class Made:
+class CreatedRepo:
     """What this push has made and not filled yet, or may have made: an answer can be lost."""
 
     repo: bool = False
@@ -34,9 +34,9 @@ class Made:
 
 
 @contextmanager
-def taken_back(hub: Hub, repo_id: str) -> Iterator[Made]:
+def taken_back(hub: Hub, repo_id: str) -> Iterator[CreatedRepo]:
     """After a failure, nothing is left of what was made for the push; where that cannot be done, the error says so."""
-    made = Made()
+    made = CreatedRepo()
     try:
         yield made
     except BaseException as error:
@@ -45,7 +45,7 @@ def taken_back(hub: Hub, repo_id: str) -> Iterator[Made]:
         raise
 
 
-def create(hub: Hub, repo_id: str, private: bool | None, made: Made) -> None:
+def create(hub: Hub, repo_id: str, private: bool | None, made: CreatedRepo) -> None:
     """Have the repo; `made` knows whether it is of this push."""
 
     made.private = private
@@ -56,7 +56,7 @@ def create(hub: Hub, repo_id: str, private: bool | None, made: Made) -> None:
     _make(lambda: hub.api.create_repo(repo_id, private=private), note)
 
 
-def branch_off(hub: Hub, repo_id: str, branch: str, made: Made) -> None:
+def branch_off(hub: Hub, repo_id: str, branch: str, made: CreatedRepo) -> None:
     """Have the branch, begun where the main one is now."""
     if remote_info(hub, repo_id, branch) is not None:
         return
@@ -92,7 +92,7 @@ def _make(make: Callable[[], object], note: Callable[[bool], None]) -> None:
     again(once)
 
 
-def _take_back(hub: Hub, repo_id: str, made: Made) -> bool:
+def _take_back(hub: Hub, repo_id: str, made: CreatedRepo) -> bool:
     """Delete the repo or the branch that this push made and could not fill, unless somebody has filled it since.
 
     False where that cannot be done: a token may be allowed to write and not to delete.
@@ -111,7 +111,7 @@ def _take_back(hub: Hub, repo_id: str, made: Made) -> bool:
     return False
 
 
-def _is_as_made(hub: Hub, repo_id: str, made: Made) -> bool:
+def _is_as_made(hub: Hub, repo_id: str, made: CreatedRepo) -> bool:
     """Whether a repo is still empty, and is what this push would have made."""
     info = remote_info(hub, repo_id, None)
     if info is not None and made.private not in (None, bool(info.private)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_bico.cards.made_card import render_made_card
-from hf_bico.cards.plots import PICTURE_FILE, alignment_picture
+from hf_bico.cards.plots import PICTURE_FILE, record_picture
 from hf_bico.cards.port_card import render_port_card
 from hf_bico.record import Made, Record
 
@@ -14,7 +14,7 @@ CARD_FILE = "README.md"
 
 def write_card(record: Record | Made, folder: Path) -> Path:
     """Write the card, and the picture of the alignment where there is one to draw; returns the card's path."""
-    picture = alignment_picture(record) if isinstance(record, Record) else None
+    picture = record_picture(record) if isinstance(record, Record) else None
     if picture is not None:
         (folder / PICTURE_FILE).write_bytes(picture)
     file = folder / CARD_FILE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_bico import heat_strips
+from hf_bico.heat_strips import alignment_picture, panels
 from hf_bico.record import Record
 
 PICTURE_FILE = "alignment.png"
@@ -10,14 +10,14 @@ PICTURE_FILE = "alignment.png"
 
 def has_alignment(record: Record) -> bool:
     """Whether calibration left anything to draw: a method without statistics does not."""
-    return bool(panels(record))
+    return bool(record_panels(record))
 
 
-def panels(record: Record) -> dict[str, str]:
+def record_panels(record: Record) -> dict[str, str]:
     """The values that are drawn, with their titles."""
-    return heat_strips.panels(record.sites, len(record.method.layers))
+    return panels(record.sites, len(record.method.layers))
 
 
-def alignment_picture(record: Record) -> bytes | None:
+def record_picture(record: Record) -> bytes | None:
     """PNG: the heat strips of the record's sites; the same record gives the same bytes."""
-    return heat_strips.alignment_picture(record.sites, len(record.method.layers))
+    return alignment_picture(record.sites, len(record.method.layers))

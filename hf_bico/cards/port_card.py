@@ -15,7 +15,7 @@ from hf_bico.cards.licences import Licences
 from hf_bico.cards.methods import MATCHINGS, METHODS, SAMPLINGS, SIGNS, UNKNOWN, About
 from hf_bico.cards.naming import WORD, Place, kind_of, public_command, shown, shown_output, shown_source, without_names
 from hf_bico.cards.objectives import head_sentence, loss_sentence, objective_sentence, uses_labels
-from hf_bico.cards.plots import PICTURE_FILE, has_alignment, panels
+from hf_bico.cards.plots import PICTURE_FILE, has_alignment, record_panels
 from hf_bico.cards.rendering import render
 from hf_bico.cards.tasks import measured_task, task_of
 from hf_bico.cards.usage import Usage, languages
@@ -191,7 +191,9 @@ class Card:
     @property
     def panels(self) -> str:
         """What the picture shows."""
-        *first, last = [value.replace("_", " ").replace("unseen", "unseen energy") for value in panels(self.record)]
+        *first, last = [
+            value.replace("_", " ").replace("unseen", "unseen energy") for value in record_panels(self.record)
+        ]
         text = " and ".join([", ".join(first), last] if first else [last])
         return text.capitalize()
 

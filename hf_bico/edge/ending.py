@@ -62,7 +62,7 @@ def edge() -> Iterator[Edge]:
     except BaseException as error:
         if len(_open) > 1 or not _is_end(error):
             raise
-        _end(error, at.interrupted, as_json)
+        _exit_after(error, at.interrupted, as_json)
     finally:
         _open.pop()
 
@@ -84,7 +84,7 @@ def whole_process(as_json: bool) -> Iterator[None]:
     except BaseException as error:
         if not _is_end(error):
             raise
-        _end(error, "nothing was done", as_json)
+        _exit_after(error, "nothing was done", as_json)
 
 
 def _is_end(error: BaseException) -> bool:
@@ -92,7 +92,7 @@ def _is_end(error: BaseException) -> bool:
     return is_failure(error) or isinstance(error, KeyboardInterrupt | Ended | EndedByLauncher)
 
 
-def _end(error: BaseException, interrupted: str, as_json: bool) -> NoReturn:
+def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoReturn:
     """Say what happened, and leave with its exit code; what click itself ends by is left to it."""
     error = told_to_end(error)
     if isinstance(error, KeyboardInterrupt | click.Abort | Ended | EndedByLauncher):

@@ -121,7 +121,7 @@ def _unwind_when_told() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, _HANGING_UP):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _end)
+            signal.signal(number, _exit_at_signal)
     if sys.unraisablehook is not _not_lost:
         _others_hook.append(sys.unraisablehook)
         sys.unraisablehook = _not_lost
@@ -133,11 +133,11 @@ def _not_lost(lost: Any) -> None:
         _others_hook[-1](lost)
         return
     number = lost.exc_value.number if isinstance(lost.exc_value, Ended) else signal.SIGINT
-    signal.signal(number, _end)
+    signal.signal(number, _exit_at_signal)
     threading.Timer(_SOON, os.kill, (os.getpid(), number)).start()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_at_signal(number: int, frame: FrameType | None) -> None:
     told = KeyboardInterrupt() if number == signal.SIGINT else Ended(number)
     _received.append(told)
     if number != signal.SIGINT:  # who presses Ctrl-C twice means it

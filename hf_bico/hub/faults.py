@@ -21,7 +21,7 @@ from hf_bico.errors import (
     TokenError,
     WrongRepoTypeError,
 )
-from hf_bico.hub import open_clip_names
+from hf_bico.hub.open_clip_names import near_open_clip
 from hf_bico.hub.references import HubReference, near_folder
 from hf_bico.spelling import did_you_mean
 
@@ -159,7 +159,7 @@ def _not_found(reference: HubReference, type: str, named: str, hub: Neighbours |
         return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
     near = hub.near(reference, type) or near_folder(reference.id)
     if near is None and type == "model":
-        near = open_clip_names.near(reference)
+        near = near_open_clip(reference)
     hint = f"did you mean '{near}'?" if near else "check the name."
     if not _has_token(hub):
         hint += f" If it is private, {LOG_IN}"

@@ -43,7 +43,7 @@ def hub_repo(reference: HubReference, what: str) -> HubReference | None:
     return HubReference(f"{owner}/{rest.partition('/')[0]}")
 
 
-def near(reference: HubReference) -> str | None:
+def near_open_clip(reference: HubReference) -> str | None:
     """A name of open_clip's whose architecture is like the last part of this id."""
     name = reference.id.rpartition("/")[2]
     if not get_close_matches(name, _architectures(), n=1, cutoff=0.8):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_bico.errors import HubUnavailableError, NotCachedError, RepoError
-from hf_bico.hub import open_clip_names
 from hf_bico.hub.client import Downloaded, Hub, HubRepo
+from hf_bico.hub.open_clip_names import hub_repo
 from hf_bico.hub.references import cached_repo, parse
 
 SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
@@ -54,7 +54,7 @@ def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
         if place is not None:
             return place
         return Place(found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()})
-    alias = open_clip_names.hub_repo(found, what)
+    alias = hub_repo(found, what)
     try:
         return at_hub((hub or Hub()).repo(alias or found, what))
     except (HubUnavailableError, NotCachedError) as error:

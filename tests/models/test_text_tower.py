@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.cards.plots import alignment_picture
+from hf_bico.cards.plots import record_picture
 from hf_bico.collecting import Side, collect
 from hf_bico.contrastive import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
@@ -314,7 +314,7 @@ def test_tables_and_pictures_keep_the_towers_apart() -> None:
     assert (rest[:-1, :3] == 0.125).all()
     assert rest[-1, 3] == 0.125
     assert np.isinf(rest[:-1, 3]).all()
-    assert alignment_picture(both) not in (None, alignment_picture(alone))
+    assert record_picture(both) not in (None, record_picture(alone))
     table = {row[0]: row for row in Report(tuple(both.sites), ()).rows()}
     assert (table["attn.q"][1], table["text.attn.q"][1], table["text.proj"][1]) == ("2", "3", "1")
 

@@ -21,7 +21,7 @@ from markdown_it import MarkdownIt
 from hf_bico import heat_strips
 from hf_bico.cards.card import render_card, write_card
 from hf_bico.cards.methods import METHODS
-from hf_bico.cards.plots import alignment_picture
+from hf_bico.cards.plots import record_picture
 from hf_bico.markdown import clean, code, fenced, literal, plain
 from hf_bico.record import (
     LeftRecord,
@@ -498,7 +498,7 @@ def test_picture_shows_only_the_sides_that_were_lined_up() -> None:
     sites = [replace(site, score_out=None) for site in some_sites(2)]
     record = a_record(method=MethodRecord("input-only", 1.0, [0, 1], "drop"), sites=sites)
     assert "![Score in and unseen energy of every" in render_card(record)
-    assert alignment_picture(record) not in (None, alignment_picture(a_record()))
+    assert record_picture(record) not in (None, record_picture(a_record()))
 
 
 def test_measurements_of_different_samples_are_not_called_the_same() -> None:
@@ -529,10 +529,10 @@ def test_card_is_stable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 12, 48])
 def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) -> None:
-    picture = alignment_picture(a_record(blocks))
+    picture = record_picture(a_record(blocks))
     assert picture is not None
     heat_strips._drawn.cache_clear()
-    assert picture == alignment_picture(a_record(blocks))
+    assert picture == record_picture(a_record(blocks))
     assert picture.startswith(b"\x89PNG\r\n")
     width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
     assert width == 1440
@@ -543,7 +543,7 @@ def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) ->
 
 def test_no_picture_without_statistics(tmp_path: Path) -> None:
     bare = [replace(site, score_in=None, score_out=None, unseen=None) for site in some_sites(2)]
-    assert alignment_picture(a_record(sites=bare)) is None
+    assert record_picture(a_record(sites=bare)) is None
     write_card(a_record(sites=bare), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
@@ -551,8 +551,8 @@ def test_no_picture_without_statistics(tmp_path: Path) -> None:
 def test_sites_and_values_that_cannot_be_drawn_are_left_out() -> None:
     odd = {"blocks.99999.attn.q": 0.5, "</script>": 0.5, "blocks.1.attn.q": float("nan"), "blocks.1.attn.k": 7.0}
     sites = [replace(some_sites(1)[0], name=name, score_in=value) for name, value in odd.items()]
-    assert alignment_picture(a_record(sites=[*some_sites(1), *sites])) is not None
-    assert alignment_picture(a_record(sites=sites[:2])) is None
+    assert record_picture(a_record(sites=[*some_sites(1), *sites])) is not None
+    assert record_picture(a_record(sites=sites[:2])) is None
 
 
 # The snippet runs as it stands

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_bico.cards.card import render_card
-from hf_bico.cards.plots import alignment_picture
+from hf_bico.cards.plots import record_picture
 from hf_bico.demo import World
 from hf_bico.record import Record, read_any
 from support import gallery, language_gallery
@@ -31,7 +31,7 @@ def test_a_card_is_what_its_record_gives(name: str) -> None:
     folder = gallery.GALLERY / name
     record = read_any(folder)
     assert (folder / "README.md").read_text(encoding="utf-8") == render_card(record)
-    picture = alignment_picture(record) if isinstance(record, Record) else None
+    picture = record_picture(record) if isinstance(record, Record) else None
     assert (folder / "alignment.png").is_file() == (picture is not None)
     if picture is None:
         return
