@@ -34,7 +34,16 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 WARM = ("datasets", "evaluate", "matplotlib.figure", "open_clip", "peft", "sklearn.linear_model", "transformers")
-OURS = ("cli", "commands", "demo", "drawing", "edge.bars", "edge.console", "evaluation", "pipeline", "pushing")
+OURS = (
+    "hf_bico.cli",
+    "hf_bico.demo.world",
+    "hf_bico.drawing",
+    "hf_bico.edge.bars",
+    "hf_bico.edge.console",
+    "hf_bico.evaluation",
+    "hf_bico.pipeline",
+    "hf_bico.pushing",
+)
 READ_ENVIRONMENT_ONCE = ("huggingface_hub.constants", "datasets.config", "evaluate.config")
 _TOUCHING = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "shutil.rmtree", "open")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -174,7 +183,7 @@ def _serve(address: str) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     del sys.path[0]  # the folder of this file
-    for name in (*WARM, *(f"hf_bico.{name}" for name in OURS)):
+    for name in (*WARM, *OURS):
         importlib.import_module(name)
     _port_once()
     gc.collect()
