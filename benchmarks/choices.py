@@ -25,10 +25,10 @@ from small_world import TASKS
 from torch import Tensor
 
 from hf_bico.comparing import compare
-from hf_bico.comparison import Cell
+from hf_bico.comparison.cells import Cell
 from hf_bico.data import augmenting
-from hf_bico.demo import build
-from hf_bico.objectives import LikelyLabels
+from hf_bico.demo.world import build
+from hf_bico.objectives.base import LikelyLabels
 from hf_bico.statistics import Statistics
 
 Labels = Callable[[Tensor], LikelyLabels]

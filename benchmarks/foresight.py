@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.report import format_table
+from hf_bico.utils.text import format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def _rounded(numbers: dict[str, Any]) -> dict[str, Any]:
 def _ports(folder: Path, world: int, source: str, target: str, task: str, draws: int) -> Iterator[Ported]:
     import torch
 
-    from hf_bico.demo import build
+    from hf_bico.demo.world import build
     from hf_bico.environment import Stopwatch
     from hf_bico.hub.client import Hub
     from hf_bico.outcomes import UNTOUCHED, outcome_of
@@ -133,7 +133,7 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
 
 
 def train(folder: Path, world: int, shape: str) -> None:
-    from hf_bico.demo import build
+    from hf_bico.demo.world import build
 
     build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(shape,) if shape else (), tasks=TASKS)
 

@@ -23,8 +23,10 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hf_bico import Comparison, compare, port
-from hf_bico.report import format_table
+from hf_bico.comparing import compare
+from hf_bico.comparison.results import Comparison
+from hf_bico.pipeline import port
+from hf_bico.utils.text import format_table
 from support.language_world import PLAIN, STYLES, DecoderWorld, build_decoders
 from support.sequence_world import build_sequences
 

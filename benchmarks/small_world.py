@@ -21,8 +21,9 @@ from typing import Any
 
 import click
 
-from hf_bico.comparison import Comparison, Row
-from hf_bico.report import format_table
+from hf_bico.comparison.results import Comparison
+from hf_bico.comparison.rows import Row
+from hf_bico.utils.text import format_table
 
 PAIRS = {
     "narrow to wide": ("narrow", "wide"),
@@ -53,7 +54,7 @@ class Job:
 
     def run(self) -> Comparison:
         from hf_bico.comparing import compare
-        from hf_bico.demo import build
+        from hf_bico.demo.world import build
 
         source, target = PAIRS[self.pair]
         made = build(self.folder / "worlds" / f"seed-{self.world}", seed=self.world, shapes=(), tasks=())
@@ -72,7 +73,7 @@ class Job:
 
 
 def train(folder: Path, world: int, shape: str) -> None:
-    from hf_bico.demo import build
+    from hf_bico.demo.world import build
 
     build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(shape,), tasks=TASKS)
 
@@ -98,7 +99,7 @@ def jobs(folder: Path, worlds: int, draws: int) -> Iterator[Job]:
 def main(folder: Path, worlds: int, draws: int, workers: int, docs: Path | None) -> None:
     shapes = sorted({shape for pair in PAIRS.values() for shape in pair})
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        from hf_bico.demo import build
+        from hf_bico.demo.world import build
 
         for world in range(worlds):
             build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(), tasks=TASKS)

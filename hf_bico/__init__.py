@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.version import __version__ as __version__
+from hf_bico.utils import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_bico.applying import apply as apply
     from hf_bico.comparing import compare as compare
-    from hf_bico.comparison import Comparison as Comparison
+    from hf_bico.comparison.results import Comparison as Comparison
     from hf_bico.diagnosing import diagnose as diagnose
-    from hf_bico.diagnosis import Diagnosis as Diagnosis
+    from hf_bico.diagnosis.results import Diagnosis as Diagnosis
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.extracting import extract as extract
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hf_bico.planning import plan as plan
     from hf_bico.plans import Plan as Plan
     from hf_bico.ported import Ported as Ported
-    from hf_bico.progress import show_progress as show_progress
     from hf_bico.push_checks import PushOptions as PushOptions
     from hf_bico.pushing import Pushed as Pushed
     from hf_bico.reproducing import reproduce as reproduce
@@ -28,12 +27,13 @@ if TYPE_CHECKING:
     from hf_bico.rerunning import rerun as rerun
     from hf_bico.settings import Settings as Settings
     from hf_bico.task_vector import TaskVector as TaskVector
+    from hf_bico.utils.progress import show_progress as show_progress
 
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
 _HOMES = {
     "BicoError": "hf_bico.errors",
-    "Comparison": "hf_bico.comparison",
-    "Diagnosis": "hf_bico.diagnosis",
+    "Comparison": "hf_bico.comparison.results",
+    "Diagnosis": "hf_bico.diagnosis.results",
     "Plan": "hf_bico.plans",
     "Ported": "hf_bico.ported",
     "PushOptions": "hf_bico.push_checks",
@@ -50,7 +50,7 @@ _HOMES = {
     "port": "hf_bico.pipeline",
     "reproduce": "hf_bico.reproducing",
     "rerun": "hf_bico.rerunning",
-    "show_progress": "hf_bico.progress",
+    "show_progress": "hf_bico.utils.progress",
 }
 
 __all__ = sorted(_HOMES)

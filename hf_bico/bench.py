@@ -16,14 +16,15 @@ from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
-from hf_bico.families import LiveModel, Spread
+from hf_bico.families.base import Spread
 from hf_bico.families.blueprints import HEADS
+from hf_bico.families.live import LiveModel
 from hf_bico.families.text_models import TextModel
 from hf_bico.matching import blocks_by_similarity
 from hf_bico.measuring import Batched, features_of, logits_of
-from hf_bico.methods import Carried, Pretrained
+from hf_bico.methods.base import Carried, Pretrained
 from hf_bico.needs import CAPTION_TOKENS, USUAL_TOKENS, Held, needs_of
-from hf_bico.objectives import Classifier, Heads
+from hf_bico.objectives.base import Classifier, Heads
 from hf_bico.overlaps import align_names
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
@@ -31,11 +32,12 @@ from hf_bico.plausibility import require_plausible
 from hf_bico.processes import ALONE, Team
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
-from hf_bico.sites import IMAGES, TEXTS, SitePair
-from hf_bico.sizes import size_text
+from hf_bico.sites import SitePair
 from hf_bico.statistics import OF_EXPECTED_LOSSES, Kind
 from hf_bico.task_vector import TaskVector
 from hf_bico.transport import gather, site_delta
+from hf_bico.utils.samples import IMAGES, TEXTS
+from hf_bico.utils.text import size_text
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
-from hf_bico.small_files import read_object
+from hf_bico.utils.files import folder_name, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +37,6 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types in which weights are kept that can be computed with as they are, as safetensors names them."""
-HASHED_AT_ONCE = 2**24
 LONGEST_NAME = 500
 """No module of a real model lies so deep that a tensor's name would be longer."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -203,22 +202,6 @@ def not_floats(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: dtype for name, dtype in kept.items() if dtype not in FLOATS}
 
 
-def folder_name(folder: Path) -> str:
-    """What to call a folder: its name, or the repo's id where it is a snapshot of the Hub's cache.
-
-    >>> folder_name(Path("hub/models--org--name/snapshots/0123"))
-    'org/name'
-    """
-    if folder.parent.name != "snapshots":
-        return folder.name
-    return folder.parent.parent.name.partition("--")[2].replace("--", "/") or folder.name
-
-
-def expanded(path: str | Path) -> Path:
-    """The path with `~` put in; an unknown user's stays as it is, and is simply not found."""
-    return Path(os.path.expanduser(path))
-
-
 def open_safetensors(file: Path, framework: str) -> Any:
     """`safe_open`, with an error that names the file."""
     is_file = os.path.isfile(file)  # of a pipe one would wait for ever
@@ -250,20 +233,6 @@ def tensor_offsets(file: Path) -> dict[str, int]:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-
-
-def sha256_of(files: Iterable[Path]) -> dict[str, str]:
-    """The SHA-256 of each file, by its name."""
-    return {file.name: _sha256(file) for file in files}
-
-
-def _sha256(file: Path) -> str:
-    """In large pieces: during each of them other threads of Python are not held up."""
-    found = hashlib.sha256()
-    with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(HASHED_AT_ONCE):
-            found.update(piece)
-    return found.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from hf_bico.errors import OutputError
-from hf_bico.sizes import size_text
+from hf_bico.utils.text import size_text
 
 _SCRATCH = ".hf-bico-"
 """What stands between a folder's name and the random end of the hidden folders that are made beside it."""

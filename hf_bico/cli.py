@@ -21,8 +21,8 @@ from hf_bico.edge.ending import FAILED, STOPPED, TERMINATED, WRONG, whole_proces
 from hf_bico.edge.screen import is_plain
 from hf_bico.edge.sections import SectionedHelp
 from hf_bico.edge.several import require_together
-from hf_bico.spelling import near
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
+from hf_bico.utils.text import near
 
 GROUPS: dict[str, Sequence[click.Command]] = {
     "First steps": (demo, completion),

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import folder_name, save_tensors, sha256_of, weight_map
+from hf_bico.checkpoints import save_tensors, weight_map
 from hf_bico.errors import BrokenWeightsError, WeightsNotFoundError
+from hf_bico.utils.files import folder_name, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from hf_bico.checkpoints import FileCheckpoint, not_floats, open_safetensors, sa
 from hf_bico.deltas import Deltas, Lazy, factor_names
 from hf_bico.errors import RecordError
 from hf_bico.factors import Factors
-from hf_bico.small_files import parse_json
+from hf_bico.utils.files import parse_json
 
 MADE_FROM = "made_from"
 _FORMAT = "hf-bico task vector"

@@ -21,7 +21,8 @@ from hf_bico.choosing import settled
 from hf_bico.collecting import Shown, Side, show
 from hf_bico.costs import cost_of
 from hf_bico.deltas import Deltas
-from hf_bico.diagnosis import UNTOUCHED, Diagnosis, Drift, InputLikeness, OutputLikeness
+from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness
+from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.environment import (
     Stopwatch,
     available_memory,
@@ -33,22 +34,22 @@ from hf_bico.environment import (
     installed_versions,
 )
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.hub.repos import locate
-from hf_bico.methods import METHODS, Carrier
+from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
+from hf_bico.methods.base import Carrier
 from hf_bico.models import ModelReference
 from hf_bico.needs import FLOAT64
-from hf_bico.objectives import Head, Question
+from hf_bico.objectives.base import Head, Question
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import Ready, prepare
 from hf_bico.procrustes import polar
-from hf_bico.progress import Progress, silent
 from hf_bico.rounds import Round, no_predictions
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.similarity import Likeness, MeanOfRows, Moved, turned_away
@@ -56,7 +57,8 @@ from hf_bico.sites import Site, SitePair
 from hf_bico.statistics import Kind, key_of
 from hf_bico.transport import account
 from hf_bico.tuned import Tuned
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
+from hf_bico.utils.progress import Progress, silent
 from hf_bico.watching import Pass, Trace
 
 COMPARED = ("input-only", "theseus", "bico")

@@ -13,7 +13,7 @@ from hf_bico.models import Model
 from hf_bico.opened import Opened
 from hf_bico.record import EvaluationRecord
 from hf_bico.resolving import Lineage
-from hf_bico.small_files import read_object
+from hf_bico.utils.files import read_object
 
 ENOUGH_MEASURED = 50
 """Of fewer samples, an accuracy near chance says too little."""

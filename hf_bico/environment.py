@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
-from hf_bico.progress import Progress, silent
+from hf_bico.utils.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
 

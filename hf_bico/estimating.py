@@ -21,7 +21,7 @@ from hf_bico.paper import Task
 from hf_bico.reproducing import Job
 from hf_bico.resolving import open_source
 from hf_bico.settings import Settings
-from hf_bico.sizes import size_text
+from hf_bico.utils.text import size_text
 
 REACHED = 0.3
 """The share of the speed of a plain product of matrices that models reach; the rest is waiting and moving."""

@@ -16,13 +16,13 @@ from hf_bico.hub.repos import locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.plausibility import changed_part, implausible
-from hf_bico.progress import Progress, silent
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import base_of_source, open_source
 from hf_bico.settings import require_rank
 from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector
+from hf_bico.utils.progress import Progress, silent
 
 
 @last_net()

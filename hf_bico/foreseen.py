@@ -31,7 +31,7 @@ from hf_bico.errors import (
     UnforeseenError,
     UnreadableSampleError,
 )
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
 
 DEBUG = "HF_BICO_DEBUG"
 _HERE = Path(__file__).parent

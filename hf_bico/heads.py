@@ -12,22 +12,16 @@ from hf_bico.classifiers import HeadForm, head_of, place_of
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import DataSet
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.lineage import only_count
 from hf_bico.measuring import features_of
 from hf_bico.models import Model
-from hf_bico.objectives import (
-    AnswerHead,
-    ContrastHead,
-    Head,
-    Heads,
-    LanguageHead,
-    OwnHead,
-    ZeroShotHead,
-    caption_head,
-    zero_shot_head,
-)
+from hf_bico.objectives.base import Head, Heads
 from hf_bico.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
+from hf_bico.objectives.contrastive import ContrastHead, caption_head
+from hf_bico.objectives.language import AnswerHead, LanguageHead
+from hf_bico.objectives.own import OwnHead
+from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
 from hf_bico.outcomes import Outcome
 from hf_bico.rounds import Round
 from hf_bico.settings import Settings

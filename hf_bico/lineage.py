@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.checkpoints import ADAPTER_CONFIG
-from hf_bico.errors import (
-    BaseUnknownError,
-    DataUnknownError,
-    LineageError,
-    SeveralBasesError,
-    SeveralDataSetsError,
-)
+from hf_bico.errors import BaseUnknownError, DataUnknownError, LineageError, SeveralBasesError, SeveralDataSetsError
 from hf_bico.hub.references import hub_reference
-from hf_bico.small_files import read_card_metadata, read_object
+from hf_bico.utils.files import read_card_metadata, read_object
 
 LOADERS = (
     *("generator", "imagefolder", "audiofolder", "videofolder", "webdataset"),

@@ -15,7 +15,6 @@ from typing import Any
 
 from hf_bico.adapters.routes import NOT_LINEAR
 from hf_bico.cards.card import write_card
-from hf_bico.checkpoints import expanded, sha256_of
 from hf_bico.environment import Stopwatch, installed_versions
 from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, write_form
@@ -27,7 +26,8 @@ from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.recording import model_record, rounding_notices
 from hf_bico.task_vector import TaskVector
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
+from hf_bico.utils.files import expanded, sha256_of
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_bico.environment import halving_batches
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.families import ImageModel, LiveModel
+from hf_bico.families.live import ImageModel, LiveModel
 
 METRICS = Path(__file__).parent / "metrics"
 

@@ -31,8 +31,10 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WeightsNotFoundError,
 )
-from hf_bico.families import FAMILIES, Family, LiveModel, Spread, family_of
+from hf_bico.families import FAMILIES, family_of
+from hf_bico.families.base import Family, Spread
 from hf_bico.families.extents import require_within
+from hf_bico.families.live import LiveModel
 from hf_bico.families.refusals import require_dense
 from hf_bico.hub.client import Downloaded, Hub
 from hf_bico.hub.faults import is_offline

@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from hf_bico.checkpoints import Checkpoint, FileCheckpoint, HeaderCheckpoint, WeightFiles, sha256_of
+from hf_bico.checkpoints import Checkpoint, FileCheckpoint, HeaderCheckpoint, WeightFiles
 from hf_bico.errors import BrokenWeightsError
 from hf_bico.hub.client import Downloaded
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.hub.repos import Place
 from hf_bico.lineage import Origin, read_origin
+from hf_bico.utils.files import sha256_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.foresight import foresee
 from hf_bico.lessons import lesson_of
-from hf_bico.methods import Carried, Carrier, Method, SiteDelta, Trainer
+from hf_bico.methods.base import Carried, Carrier, Method, SiteDelta, Trainer
 from hf_bico.methods.training import Trained
 from hf_bico.readout import Readout
 from hf_bico.record import ForesightRecord

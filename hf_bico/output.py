@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from hf_bico.claims import claimed, put_in_place, require_writable, scratch_beside
 from hf_bico.errors import OutputError, OutputExistsError, RecordError
 from hf_bico.record import RECORD_FILE
-from hf_bico.small_files import read_bytes
+from hf_bico.utils.files import read_bytes
 
 MOST_RESULT = 256_000_000
 """Bytes of a file of results: a comparison of a million cells has so many."""

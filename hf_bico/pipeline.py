@@ -25,23 +25,21 @@ from hf_bico.environment import (
     installed_versions,
     peak_memory,
 )
-from hf_bico.errors import (
-    UnsupportedModelError,
-)
+from hf_bico.errors import UnsupportedModelError
 from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, make_form
 from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
-from hf_bico.methods import Method, Trainer
+from hf_bico.methods.base import Method, Trainer
 from hf_bico.models import ModelReference
-from hf_bico.objectives import Batch, Classifier
+from hf_bico.objectives.base import Classifier
+from hf_bico.objectives.own import Batch
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.ported import Ported, with_held
 from hf_bico.preparing import measures, prepare, training_samples
 from hf_bico.processes import ALONE, Team, join, local_device
-from hf_bico.progress import Progress, silent
 from hf_bico.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.repeats import repeat_notices
@@ -51,6 +49,7 @@ from hf_bico.rounds import Round
 from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
 from hf_bico.text_checks import uses_template
+from hf_bico.utils.progress import Progress, silent
 from hf_bico.yardstick import Yardstick
 
 __all__ = ["Batch", "carry_out", "port"]

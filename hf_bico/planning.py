@@ -9,7 +9,8 @@ from typing import Any
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
-from hf_bico.families import TEXT_TOWER, require_same_kind
+from hf_bico.families.base import TEXT_TOWER
+from hf_bico.families.generic import require_same_kind
 from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.faults import is_offline

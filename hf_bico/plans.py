@@ -18,13 +18,13 @@ from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.claims import require_room
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
-from hf_bico.markdown import markdown_table
 from hf_bico.models import Model
 from hf_bico.needs import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Held, needs_of
-from hf_bico.progress import Progress, silent
 from hf_bico.resolving import Lineage
-from hf_bico.sites import TEXTS, Site, SitePair
-from hf_bico.sizes import machine_memory, size_text
+from hf_bico.sites import Site, SitePair
+from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.samples import TEXTS
+from hf_bico.utils.text import machine_memory, markdown_table, size_text
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.cards.card import CARD_FILE, render_card, write_card
-from hf_bico.checkpoints import sha256_of
 from hf_bico.errors import BicoError, OutputError, PushError, PushRefusedError, RepoError
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.faults import again, failures, translated
@@ -37,6 +36,7 @@ from hf_bico.push_checks import (
 from hf_bico.push_places import branch_off, create, taken_back
 from hf_bico.record import Made, Record, read_any
 from hf_bico.results import headline, is_worse
+from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.objectives import ZeroShotHead
+from hf_bico.objectives.zero_shot import ZeroShotHead
 
 STRENGTHS = tuple(10 ** (power / 2) for power in range(-8, 9))
 """The ridges that are tried, as shares of the Gram matrix's mean diagonal."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_bico.checkpoints import folder_name
 from hf_bico.errors import RecordError
-from hf_bico.plain_data import from_plain, to_plain
-from hf_bico.small_files import read_json
+from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
+from hf_bico.utils.samples import PartRecord
 
 RECORD_FILE = "bico.json"
 JOINED = "joined with others when loaded"
@@ -37,15 +36,6 @@ class ModelRecord:
     license: str | None = None
     license_name: str | None = None
     language: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class PartRecord:
-    """The row groups that were read of one parquet file, and how many rows they have in all."""
-
-    file: str
-    row_groups: list[int]
-    rows: int
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from hf_bico.settings import (
     PROBE,
     Settings,
 )
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
 
 UNNAMED_LOSS = (
     "cross-entropy of the answers' tokens, label words where there are classes, through each model's own decoder; the "

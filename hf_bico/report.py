@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hf_bico.markdown import markdown_table, plain
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.sites import role_labels
+from hf_bico.utils.text import format_table, markdown_table, plain
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,3 @@ def _span(values: Iterable[int | None]) -> str:
         return "-"
     low, high = min(known), max(known)
     return str(low) if low == high else f"{low}-{high}"
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned first column, right-aligned others, two spaces between."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

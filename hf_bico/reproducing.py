@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import expanded
 from hf_bico.claims import claimed
 from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
-from hf_bico.comparison import Comparison, Refusal
+from hf_bico.comparison.cells import Refusal
+from hf_bico.comparison.results import Comparison
 from hf_bico.data.calibration import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.foreseen import last_net
@@ -26,12 +26,13 @@ from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
 from hf_bico.pipeline import port
-from hf_bico.progress import Progress, silent
 from hf_bico.record import RECORD_FILE, read_record
 from hf_bico.reproduction import Reproduction
 from hf_bico.settings import PROBE, Settings
-from hf_bico.sites import IMAGES, TEXTS
-from hf_bico.spelling import did_you_mean
+from hf_bico.utils.files import expanded
+from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.samples import IMAGES, TEXTS
+from hf_bico.utils.text import did_you_mean
 
 LITERAL: dict[str, Any] = {"completion": "svd", "labels": "dataset", "alpha": 1.0}
 """What the paper does where our own defaults are others."""

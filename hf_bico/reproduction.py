@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_bico.comparison import LABELS, Comparison, Row, Spread
-from hf_bico.markdown import Markdown, markdown_table, plain
+from hf_bico.comparison.cells import LABELS
+from hf_bico.comparison.results import Comparison
+from hf_bico.comparison.rows import Row, Spread
 from hf_bico.output import write_files
 from hf_bico.paper import PaperRow, PaperTable, task
-from hf_bico.report import format_table
 from hf_bico.settings import PROBE
+from hf_bico.utils.text import Markdown, format_table, markdown_table, plain
 
 JSON_FILE, MARKDOWN_FILE = "reproduction.json", "reproduction.md"
 SCHEMA = 1

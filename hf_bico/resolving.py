@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.adapters.adapter import Adapter, is_peft_model
-from hf_bico.checkpoints import WEIGHT_FILES, expanded, holds_layout, is_adapter
+from hf_bico.checkpoints import WEIGHT_FILES, holds_layout, is_adapter
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -28,6 +28,7 @@ from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, h
 from hf_bico.hub.repos import Place, at_hub, locate
 from hf_bico.lineage import Origin, base_of, data_of, read_origin
 from hf_bico.models import Model, ModelReference
+from hf_bico.utils.files import expanded
 
 _MOST_PARENTS = 4
 _NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)

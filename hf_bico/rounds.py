@@ -24,12 +24,13 @@ from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
 from hf_bico.environment import Stopwatch, ahead, halving_batches
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.foresight import descent_along
 from hf_bico.measuring import logits_of
-from hf_bico.methods import Carried, Carrier, Seen
+from hf_bico.methods.base import Carried, Carrier, Seen
 from hf_bico.needs import solved_together
-from hf_bico.objectives import Classifier, Head, Heads, LikelyLabels, Question, ZeroShotHead
+from hf_bico.objectives.base import Classifier, Head, Heads, LikelyLabels, Question
+from hf_bico.objectives.zero_shot import ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
 from hf_bico.settings import Settings
 from hf_bico.sites import SitePair, descent_sites

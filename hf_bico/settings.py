@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from hf_bico.errors import RankError, UsageError
-from hf_bico.spelling import did_you_mean
+from hf_bico.utils.text import did_you_mean
 
 METHOD_NAMES = (
     *("bico", "bico-fisher", "bico-path", "input-only", "output-only", "gradient-only", "theseus"),

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_bico.utils.samples import IMAGES
+
 ROLES = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.gate", "mlp.up", "mlp.down", "pooler", "proj")
 """The roles of the known families, in the order of tables and pictures; a generic model has roles of its own."""
-IMAGES, TEXTS = "images", "texts"
-"""What a model reads."""
 TEXT_SIDE = "text"
 """The tower of a CLIP that reads texts; its main tower reads images."""
 

@@ -18,7 +18,7 @@ from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
 from hf_bico.cards.card import CARD_FILE
 from hf_bico.cards.vector_card import render_vector_card
-from hf_bico.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, expanded, is_adapter, sha256_of
+from hf_bico.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, is_adapter
 from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
 from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
@@ -33,6 +33,7 @@ from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import RECORD_FILE, read_any
 from hf_bico.resolving import base_of_source, find_base
+from hf_bico.utils.files import expanded, sha256_of
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""

@@ -20,9 +20,8 @@ from hf_bico.families.text_models import CausalModel, TextModel
 from hf_bico.models import Model
 from hf_bico.resolving import Lineage
 from hf_bico.settings import DEFAULT_MEASURED
-from hf_bico.sites import TEXTS
-from hf_bico.texts import Answered, Chat, Text
 from hf_bico.tokenising import no_template, pairable
+from hf_bico.utils.samples import TEXTS, Answered, Chat, Text
 
 FEW_MOVED = 0.05
 """The share of pieces that may have another number in a fine-tune's tokenizer: special tokens are moved at times."""

@@ -15,7 +15,7 @@ import torch
 from hf_bico.checkpoints import Checkpoint
 from hf_bico.deltas import Deltas
 from hf_bico.factors import Change, Factors, dense, energy, stacked, total
-from hf_bico.methods import Carried, SiteDelta
+from hf_bico.methods.base import Carried, SiteDelta
 from hf_bico.plausibility import changed_part
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report

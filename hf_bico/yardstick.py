@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hf_bico.deltas import Deltas
-from hf_bico.families import ImageModel, LiveModel
+from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.measuring import Batched, Prepared, Read, probe_accuracy
-from hf_bico.objectives import Head, OwnHead
+from hf_bico.objectives.base import Head
+from hf_bico.objectives.own import OwnHead
 from hf_bico.record import EvaluationRecord
 from hf_bico.rounds import Round
 from hf_bico.settings import PROBE

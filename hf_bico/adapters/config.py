@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_bico.checkpoints import ADAPTER_CONFIG
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
-from hf_bico.small_files import read_object
+from hf_bico.utils.files import read_object
 
 LORA = "LORA"
 BY_PEFT = (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_bico.cards.naming import HUB
-from hf_bico.markdown import clean
 from hf_bico.record import ModelRecord
+from hf_bico.utils.text import clean
 
 # the licences that the Hub knows by name: it refuses a card with another, which is "other" with a name of its own
 _KNOWN = re.compile(

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from hf_bico.hub.references import is_repo_id
-from hf_bico.markdown import Markdown, clean, code, plain
 from hf_bico.record import DataRecord, ModelRecord, OutputRecord
+from hf_bico.utils.text import Markdown, clean, code, plain
 
 HUB = "https://huggingface.co/"
 FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)

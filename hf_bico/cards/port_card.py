@@ -19,7 +19,6 @@ from hf_bico.cards.plots import PICTURE_FILE, has_alignment, record_panels
 from hf_bico.cards.rendering import render
 from hf_bico.cards.tasks import measured_task, task_of
 from hf_bico.cards.usage import Usage, languages
-from hf_bico.markdown import clean
 from hf_bico.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.report import Report
 from hf_bico.results import (
@@ -37,6 +36,7 @@ from hf_bico.results import (
     training_steps,
 )
 from hf_bico.settings import DEFAULT_TEMPLATES
+from hf_bico.utils.text import clean
 
 TEMPLATE = "port.md.jinja"
 

@@ -12,7 +12,7 @@ from jinja2 import FunctionLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from hf_bico.cards.naming import digests, link
-from hf_bico.markdown import Markdown, code, fenced, literal, plain
+from hf_bico.utils.text import Markdown, code, fenced, literal, plain
 
 
 def render(template: str, metadata: Mapping[str, Any], **values: Any) -> str:

@@ -27,7 +27,7 @@ from hf_bico.edge.sections import MEASURING, METHOD, MODELS, OUTPUT, RUNNING, SA
 from hf_bico.errors import UsageError
 
 if TYPE_CHECKING:
-    from hf_bico.comparison import Comparison
+    from hf_bico.comparison.results import Comparison
 
 
 @click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")

@@ -98,7 +98,7 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
         methods = read_methods(options.pop("methods"))
         settings = read_settings(options)
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
-        from hf_bico.diagnosis import Diagnosis, require_own
+        from hf_bico.diagnosis.results import Diagnosis, require_own
 
         require_own(folder, overwrite)
         others = [Diagnosis.load(place) for place in beside]

@@ -25,7 +25,7 @@ from hf_bico.errors import UsageError
 from hf_bico.settings import read_size
 
 if TYPE_CHECKING:
-    from hf_bico.comparison import Comparison
+    from hf_bico.comparison.results import Comparison
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")

@@ -17,28 +17,32 @@ from typing import Any
 import torch
 
 from hf_bico.bench import Bench
-from hf_bico.checkpoints import digest_of, expanded
+from hf_bico.checkpoints import digest_of
 from hf_bico.choosing import settled
 from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
 from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
-from hf_bico.comparison import CellKey, CellLog, Comparison, Refusal
+from hf_bico.comparison.cells import CellKey, Refusal
+from hf_bico.comparison.log import CellLog
+from hf_bico.comparison.results import Comparison
 from hf_bico.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
-from hf_bico.methods import METHODS, Trainer
+from hf_bico.methods import METHODS
+from hf_bico.methods.base import Trainer
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.models import Model, ModelReference
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import require_projection
-from hf_bico.progress import Progress, silent
 from hf_bico.rounds import require_enough_to_mispair
 from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
 from hf_bico.text_checks import require_tokenizers
 from hf_bico.tuned import Tuned, parts_of
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
+from hf_bico.utils.files import expanded
+from hf_bico.utils.progress import Progress, silent
 
 Shown = Callable[[Comparison], None]
 """Called with what is known so far, after every number."""

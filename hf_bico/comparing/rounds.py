@@ -9,13 +9,14 @@ from functools import cached_property
 from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
-from hf_bico.comparison import LOSS, Cell, CellKey
+from hf_bico.comparison.cells import LOSS, Cell, CellKey
 from hf_bico.data.calibration import Drawn
 from hf_bico.environment import Stopwatch
 from hf_bico.heads import heads_of, tuned_target_head
-from hf_bico.methods import METHODS, Carrier, Trainer
+from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
-from hf_bico.objectives import Heads
+from hf_bico.methods.base import Carrier, Trainer
+from hf_bico.objectives.base import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.record import EvaluationRecord
 from hf_bico.rounds import Round

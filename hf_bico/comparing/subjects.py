@@ -21,11 +21,11 @@ from hf_bico.data.calibration import (
 )
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
-from hf_bico.families import ImageModel
+from hf_bico.families.live import ImageModel
 from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
 from hf_bico.measuring import Batched, Prepared
-from hf_bico.objectives import Heads
+from hf_bico.objectives.base import Heads
 from hf_bico.plans import Plan
 from hf_bico.preparing import training_samples
 from hf_bico.text_checks import require_readable

@@ -19,8 +19,7 @@ from hf_bico.comparison.cells import Cell, CellKey
 from hf_bico.comparison.results import RESULT_FILES
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from hf_bico.output import require_free
-from hf_bico.plain_data import from_plain
-from hf_bico.small_files import parse_json
+from hf_bico.utils.files import from_plain, parse_json
 
 LOG_FILE = "cells.jsonl"
 _LOCK_FILE, _PARTIAL_FILE = ".cells.lock", ".cells.jsonl.partial"

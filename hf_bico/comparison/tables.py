@@ -9,9 +9,7 @@ from itertools import groupby
 
 from hf_bico.comparison.cells import LABELS, Cell, Refusal
 from hf_bico.comparison.rows import Row, Spread
-from hf_bico.markdown import Markdown, clean, markdown_table, plain
-from hf_bico.report import format_table
-from hf_bico.tables import BEST, WORSE, Line, Table
+from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, format_table, markdown_table, plain
 
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value")
 LESS_IS_BETTER = "Held-out loss (less is better)"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UsageError
-from hf_bico.texts import Answered, Captioned, Chat, Text
+from hf_bico.utils.samples import Answered, Captioned, Chat, Text
 
 if TYPE_CHECKING:
     from numpy.random import Generator

@@ -11,28 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.columns import (
-    Columns,
-    Rows,
-    class_names,
-    column_kinds,
-    feature_kinds,
-    find_columns,
-)
+from hf_bico.data.columns import Columns, Rows, class_names, column_kinds, feature_kinds, find_columns
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole
 from hf_bico.data.known_tasks import known_task
 from hf_bico.data.row_groups import Chosen, RowGroups
 from hf_bico.data.sampling import Strategy, Wanted, draw_order
-from hf_bico.errors import (
-    DataNotFoundError,
-    SampleCountError,
-    UsageError,
-)
+from hf_bico.errors import DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.settings import DEFAULT_MEASURED, Settings
-from hf_bico.sites import IMAGES, TEXTS
+from hf_bico.utils.samples import IMAGES, TEXTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from hf_bico.data.known_tasks import KnownTask
 from hf_bico.data.text_columns import MESSAGES, STRING, find_texts, listed, named_texts
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError, UsageError
 from hf_bico.settings import Settings
-from hf_bico.sites import TEXTS
+from hf_bico.utils.samples import TEXTS
 
 Rows = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""

@@ -18,8 +18,7 @@ from hf_bico.data.row_groups import UNLABELLED
 from hf_bico.data.sampling import draw_order
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
 from hf_bico.hub.client import HubRepo
-from hf_bico.record import PartRecord
-from hf_bico.texts import Captioned
+from hf_bico.utils.samples import Captioned, PartRecord
 
 MOST_PIXELS, MOST_OBLONG = 90_000_000, 200
 """How large an image may be: PIL itself warns of more pixels; and how many times as long as it is wide."""

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from hf_bico.data.json_files import require_sound_json
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.faults import is_offline
-from hf_bico.sizes import size_text
-from hf_bico.small_files import read_card_metadata
+from hf_bico.utils.files import read_card_metadata, require_sound_json
+from hf_bico.utils.text import size_text
 
 SMALL = 64_000_000
 """A repo of up to so many bytes is fetched whole, and then works without a network."""

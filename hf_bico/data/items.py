@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_bico.data.columns import Columns, read_messages
 from hf_bico.errors import UnreadableSampleError
-from hf_bico.texts import Answered, Chat, Text, TextSample
+from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """What others call the two who speak."""

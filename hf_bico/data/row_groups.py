@@ -21,8 +21,8 @@ from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.faults import translated
 from hf_bico.hub.remote_file import RemoteFile
-from hf_bico.record import PartRecord
-from hf_bico.sizes import size_text
+from hf_bico.utils.samples import PartRecord
+from hf_bico.utils.text import size_text
 
 UNLABELLED = -1
 LEAST_BUDGET, SHARE, MOST_BUDGET = 8_000_000, 0.02, 200_000_000

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hf_bico.diagnosis.findings import (
-    UNTOUCHED,
-    Cost,
-    Drift,
-    Findings,
-    InputLikeness,
-    OutputLikeness,
-    Place,
-    by_place,
-)
+from hf_bico.diagnosis.findings import UNTOUCHED, Cost, Drift, Findings, InputLikeness, OutputLikeness, Place, by_place
 from hf_bico.diagnosis.results import JSON_FILE, Diagnosis, require_own
 
 __all__ = [

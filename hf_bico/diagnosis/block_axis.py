@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.diagnosis.findings import Place
 from hf_bico.drawing import FONT
-from hf_bico.markdown import clean
+from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

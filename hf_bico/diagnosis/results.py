@@ -21,12 +21,10 @@ from hf_bico.diagnosis.pictures import (
 from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.foreseen import last_net
-from hf_bico.markdown import markdown_table, plain
 from hf_bico.output import read_text, require_free, whole_folder, write_files
-from hf_bico.plain_data import from_plain, to_plain
 from hf_bico.record import SiteRecord
-from hf_bico.report import format_table
-from hf_bico.small_files import parse_json
+from hf_bico.utils.files import from_plain, parse_json, to_plain
+from hf_bico.utils.text import format_table, markdown_table, plain
 
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {

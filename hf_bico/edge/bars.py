@@ -12,11 +12,12 @@ import click
 
 from hf_bico.comparison.cells import cell_line
 from hf_bico.edge.screen import console_of, is_screen
-from hf_bico.progress import Progress, silent
-from hf_bico.sizes import size_text
+from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.text import size_text
 
 if TYPE_CHECKING:
-    from hf_bico.comparison import CellKey, Comparison
+    from hf_bico.comparison.cells import CellKey
+    from hf_bico.comparison.results import Comparison
 
 
 class ShowsComparison(Protocol):
@@ -83,7 +84,7 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, ShowsComparison]]:
     from rich.console import Group
     from rich.live import Live
 
-    from hf_bico.comparison import live_table
+    from hf_bico.comparison.tables import live_table
 
     bars = _bars()
     with Live(bars, console=console_of(sys.stderr), transient=True) as live:

@@ -14,7 +14,7 @@ import click
 from hf_bico.comparison.tables import LESS_IS_BETTER, text_table
 from hf_bico.edge.screen import console_of, is_screen
 from hf_bico.record import JOINED
-from hf_bico.report import Report, format_table
+from hf_bico.report import Report
 from hf_bico.results import (
     control_sentence,
     foresight_sentence,
@@ -28,11 +28,10 @@ from hf_bico.results import (
     results,
     training_sentence,
 )
-from hf_bico.sizes import size_text
-from hf_bico.tables import BETTER, WORSE, Line, Table
+from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_text
 
 if TYPE_CHECKING:
-    from hf_bico.comparison import Comparison
+    from hf_bico.comparison.results import Comparison
     from hf_bico.plans import Plan
     from hf_bico.pushing import Pushed
     from hf_bico.record import ForesightRecord, Made, Record
@@ -102,7 +101,7 @@ def _marks(record: Record) -> list[str]:
 
 
 def print_compared(comparison: Comparison, folder: Path) -> None:
-    from hf_bico.comparison import live_table
+    from hf_bico.comparison.tables import live_table
 
     click.echo(f"{comparison.title}\n")
     table = live_table(comparison.rows(), comparison.data_sets)

@@ -31,7 +31,7 @@ from hf_bico.settings import (
     read_rank,
     read_size,
 )
-from hf_bico.spelling import near
+from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
     from hf_bico.push_checks import PushOptions

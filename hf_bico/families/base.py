@@ -14,10 +14,9 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.checkpoints import folder_name
 from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
 from hf_bico.sites import Layout, Tokens
-from hf_bico.small_files import read_object
+from hf_bico.utils.files import folder_name, read_object
 
 if TYPE_CHECKING:
     import torch

@@ -15,14 +15,9 @@ from typing import Any, ClassVar
 from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.families.base import Shapes, count_blocks
-from hf_bico.families.pretrained import (
-    PretrainedFamily,
-    bare_model_of,
-    first_architecture,
-    has_class,
-    require_config,
-)
-from hf_bico.sites import TEXTS, Layout, Site, Slot, Tokens
+from hf_bico.families.pretrained import PretrainedFamily, bare_model_of, first_architecture, has_class, require_config
+from hf_bico.sites import Layout, Site, Slot, Tokens
+from hf_bico.utils.samples import TEXTS
 
 TEXT_FILES = ("generation_config.json", "chat_template.jinja")
 """The files beside a language model's weights that are neither configuration nor tokenizer."""

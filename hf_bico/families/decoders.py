@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.checkpoints import folder_name
 from hf_bico.families.base import Shapes
 from hf_bico.families.blueprints import (
     CLASSIFICATION_HEAD,
@@ -22,6 +21,7 @@ from hf_bico.families.blueprints import (
 )
 from hf_bico.families.pretrained import first_architecture, has_class
 from hf_bico.families.text_models import CausalModel
+from hf_bico.utils.files import folder_name
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 _LLAMA = Blueprint(

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.checkpoints import folder_name
 from hf_bico.families.base import Shapes
 from hf_bico.families.blueprints import (
     CLASSIFICATION_HEAD,
@@ -25,6 +24,7 @@ from hf_bico.families.blueprints import (
 from hf_bico.families.pretrained import first_architecture, has_class
 from hf_bico.families.text_models import EncoderModel
 from hf_bico.sites import Layout, Site
+from hf_bico.utils.files import folder_name
 
 UNUSED_POOLER = "unused pooler"
 POOLER = "pooler"

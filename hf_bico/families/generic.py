@@ -29,7 +29,8 @@ from hf_bico.families.pretrained import (
     require_config,
 )
 from hf_bico.families.text_models import CausalModel
-from hf_bico.sites import TEXTS, Layout, Site
+from hf_bico.sites import Layout, Site
+from hf_bico.utils.samples import TEXTS
 
 if TYPE_CHECKING:
     import torch

@@ -7,14 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 from hf_bico.families.base import Shapes
-from hf_bico.families.blueprints import (
-    CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
-    OUTPUT_EMBEDDINGS,
-    POSITIONS,
-    Blueprint,
-)
+from hf_bico.families.blueprints import CLASSIFICATION_HEAD, EMBEDDINGS, NORM, OUTPUT_EMBEDDINGS, POSITIONS, Blueprint
 from hf_bico.families.decoders import DecoderFamily
 from hf_bico.families.text_models import CausalModel
 from hf_bico.sites import Site

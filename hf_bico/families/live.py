@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import UnreadableSampleError, UnsupportedModelError
 from hf_bico.sites import Layout, Site
-from hf_bico.texts import Captioned
+from hf_bico.utils.samples import Captioned
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.checkpoints import FileCheckpoint, folder_name
+from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import RepoError, UnsupportedModelError
 from hf_bico.families.base import (
     CLIP_OBJECTIVES,
@@ -28,6 +28,7 @@ from hf_bico.families.live import LiveModel
 from hf_bico.families.openclip_model import OpenClipModel
 from hf_bico.families.pretrained import CANNOT_BUILD, loadable
 from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
+from hf_bico.utils.files import folder_name
 
 if TYPE_CHECKING:
     import torch

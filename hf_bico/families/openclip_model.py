@@ -10,9 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, UnsupportedModelError
-from hf_bico.families.base import (
-    WHOLE_MODEL,
-)
+from hf_bico.families.base import WHOLE_MODEL
 from hf_bico.families.explicit_attention import explicit_attention
 from hf_bico.families.live import ClipModel
 from hf_bico.sites import Site

@@ -11,14 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.checkpoints import FileCheckpoint, folder_name
+from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import MissingProcessorError, RepoError
 from hf_bico.families.base import TOKENIZER_FILES, Family, Shapes, Spread, weights_do_not_fit
 from hf_bico.families.extents import bounded, require_drawable
 from hf_bico.families.live import LiveModel
 from hf_bico.foreseen import is_failure
 from hf_bico.sites import Site
-from hf_bico.sizes import machine_memory
+from hf_bico.utils.files import folder_name
+from hf_bico.utils.text import machine_memory
 
 if TYPE_CHECKING:
     import torch

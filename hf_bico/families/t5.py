@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.checkpoints import folder_name
 from hf_bico.families.base import Shapes
 from hf_bico.families.blueprints import (
     CLASSIFICATION_HEAD,
@@ -21,6 +20,7 @@ from hf_bico.families.blueprints import (
 )
 from hf_bico.families.pretrained import has_class
 from hf_bico.families.text_models import SequenceModel
+from hf_bico.utils.files import folder_name
 
 _ATTENTION = {
     "attn.q": "layer.0.SelfAttention.q",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingProcessorError, UnsupportedModelError
 from hf_bico.families.pretrained import PretrainedModel
-from hf_bico.texts import Answered, Text, TextSample
+from hf_bico.utils.samples import Answered, Text, TextSample
 
 if TYPE_CHECKING:
     from torch import Tensor

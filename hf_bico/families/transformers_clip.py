@@ -18,12 +18,7 @@ from hf_bico.families.base import (
     prefix_before,
 )
 from hf_bico.families.live import ClipModel
-from hf_bico.families.pretrained import (
-    PROCESSOR_FILES,
-    PretrainedFamily,
-    PretrainedModel,
-    require_config,
-)
+from hf_bico.families.pretrained import PROCESSOR_FILES, PretrainedFamily, PretrainedModel, require_config
 from hf_bico.sites import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
 
 if TYPE_CHECKING:

@@ -10,17 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.families.base import Shapes, patch_tokens
-from hf_bico.families.blueprints import (
-    CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
-    POSITIONS,
-    BackboneFamily,
-    Blueprint,
-)
+from hf_bico.families.blueprints import CLASSIFICATION_HEAD, EMBEDDINGS, NORM, POSITIONS, BackboneFamily, Blueprint
 from hf_bico.families.live import ImageModel
 from hf_bico.families.pretrained import PROCESSOR_FILES, PretrainedModel
-from hf_bico.sites import IMAGES, Layout, Tokens, count_heads
+from hf_bico.sites import Layout, Tokens, count_heads
+from hf_bico.utils.samples import IMAGES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,8 +26,8 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.faults import LOG_IN, again, failures, is_offline, translated
 from hf_bico.hub.references import HubReference, near_folder
-from hf_bico.spelling import near
-from hf_bico.version import __version__
+from hf_bico.utils import __version__
+from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

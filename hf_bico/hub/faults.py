@@ -23,7 +23,7 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.open_clip_names import near_open_clip
 from hf_bico.hub.references import HubReference, near_folder
-from hf_bico.spelling import did_you_mean
+from hf_bico.utils.text import did_you_mean
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 PASSING = (408, 429, 500, 502, 503, 504)

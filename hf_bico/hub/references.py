@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_bico.checkpoints import expanded
 from hf_bico.errors import RecordError, RepoNotFoundError
-from hf_bico.spelling import near
+from hf_bico.utils.files import expanded
+from hf_bico.utils.text import near
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _OWNER = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"

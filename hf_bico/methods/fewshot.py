@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from hf_bico.methods.base import Trainer
 from hf_bico.methods.training import Lesson, Trained, learning
-from hf_bico.progress import Progress
+from hf_bico.utils.progress import Progress
 
 
 class Fewshot(Trainer):

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from hf_bico.errors import OutputError, UsageError
 from hf_bico.methods.base import Trainer
 from hf_bico.methods.training import Learner, Lesson, Trained, learning
-from hf_bico.progress import Progress
 from hf_bico.settings import Settings
+from hf_bico.utils.progress import Progress
 
 CHECKPOINT_EVERY = 100
 """After so many steps the training is saved."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.environment import sent
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.measuring import Batched, accuracy, logits_of
 from hf_bico.watching import Losses
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_bico.environment import sent
 from hf_bico.errors import ObjectiveError
-from hf_bico.families import ImageModel, LiveModel
+from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.families.text_models import TextModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question

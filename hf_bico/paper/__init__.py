@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_bico.errors import UsageError
-from hf_bico.spelling import did_you_mean
+from hf_bico.utils.text import did_you_mean
 
 TABLES = ("1", "2", "3", "4", "5", "A", "B", "C", "D", "E", "F", "G", "H")
 VISION_TASKS = ("eurosat", "gtsrb", "svhn", "resisc45", "dtd", "cars", "mnist", "sun397")

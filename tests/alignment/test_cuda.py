@@ -20,10 +20,11 @@ import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.budget import Fit
 from hf_bico.collecting import Side, collect
-from hf_bico.families import Spread
+from hf_bico.families.base import Spread
 from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.methods import Bico, Seen
+from hf_bico.methods.base import Seen
+from hf_bico.methods.bico import Bico
 from hf_bico.plans import Plan
 from hf_bico.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
@@ -308,11 +309,12 @@ OF_ONE_SHAPE = ("transfusion", "gradfix")
 
 def outcome_on(device: str, name: str, **options: Any) -> Any:
     """What a method makes of the target on one device, in float64, with class embeddings made up."""
-    from hf_bico.bench import Bench, Heads
+    from hf_bico.bench import Bench
     from hf_bico.data.calibration import draw
     from hf_bico.environment import Stopwatch
     from hf_bico.methods import METHODS
-    from hf_bico.objectives import ZeroShotHead
+    from hf_bico.objectives.base import Heads
+    from hf_bico.objectives.zero_shot import ZeroShotHead
     from hf_bico.outcomes import outcome_of
     from hf_bico.rounds import Round
 

@@ -24,12 +24,13 @@ from hf_bico.cli import main
 from hf_bico.collecting import collect
 from hf_bico.deltas import Deltas
 from hf_bico.factors import Factors
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.foresight import DOUBTFUL, descent_along, foresee
 from hf_bico.methods import METHODS
 from hf_bico.methods.base import SiteDelta, SiteDescent
 from hf_bico.models import Model
-from hf_bico.objectives import Question, zero_shot_head
+from hf_bico.objectives.base import Question
+from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.record import RECORD_FILE, ForesightRecord, read_record
 from hf_bico.results import foresight_sentence
 from hf_bico.rounds import Round

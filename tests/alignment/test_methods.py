@@ -26,8 +26,8 @@ from hf_bico.factors import Factors
 from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS
 from hf_bico.models import Model
-from hf_bico.objectives import zero_shot_head
 from hf_bico.objectives.base import MOST_LABELS
+from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
@@ -681,7 +681,7 @@ def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     """With altered copies of each, too."""
     from hf_bico.data.augmenting import Copies
     from hf_bico.measuring import logits_of
-    from hf_bico.objectives import LikelyLabels
+    from hf_bico.objectives.base import LikelyLabels
 
     round = plain.round(mispaired=True, method="bico-fisher", augment=2)
     turned = Copies(round.drawn_samples.rotated(7), 2, round.settings.seed)

@@ -14,7 +14,8 @@ from hf_bico.bench import Bench
 from hf_bico.data.calibration import draw
 from hf_bico.environment import Stopwatch
 from hf_bico.heads import heads_of
-from hf_bico.methods import METHODS, Carrier
+from hf_bico.methods import METHODS
+from hf_bico.methods.base import Carrier
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round

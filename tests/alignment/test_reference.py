@@ -9,7 +9,7 @@ import torch
 
 import hf_bico
 from hf_bico.models import Model
-from hf_bico.objectives import zero_shot_head
+from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
 from support.toys import CLASS_NAMES, WRITERS, Toy, fit, random_rows, random_state, weights_of

@@ -23,8 +23,8 @@ from hf_bico.methods import finetune
 from hf_bico.methods.fewshot import Fewshot
 from hf_bico.methods.finetune import CHECKPOINT_ENTRY, CHECKPOINT_FILE, Finetune, rate_of, split
 from hf_bico.methods.training import Lesson, Trained
-from hf_bico.progress import silent
 from hf_bico.settings import Settings
+from hf_bico.utils.progress import silent
 
 CLASSES = 4
 

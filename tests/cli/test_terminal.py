@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hf_bico.cli import main
-from hf_bico.tables import BEST, WORSE, Line, Table
+from hf_bico.utils.text import BEST, WORSE, Line, Table
 from support.scenes import Scene, make_scene
 from support.terminals import Seen, run_in_terminal
 

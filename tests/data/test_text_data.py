@@ -17,14 +17,7 @@ from PIL import Image
 from hf_bico.data import files as data_files
 from hf_bico.data import row_groups
 from hf_bico.data.augmenting import Copies
-from hf_bico.data.calibration import (
-    Drawn,
-    calibration_samples,
-    draw,
-    evaluation_samples,
-    evaluation_split,
-    open_data,
-)
+from hf_bico.data.calibration import Drawn, calibration_samples, draw, evaluation_samples, evaluation_split, open_data
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.known_tasks import known_task
 from hf_bico.data.text_columns import typed_texts
@@ -40,8 +33,7 @@ from hf_bico.preparing import training_samples
 from hf_bico.recording import _data_record
 from hf_bico.rerunning import _sampling
 from hf_bico.settings import Settings
-from hf_bico.sites import TEXTS
-from hf_bico.texts import Answered, Captioned, Chat, Text
+from hf_bico.utils.samples import TEXTS, Answered, Captioned, Chat, Text
 from support.hub import Hub
 
 pytestmark = pytest.mark.quick

@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 from transformers import CLIPModel, CLIPVisionModel
 
 import hf_bico
-from hf_bico.demo import World
+from hf_bico.demo.world import World
 from hf_bico.errors import PickledWeightsError
 from support import notebooks
 from support.hub import Hub
@@ -251,5 +251,5 @@ def test_a_port_with_bars_leaves_none(scene: Scene, capsys: pytest.CaptureFixtur
 
 
 def test_no_tqdm_is_loaded_before_bars_are_asked_for() -> None:
-    code = "import sys, hf_bico.progress; sys.exit('tqdm' in sys.modules)"
+    code = "import sys, hf_bico.utils.progress; sys.exit('tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

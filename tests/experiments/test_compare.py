@@ -24,18 +24,18 @@ import hf_bico.comparing.subjects
 from hf_bico.cli import main
 from hf_bico.comparing import _Work
 from hf_bico.comparing.grid import Grid
-from hf_bico.comparison import CellKey, Comparison
+from hf_bico.comparison.cells import CellKey
 from hf_bico.comparison.log import LOG_FILE
-from hf_bico.comparison.results import RESULT_FILES
+from hf_bico.comparison.results import RESULT_FILES, Comparison
 from hf_bico.data.calibration import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.methods.training import Learner
 from hf_bico.models import Model
 from hf_bico.planning import plan
-from hf_bico.progress import silent
 from hf_bico.record import EvaluationRecord
 from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.utils.progress import silent
 from support import forks
 from support.dying import kill
 from support.passes import CLASSES, ONE_PASS, counted

@@ -16,8 +16,10 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from hf_bico.comparison import Cell, CellKey, CellLog, Comparison, Refusal, live_table
-from hf_bico.comparison.log import LOG_FILE
+from hf_bico.comparison.cells import Cell, CellKey, Refusal
+from hf_bico.comparison.log import LOG_FILE, CellLog
+from hf_bico.comparison.results import Comparison
+from hf_bico.comparison.tables import live_table
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
 from support import forks
 

@@ -21,8 +21,8 @@ import hf_bico
 from hf_bico.cli import main
 from hf_bico.costs import cost_of
 from hf_bico.diagnosing import COMPARED, _affordable
-from hf_bico.diagnosis import JSON_FILE, Diagnosis, OutputLikeness, Place, by_place
-from hf_bico.diagnosis.results import INITIAL_FILE, MARKDOWN_FILE, PICTURES
+from hf_bico.diagnosis.findings import OutputLikeness, Place, by_place
+from hf_bico.diagnosis.results import INITIAL_FILE, JSON_FILE, MARKDOWN_FILE, PICTURES, Diagnosis
 from hf_bico.diagnosis.tables import NOT_DEFINED, block_rows, cost_lines, output_rows
 from hf_bico.errors import (
     BaseMismatchError,

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hf_bico.comparison.picture import STYLES
-from hf_bico.diagnosis import Cost, Diagnosis, Drift, InputLikeness, OutputLikeness, Place, by_place, pictures
+from hf_bico.diagnosis import pictures
+from hf_bico.diagnosis.findings import Cost, Drift, InputLikeness, OutputLikeness, Place, by_place
 from hf_bico.diagnosis.pictures import (
     drift_picture,
     initial_picture,
@@ -25,6 +26,7 @@ from hf_bico.diagnosis.pictures import (
     similarity_picture,
     sites_picture,
 )
+from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.drawing import png
 from hf_bico.heat_strips import alignment_picture
 from hf_bico.record import SiteRecord

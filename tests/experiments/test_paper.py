@@ -13,8 +13,8 @@ from hf_bico.data.known_tasks import known_task
 from hf_bico.errors import UsageError
 from hf_bico.methods import METHODS
 from hf_bico.settings import SAMPLINGS, Settings
-from hf_bico.texts import Text
 from hf_bico.tokenising import text_to_text
+from hf_bico.utils.samples import Text
 
 pytestmark = pytest.mark.quick
 

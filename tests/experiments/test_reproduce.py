@@ -13,7 +13,8 @@ import pytest
 
 import hf_bico
 from hf_bico import paper
-from hf_bico.comparison import Cell, Comparison
+from hf_bico.comparison.cells import Cell
+from hf_bico.comparison.results import Comparison
 from hf_bico.edge.bars import shown_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
 from hf_bico.estimating import estimate

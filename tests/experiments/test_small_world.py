@@ -14,7 +14,9 @@ from click.testing import CliRunner
 import hf_bico
 from hf_bico import isometries
 from hf_bico.cli import main
-from hf_bico.demo import TASKS, World, fine_tune, pretrain, training
+from hf_bico.demo import training
+from hf_bico.demo.digits import TASKS
+from hf_bico.demo.world import World, fine_tune, pretrain
 from hf_bico.evaluation import evaluate_model
 from support.worlds import MORE_SMALL_SEEDS, SMALL_SEEDS
 

@@ -19,12 +19,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_bico import TaskVector
 from hf_bico.adapters.writing import Fitted
 from hf_bico.checkpoints import MemoryCheckpoint
 from hf_bico.errors import BaseMismatchError, BaseUnknownError, EmptyTaskVectorError, RankError
 from hf_bico.factors import Factors, dense, energy
 from hf_bico.models import Model
+from hf_bico.task_vector import TaskVector
 from support.hub import Hub
 from support.hub_scenes import BASE_CARD, upload
 from support.toys import CONTEXT_LENGTH, Toy, open_clip_config, random_state, write_open_clip, write_transformers

@@ -28,15 +28,16 @@ from hf_bico.errors import (
     UnknownFamilyError,
     UnsupportedModelError,
 )
-from hf_bico.families import LiveModel, require_same_kind
-from hf_bico.families.generic import Generic
+from hf_bico.families.generic import Generic, require_same_kind
+from hf_bico.families.live import LiveModel
 from hf_bico.families.module_layout import module_layout
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import Model
+from hf_bico.objectives.own import Batch
 from hf_bico.pairing import pair_rows
-from hf_bico.pipeline import Batch
-from hf_bico.sites import MOST_ROLES, OTHER_ROLES, TEXTS, SitePair, role_labels
+from hf_bico.sites import MOST_ROLES, OTHER_ROLES, SitePair, role_labels
 from hf_bico.statistics import Kind
+from hf_bico.utils.samples import TEXTS
 from hf_bico.watching import Losses
 from support.rotated_clips import random_rotation, rotation_fixing_ones
 from support.toys import WRITERS, Toy, random_rows, random_state

@@ -20,21 +20,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_bico
-from hf_bico import TaskVector
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, UnsupportedModelError
-from hf_bico.families import (
-    CausalModel,
-    EncoderModel,
-    ImageModel,
-    LiveModel,
-    SequenceModel,
-    TextModel,
-    family_of,
-)
+from hf_bico.families import family_of
+from hf_bico.families.live import ImageModel, LiveModel
+from hf_bico.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel
 from hf_bico.models import Model
-from hf_bico.sites import IMAGES, TEXTS
-from hf_bico.texts import Answered, Text
+from hf_bico.task_vector import TaskVector
 from hf_bico.tokenising import TokenBatch
+from hf_bico.utils.samples import IMAGES, TEXTS, Answered, Text
 from support.adapters import Base, adapted, assert_same, by_peft, lora, saved
 from support.language_toys import (
     POSITIONS,

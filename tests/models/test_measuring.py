@@ -27,12 +27,12 @@ from hf_bico.data.calibration import open_data
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.evaluation import _probe_samples
-from hf_bico.families import LiveModel
+from hf_bico.families.live import LiveModel
 from hf_bico.hub.client import Hub as HubClient
 from hf_bico.measuring import accuracy, features_of, logits_of, probe_accuracy
 from hf_bico.models import Model
-from hf_bico.objectives import ZeroShotHead, zero_shot_head
-from hf_bico.sites import IMAGES
+from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
+from hf_bico.utils.samples import IMAGES
 from support import forks
 from support.hub import Hub
 from support.scenes import Scene, make_scene, write_images

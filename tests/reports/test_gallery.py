@@ -12,7 +12,7 @@ import pytest
 
 from hf_bico.cards.card import render_card
 from hf_bico.cards.plots import record_picture
-from hf_bico.demo import World
+from hf_bico.demo.world import World
 from hf_bico.record import Record, read_any
 from support import gallery, language_gallery
 from support.hub import Hub

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.checkpoints import sha256_of
 from hf_bico.claims import claimed
 from hf_bico.errors import OutputError
 from hf_bico.record import read_record
+from hf_bico.utils.files import sha256_of
 from support.forks import Running, start
 from support.hub import Fault, Hub
 from support.hub_scenes import SOURCE, TARGET, publish

@@ -472,7 +472,7 @@ def _digests(folder: Path) -> dict[str, str]:
     """What must be the same in each run: the names, and the weights' bytes as the record has them."""
     record = json.loads((folder / "bico.json").read_text()) if (folder / "bico.json").is_file() else {}
     named = record.get("output", {}).get("files", {})
-    from hf_bico.checkpoints import sha256_of
+    from hf_bico.utils.files import sha256_of
 
     found = {file.name: "" for file in _shown(folder)}
     for name, digest in named.items():

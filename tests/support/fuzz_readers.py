@@ -94,8 +94,8 @@ def make_loha(folder: Path) -> Path:
 def make_delta(folder: Path) -> Path:
     import torch
 
-    from hf_bico import TaskVector
     from hf_bico.factors import Factors
+    from hf_bico.task_vector import TaskVector
 
     folder.mkdir(parents=True)
     TaskVector({"a": torch.ones(2, 3), "b": Factors(torch.ones(4, 1), torch.ones(1, 2))}).save(folder, base="org/x")
@@ -218,7 +218,8 @@ def _gallery(name: str, folder: Path) -> Path:
 
 
 def make_comparison(folder: Path) -> Path:
-    from hf_bico.comparison import Cell, Comparison, Refusal
+    from hf_bico.comparison.cells import Cell, Refusal
+    from hf_bico.comparison.results import Comparison
 
     cells = [Cell("digits", "bico", 0.75, n=100, seed=seed) for seed in (0, 1)]
     cells += [Cell("digits", "target", 0.5), Cell("digits", "theseus", 0.6, n=10, seed=0)]
@@ -228,7 +229,8 @@ def make_comparison(folder: Path) -> Path:
 
 
 def make_log(folder: Path) -> Path:
-    from hf_bico.comparison import Cell, CellLog
+    from hf_bico.comparison.cells import Cell
+    from hf_bico.comparison.log import CellLog
 
     with CellLog.open(folder, {"target": {"id": "b"}}) as log:
         log.refer("fine_tuned", {"id": "c"})
@@ -266,14 +268,14 @@ def read_shards(folder: Path) -> object:
 
 
 def read_adapter(folder: Path) -> object:
-    from hf_bico import TaskVector
+    from hf_bico.task_vector import TaskVector
 
     vector = TaskVector.from_adapter(folder / "lora", base=folder / "base")
     return [change.shape for _, change in vector.changes()]
 
 
 def read_delta(folder: Path) -> object:
-    from hf_bico import TaskVector
+    from hf_bico.task_vector import TaskVector
 
     vector = TaskVector.load(folder)
     return [change.shape for _, change in (vector + vector).changes()], vector.made_from
@@ -322,14 +324,15 @@ def read_record(folder: Path) -> object:
 
 
 def read_comparison(folder: Path) -> object:
-    from hf_bico.comparison import Comparison
+    from hf_bico.comparison.results import Comparison
 
     found = Comparison.load(folder)
     return found.table(), found.to_markdown(), found.to_csv(), found.to_json()
 
 
 def read_log(folder: Path) -> object:
-    from hf_bico.comparison import CellLog, Comparison
+    from hf_bico.comparison.log import CellLog
+    from hf_bico.comparison.results import Comparison
 
     with CellLog.open(folder, {"target": {"id": "b"}}) as log:
         return Comparison("a", "b", log.cells).to_markdown()
@@ -337,8 +340,8 @@ def read_log(folder: Path) -> object:
 
 def read_chat_tokens(folder: Path) -> object:
     from hf_bico.families.pretrained import load_tokenizer
-    from hf_bico.texts import Chat, Text
     from hf_bico.tokenising import tokenise
+    from hf_bico.utils.samples import Chat, Text
     from support.language_toys import chat_rows, sentences
 
     tokenizer = load_tokenizer(folder)

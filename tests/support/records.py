@@ -23,7 +23,6 @@ from hf_bico.record import (
     ModelRecord,
     ObjectiveRecord,
     OutputRecord,
-    PartRecord,
     ReadoutRecord,
     Record,
     RunRecord,
@@ -31,6 +30,7 @@ from hf_bico.record import (
     TrainingRecord,
 )
 from hf_bico.sites import ROLES
+from hf_bico.utils.samples import PartRecord
 
 SOURCE, BASE, TARGET = "alice/vit-b16-eurosat", "laion/CLIP-ViT-B-16-laion2B", "laion/CLIP-ViT-B-16-plus"
 

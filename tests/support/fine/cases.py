@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.demo import World
+from hf_bico.demo.world import World
 from hf_bico.errors import BicoError
 from hf_bico.making import Making
 from hf_bico.ported import Ported

@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico.errors import (
-    BaseMismatchError,
-    PushError,
-)
+from hf_bico.errors import BaseMismatchError, PushError
 from support.fine.cases import FILE, Outcome, Refused, Right, Said, Stage, case, outcome_of, rewrite
 from support.transformers_world import as_transformers
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from safetensors.torch import load_file
 
-from hf_bico.errors import (
-    BaseMismatchError,
-    BrokenWeightsError,
-    EmptyTaskVectorError,
-    ImplausibleTaskVectorError,
-)
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, EmptyTaskVectorError, ImplausibleTaskVectorError
 from support.fine.cases import FILE, Outcome, Refused, Right, Said, Stage, State, case, rewrite
 from support.transformers_world import as_transformers
 

@@ -8,6 +8,19 @@ from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
+class PartRecord:
+    """The row groups that were read of one parquet file, and how many rows they have in all."""
+
+    file: str
+    row_groups: list[int]
+    rows: int
+
+
+IMAGES, TEXTS = "images", "texts"
+"""What a model reads."""
+
+
+@dataclass(frozen=True)
 class Text:
     """A text, or a pair of sentences; `names` are what the data set calls them, `task` a known data set's own name."""
 
