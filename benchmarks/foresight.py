@@ -92,12 +92,12 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
     import torch
 
     from hf_bico.demo.world import build
-    from hf_bico.environment import Stopwatch
     from hf_bico.hub.client import Hub
     from hf_bico.outcomes import UNTOUCHED, outcome_of
     from hf_bico.planning import plan
     from hf_bico.preparing import prepare
     from hf_bico.rounds import Round
+    from hf_bico.runtime.environment import Stopwatch
     from hf_bico.settings import Settings
     from hf_bico.yardstick import Yardstick
 

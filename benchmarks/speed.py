@@ -38,7 +38,7 @@ from speed_tables import (
 )
 from timing import Run, clean_up, fresh_port, timed_port
 
-from hf_bico.environment import exact_float32
+from hf_bico.runtime.environment import exact_float32
 
 HERE = Path(__file__).parent
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"

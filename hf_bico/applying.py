@@ -11,9 +11,7 @@ from typing import Any, TypeAlias
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
-from hf_bico.environment import Stopwatch, choose_device
 from hf_bico.errors import BaseMismatchError, HubUnavailableError, LineageError, NotCachedError, RepoError, UsageError
-from hf_bico.foreseen import last_net
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import is_hub_id
@@ -23,6 +21,8 @@ from hf_bico.models import Model, ModelReference
 from hf_bico.record import ModelRecord, PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import find_base
+from hf_bico.runtime.environment import Stopwatch, choose_device
+from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import FORMATS, require_rank
 from hf_bico.task_vector import SEVERAL, TaskVector, made_for
 from hf_bico.utils.files import sha256_of

@@ -14,7 +14,6 @@ from hf_bico.budget import BATCH, BATCH_ON_CPU, MOST_SAMPLES, Fit, fit
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
 from hf_bico.families.base import Spread
 from hf_bico.families.blueprints import HEADS
@@ -29,7 +28,8 @@ from hf_bico.overlaps import align_names
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
 from hf_bico.plausibility import require_plausible
-from hf_bico.processes import ALONE, Team
+from hf_bico.runtime.distributed import ALONE, Team
+from hf_bico.runtime.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.settings import Settings
 from hf_bico.similarity import linear_cka
 from hf_bico.sites import SitePair

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.environment import sent
+from hf_bico.runtime.environment import sent
 
 
 @dataclass(frozen=True)

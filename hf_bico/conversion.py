@@ -62,8 +62,7 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
     """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
     from huggingface_hub import constants
 
-    from hf_bico.claims import claimed
-    from hf_bico.output import whole_folder
+    from hf_bico.runtime.output import claimed, whole_folder
 
     sides = [name for name in beside if (folder / name).is_file()]
     digests = sha256_of(folder / name for name in (*names, *sides))

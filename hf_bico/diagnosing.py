@@ -23,19 +23,8 @@ from hf_bico.costs import cost_of
 from hf_bico.deltas import Deltas
 from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness
 from hf_bico.diagnosis.results import Diagnosis
-from hf_bico.environment import (
-    Stopwatch,
-    available_memory,
-    choose_device,
-    device_name,
-    enough_memory,
-    exact_float32,
-    halving_batches,
-    installed_versions,
-)
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.families.live import LiveModel
-from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.hub.repos import locate
@@ -51,6 +40,17 @@ from hf_bico.plans import Plan
 from hf_bico.preparing import Ready, prepare
 from hf_bico.procrustes import polar
 from hf_bico.rounds import Round, no_predictions
+from hf_bico.runtime.environment import (
+    Stopwatch,
+    available_memory,
+    choose_device,
+    device_name,
+    enough_memory,
+    exact_float32,
+    halving_batches,
+    installed_versions,
+)
+from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.similarity import Likeness, MeanOfRows, Moved, turned_away
 from hf_bico.sites import Site, SitePair

@@ -131,7 +131,7 @@ def _speed(settings: Settings) -> float:
     """Operations a second in products of float32 matrices on this device, timed for a moment."""
     import torch
 
-    from hf_bico.environment import choose_device, exact_float32
+    from hf_bico.runtime.environment import choose_device, exact_float32
 
     device = choose_device(settings.device)
     size = 4096 if device.type == "cuda" else 512

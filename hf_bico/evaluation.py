@@ -15,9 +15,7 @@ from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.choosing import settled
 from hf_bico.data.calibration import calibration_samples, evaluation_split, open_data
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.environment import choose_device, choose_dtype, enough_memory, exact_float32
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
-from hf_bico.foreseen import last_net
 from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
@@ -25,7 +23,10 @@ from hf_bico.hub.repos import Place, locate
 from hf_bico.lineage import data_of, read_origin
 from hf_bico.measuring import probe_accuracy
 from hf_bico.models import Model, ModelReference
-from hf_bico.record import RECORD_FILE, EvaluationRecord, Record, read_any
+from hf_bico.record import EvaluationRecord, Record, read_any
+from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memory, exact_float32
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
 from hf_bico.task_vector import TaskVector
 

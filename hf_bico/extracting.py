@@ -7,9 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hf_bico.adapters.adapter import Adapter
-from hf_bico.environment import Stopwatch, choose_device
 from hf_bico.errors import EmptyTaskVectorError
-from hf_bico.foreseen import last_net
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.repos import locate
@@ -19,6 +17,8 @@ from hf_bico.plausibility import changed_part, implausible
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import base_of_source, open_source
+from hf_bico.runtime.environment import Stopwatch, choose_device
+from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import require_rank
 from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector

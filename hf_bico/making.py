@@ -15,16 +15,16 @@ from typing import Any
 
 from hf_bico.adapters.routes import NOT_LINEAR
 from hf_bico.cards.card import write_card
-from hf_bico.environment import Stopwatch, installed_versions
-from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.models import Model
-from hf_bico.output import whole_folder
 from hf_bico.push_checks import PushOptions
 from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.recording import model_record, rounding_notices
+from hf_bico.runtime.environment import Stopwatch, installed_versions
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import whole_folder
 from hf_bico.task_vector import TaskVector
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_bico.environment import halving_batches
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.families.live import ImageModel, LiveModel
+from hf_bico.runtime.environment import halving_batches
 
 METRICS = Path(__file__).parent / "metrics"
 

@@ -16,17 +16,7 @@ from hf_bico.classifiers import HeadForm
 from hf_bico.data.calibration import Drawn
 from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
-from hf_bico.environment import (
-    Stopwatch,
-    choose_device,
-    device_name,
-    enough_memory,
-    exact_float32,
-    installed_versions,
-    peak_memory,
-)
 from hf_bico.errors import UnsupportedModelError
-from hf_bico.foreseen import last_net
 from hf_bico.forms import Form, make_form
 from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
@@ -39,13 +29,23 @@ from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.ported import Ported, with_held
 from hf_bico.preparing import measures, prepare, training_samples
-from hf_bico.processes import ALONE, Team, join, local_device
 from hf_bico.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.recording import Findings, make_record
 from hf_bico.repeats import repeat_notices
 from hf_bico.resolving import Lineage
 from hf_bico.results import LOSS
 from hf_bico.rounds import Round
+from hf_bico.runtime.distributed import ALONE, Team, join, local_device
+from hf_bico.runtime.environment import (
+    Stopwatch,
+    choose_device,
+    device_name,
+    enough_memory,
+    exact_float32,
+    installed_versions,
+    peak_memory,
+)
+from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import Settings
 from hf_bico.task_vector import TaskVector
 from hf_bico.text_checks import uses_template

@@ -15,12 +15,12 @@ from typing import Any
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.budget import BATCH, BATCH_ON_CPU, Fit, Limits, fit
 from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
-from hf_bico.claims import require_room
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models import Model
 from hf_bico.needs import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Held, needs_of
 from hf_bico.resolving import Lineage
+from hf_bico.runtime.output import require_room
 from hf_bico.sites import Site, SitePair
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS

@@ -16,7 +16,6 @@ from hf_bico.bench import Bench, similar_blocks
 from hf_bico.choosing import settled, towers_of, without_labels
 from hf_bico.data.calibration import Drawn, draw, evaluation_samples
 from hf_bico.data.dataset import Samples
-from hf_bico.environment import Stopwatch
 from hf_bico.errors import DataUnknownError, EmptyTaskVectorError, UnsuitableMethodError, UsageError
 from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
@@ -26,9 +25,10 @@ from hf_bico.methods.base import Method, Trainer
 from hf_bico.objectives.base import Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
-from hf_bico.processes import ALONE, Team, process_count
 from hf_bico.resolving import Lineage
 from hf_bico.rounds import no_predictions, require_enough_to_mispair
+from hf_bico.runtime.distributed import ALONE, Team, process_count
+from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from hf_bico.sites import TEXT_SIDE
 from hf_bico.text_checks import require_readable, require_tokenizers

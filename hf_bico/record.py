@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_bico.errors import RecordError
+from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
 from hf_bico.utils.samples import PartRecord
 
-RECORD_FILE = "bico.json"
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that has no counterpart in the loaded model."""
 SCHEMA = 1

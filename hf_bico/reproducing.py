@@ -11,14 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_bico.claims import claimed
 from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison.cells import Refusal
 from hf_bico.comparison.results import Comparison
 from hf_bico.data.calibration import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
-from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import parse
 from hf_bico.hub.repos import locate
@@ -26,8 +24,10 @@ from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
 from hf_bico.pipeline import port
-from hf_bico.record import RECORD_FILE, read_record
+from hf_bico.record import read_record
 from hf_bico.reproduction import Reproduction
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import RECORD_FILE, claimed
 from hf_bico.settings import PROBE, Settings
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent

@@ -12,8 +12,8 @@ from typing import Any
 from hf_bico.comparison.cells import LABELS
 from hf_bico.comparison.results import Comparison
 from hf_bico.comparison.rows import Row, Spread
-from hf_bico.output import write_files
 from hf_bico.paper import PaperRow, PaperTable, task
+from hf_bico.runtime.output import write_files
 from hf_bico.settings import PROBE
 from hf_bico.utils.text import Markdown, format_table, markdown_table, plain
 

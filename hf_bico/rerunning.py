@@ -10,14 +10,14 @@ from typing import Any
 
 from hf_bico.data.text_columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import recorded_folder
 from hf_bico.hub.repos import Place, locate
-from hf_bico.output import whole_folder
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
-from hf_bico.record import RECORD_FILE, DataRecord, MethodRecord, ModelRecord, Record, read_record
+from hf_bico.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import RECORD_FILE, whole_folder
 from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent

@@ -22,7 +22,6 @@ from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch, ahead, halving_batches
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.families.live import LiveModel
 from hf_bico.foresight import descent_along
@@ -32,6 +31,7 @@ from hf_bico.needs import solved_together
 from hf_bico.objectives.base import Classifier, Head, Heads, LikelyLabels, Question
 from hf_bico.objectives.zero_shot import ZeroShotHead
 from hf_bico.readout import Readout, solve_readout
+from hf_bico.runtime.environment import Stopwatch, ahead, halving_batches
 from hf_bico.settings import Settings
 from hf_bico.sites import SitePair, descent_sites
 from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum

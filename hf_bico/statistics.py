@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.environment import sent
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.procrustes import Rows
+from hf_bico.runtime.environment import sent
 from hf_bico.sites import SitePair
 from hf_bico.watching import Losses
 

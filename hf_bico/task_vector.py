@@ -23,7 +23,6 @@ from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
 from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.factors import Change
-from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.hub.repos import Place, locate
@@ -31,8 +30,10 @@ from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.overlaps import Overlap, align_names
 from hf_bico.push_checks import PushOptions, require_pushable
 from hf_bico.pushing import Pushed, push_folder
-from hf_bico.record import RECORD_FILE, read_any
+from hf_bico.record import read_any
 from hf_bico.resolving import base_of_source, find_base
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.utils.files import expanded, sha256_of
 
 ModelLike = str | Path | nn.Module | Checkpoint
@@ -202,7 +203,7 @@ class TaskVector(Deltas):
 
         >>> TaskVector.from_models("user/vit-b16-eurosat").save_adapter("out", rank=16)  # doctest: +SKIP
         """
-        from hf_bico.environment import choose_device
+        from hf_bico.runtime.environment import choose_device
 
         over = self.base_model(base, Hub(token), allow_pickle)
         skeleton = over.skeleton()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_bico.chat_templates import render_chat
-from hf_bico.environment import sent
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
 from hf_bico.pairing import TextRows
+from hf_bico.runtime.environment import sent
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 

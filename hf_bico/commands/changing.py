@@ -51,7 +51,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
         wanted = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
         from hf_bico.edge.bars import shown_progress
-        from hf_bico.output import reserved
+        from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
             from hf_bico.extracting import extract as take
@@ -104,7 +104,7 @@ def apply(
         shares = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
         from hf_bico.edge.bars import shown_progress
-        from hf_bico.output import reserved
+        from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
             from hf_bico.applying import apply as add

@@ -102,10 +102,10 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
 
         require_own(folder, overwrite)
         others = [Diagnosis.load(place) for place in beside]
-        from hf_bico.claims import claimed
         from hf_bico.diagnosing import diagnose as look
         from hf_bico.diagnosis.tables import seconds_line
         from hf_bico.edge.bars import shown_progress
+        from hf_bico.runtime.output import claimed
 
         asked = {name: value for name, value in vars(settings).items() if name != "evaluate"}
         with claimed(folder), shown_progress(quiet or as_json) as progress:

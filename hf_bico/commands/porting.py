@@ -42,7 +42,7 @@ from hf_bico.edge.several import go_on_alone, require_device_for_each
 from hf_bico.edge.unpushed import line_digest, note_line, noted_line
 from hf_bico.errors import LineageError
 from hf_bico.needs import FLOAT32, FLOAT64
-from hf_bico.processes import is_first_process
+from hf_bico.runtime.distributed import is_first_process
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank, read_size
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class _Result:
     typed: str
 
     def write(self, ported: Ported) -> None:
-        from hf_bico.output import whole_folder
+        from hf_bico.runtime.output import whole_folder
 
         with whole_folder(self.folder, self.overwrite) as scratch:
             ported.write(scratch, repo=self.repo, revision=self.push.revision)
@@ -176,7 +176,7 @@ class _Result:
 
 def _place_of(folder: Path, overwrite: bool, planned: Plan) -> AbstractContextManager[None]:
     """The place of the result, for the process that writes it."""
-    from hf_bico.output import reserved
+    from hf_bico.runtime.output import reserved
 
     return reserved(folder, overwrite, planned.output_bytes) if is_first_process() else nullcontext()
 
@@ -294,7 +294,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
         from hf_bico import rerunning
         from hf_bico.edge.bars import shown_progress
         from hf_bico.edge.console import print_rerun
-        from hf_bico.output import reserved
+        from hf_bico.runtime.output import reserved
 
         place = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
         with place, shown_progress(options["quiet"] or options["as_json"]) as progress:

@@ -25,9 +25,7 @@ from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subj
 from hf_bico.comparison.cells import CellKey, Refusal
 from hf_bico.comparison.log import CellLog
 from hf_bico.comparison.results import Comparison
-from hf_bico.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.foreseen import last_net
 from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS
 from hf_bico.methods.base import Trainer
@@ -37,6 +35,8 @@ from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import require_projection
 from hf_bico.rounds import require_enough_to_mispair
+from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
+from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
 from hf_bico.text_checks import require_tokenizers
 from hf_bico.tuned import Tuned, parts_of

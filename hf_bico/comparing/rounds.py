@@ -11,7 +11,6 @@ from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
 from hf_bico.comparison.cells import LOSS, Cell, CellKey
 from hf_bico.data.calibration import Drawn
-from hf_bico.environment import Stopwatch
 from hf_bico.heads import heads_of, tuned_target_head
 from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
@@ -20,6 +19,7 @@ from hf_bico.objectives.base import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.record import EvaluationRecord
 from hf_bico.rounds import Round
+from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import PROBE, Settings
 from hf_bico.statistics import Kind
 from hf_bico.task_vector import TaskVector

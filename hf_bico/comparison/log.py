@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from hf_bico.comparison.cells import Cell, CellKey
 from hf_bico.comparison.results import RESULT_FILES
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
-from hf_bico.output import require_free
+from hf_bico.runtime.output import require_free
 from hf_bico.utils.files import from_plain, parse_json
 
 LOG_FILE = "cells.jsonl"

@@ -13,8 +13,8 @@ from hf_bico.comparison.picture import picture
 from hf_bico.comparison.rows import Row, aggregate
 from hf_bico.comparison.tables import caption, comparison_table, csv_text, refusal_line, text_table
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.foreseen import last_net
-from hf_bico.output import read_text, write_file, write_files
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import read_text, write_file, write_files
 from hf_bico.utils.files import from_plain, parse_json
 from hf_bico.utils.text import fenced, plain
 

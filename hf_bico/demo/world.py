@@ -24,7 +24,7 @@ from hf_bico.demo import digits, training
 from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
 from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
 from hf_bico.errors import OutputError, OutputExistsError
-from hf_bico.output import whole_folder
+from hf_bico.runtime.output import whole_folder
 from hf_bico.utils.progress import Progress, silent
 
 CONFIG_FILE = "open_clip_config.json"

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from hf_bico.claims import claimed
 from hf_bico.diagnosis.findings import SCHEMA as SCHEMA
 from hf_bico.diagnosis.findings import Drift, Findings, InputLikeness, OutputLikeness
 from hf_bico.diagnosis.pictures import (
@@ -20,9 +19,9 @@ from hf_bico.diagnosis.pictures import (
 )
 from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
-from hf_bico.foreseen import last_net
-from hf_bico.output import read_text, require_free, whole_folder, write_files
 from hf_bico.record import SiteRecord
+from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.output import claimed, read_text, require_free, whole_folder, write_files
 from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
 

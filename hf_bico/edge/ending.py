@@ -19,7 +19,7 @@ import click
 from hf_bico.edge.screen import is_plain
 from hf_bico.edge.several import LAUNCHER_ENDED, Ended, EndedByLauncher, named, speaks_for, take_part, told_to_end
 from hf_bico.errors import BicoError, UsageError
-from hf_bico.foreseen import as_ours, is_debugging, is_failure
+from hf_bico.runtime.library_errors import as_ours, is_debugging, is_failure
 
 FAILED, WRONG, STOPPED, TERMINATED = 1, 2, 130, 143
 

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from hf_bico.errors import ProcessLostError, UsageError
-from hf_bico.processes import has_met_others, is_first_process, process_count, process_rank
+from hf_bico.runtime.distributed import has_met_others, is_first_process, process_count, process_rank
 
 TOGETHER = ("port", "plan")
 """The commands that several processes can run together."""

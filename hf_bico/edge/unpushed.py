@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from hf_bico.record import RECORD_FILE
+from hf_bico.runtime.output import RECORD_FILE
 
 _LINE_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""

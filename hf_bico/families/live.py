@@ -178,7 +178,7 @@ class ImageModel(LiveModel):
 
         Of captioned images, the images.
         """
-        from hf_bico.environment import sent
+        from hf_bico.runtime.environment import sent
 
         prepared = self._pixels([image.image if isinstance(image, Captioned) else image for image in images])
         return sent(prepared, self.device, self.dtype)

@@ -54,7 +54,7 @@ class OpenClipModel(ClipModel):
         return getattr(self.module, "text", self.module)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        from hf_bico.environment import sent
+        from hf_bico.runtime.environment import sent
 
         model: Any = self.module
         features: Tensor = model.encode_text(sent(self._text_ids(prompts), self.device))

@@ -16,7 +16,7 @@ from hf_bico.errors import MissingProcessorError, RepoError
 from hf_bico.families.base import TOKENIZER_FILES, Family, Shapes, Spread, weights_do_not_fit
 from hf_bico.families.extents import bounded, require_drawable
 from hf_bico.families.live import LiveModel
-from hf_bico.foreseen import is_failure
+from hf_bico.runtime.library_errors import is_failure
 from hf_bico.sites import Site
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.text import machine_memory

@@ -61,7 +61,7 @@ class TransformersClipModel(PretrainedModel, ClipModel):
         return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        from hf_bico.environment import sent
+        from hf_bico.runtime.environment import sent
 
         model: Any = self.module
         ids, mask = (sent(one.long(), self.device) for one in self.text_tokens(prompts))

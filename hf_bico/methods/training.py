@@ -13,8 +13,8 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
-from hf_bico.environment import halving_batches
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError
+from hf_bico.runtime.environment import halving_batches
 from hf_bico.settings import Settings
 
 WEIGHT = "weight"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.environment import sent
 from hf_bico.families.live import LiveModel
 from hf_bico.measuring import Batched, accuracy, logits_of
+from hf_bico.runtime.environment import sent
 from hf_bico.watching import Losses
 
 MOST_LABELS = 10

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.environment import halving_batches
 from hf_bico.errors import ObjectiveError, UnreadableSampleError
 from hf_bico.families.live import LiveModel
 from hf_bico.families.text_models import CausalModel, SequenceModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
+from hf_bico.runtime.environment import halving_batches
 from hf_bico.tokenising import UNLEARNT, TokenBatch
 from hf_bico.utils.samples import Answered, Text
 from hf_bico.watching import Losses

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_bico.environment import sent
 from hf_bico.errors import ObjectiveError
 from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.families.text_models import TextModel
 from hf_bico.measuring import Batched
 from hf_bico.objectives.base import Head, Question
+from hf_bico.runtime.environment import sent
 from hf_bico.tokenising import TokenBatch
 from hf_bico.watching import Losses
 

@@ -22,7 +22,6 @@ import hf_bico
 from hf_bico.budget import BATCH, BATCH_ON_CPU, LEAST_ACTIVATIONS, MOST_SAMPLES, SPARE, WAYS, Fit, Limits, Way, fit
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
-from hf_bico.environment import Stopwatch
 from hf_bico.errors import MemoryExhaustedError
 from hf_bico.families.live import LiveModel
 from hf_bico.families.transformers_clip import TransformersClip
@@ -32,6 +31,7 @@ from hf_bico.methods.base import Carried, Carrier
 from hf_bico.needs import Held, Needs, Sample, needs_of, solved_together, sum_bytes
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
+from hf_bico.runtime.environment import Stopwatch
 from hf_bico.sites import Layout, Site, SitePair, Slot, Tokens, descent_sites
 from hf_bico.statistics import Kind, Statistics
 from hf_bico.utils.text import size_text

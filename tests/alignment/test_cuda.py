@@ -311,12 +311,12 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
     """What a method makes of the target on one device, in float64, with class embeddings made up."""
     from hf_bico.bench import Bench
     from hf_bico.data.calibration import draw
-    from hf_bico.environment import Stopwatch
     from hf_bico.methods import METHODS
     from hf_bico.objectives.base import Heads
     from hf_bico.objectives.zero_shot import ZeroShotHead
     from hf_bico.outcomes import outcome_of
     from hf_bico.rounds import Round
+    from hf_bico.runtime.environment import Stopwatch
 
     shapes = SAME if name in OF_ONE_SHAPE else SMALL
     names = [f"class {index}" for index in range(CLASSES)]

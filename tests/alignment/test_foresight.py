@@ -31,9 +31,10 @@ from hf_bico.methods.base import SiteDelta, SiteDescent
 from hf_bico.models import Model
 from hf_bico.objectives.base import Question
 from hf_bico.objectives.zero_shot import zero_shot_head
-from hf_bico.record import RECORD_FILE, ForesightRecord, read_record
+from hf_bico.record import ForesightRecord, read_record
 from hf_bico.results import foresight_sentence
 from hf_bico.rounds import Round
+from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.sites import Site, SitePair, Slot, descent_sites
 from hf_bico.statistics import Descent, Kind, Statistics, TaskSum

@@ -20,7 +20,6 @@ from hf_bico.bench import Bench
 from hf_bico.data.augmenting import Copies
 from hf_bico.data.calibration import draw
 from hf_bico.deltas import Deltas
-from hf_bico.environment import Stopwatch
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.factors import Factors
 from hf_bico.heads import heads_of
@@ -31,6 +30,7 @@ from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
+from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from hf_bico.statistics import Kind, Statistics
 from support import reference

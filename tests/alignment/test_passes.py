@@ -12,13 +12,13 @@ import torch
 import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.data.calibration import draw
-from hf_bico.environment import Stopwatch
 from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS
 from hf_bico.methods.base import Carrier
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
+from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from support.passes import CLASSES, ONE_PASS, counted
 from support.scenes import Scene, make_scene

@@ -22,7 +22,6 @@ from hf_bico.bench import Bench
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
 from hf_bico.deltas import Deltas
-from hf_bico.environment import halving_batches
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
 from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.families.text_models import CausalModel
@@ -31,6 +30,7 @@ from hf_bico.objectives.base import Question
 from hf_bico.objectives.own import OwnHead
 from hf_bico.offloaded import kept_away
 from hf_bico.pairing import TextRows
+from hf_bico.runtime.environment import halving_batches
 from hf_bico.sites import Site, SitePair, Slot
 from hf_bico.statistics import Kind
 from hf_bico.utils.samples import Text

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import hf_bico
 from hf_bico.cli import main
 from hf_bico.errors import UsageError
-from hf_bico.processes import ALONE, Team, is_first_process, join, local_device
+from hf_bico.runtime.distributed import ALONE, Team, is_first_process, join, local_device
 from hf_bico.statistics import Kind, Statistics
 from support import forks
 from support.scenes import Scene, make_scene
@@ -148,7 +148,7 @@ def test_what_several_processes_cannot_do_is_refused_at_once(monkeypatch: pytest
 SCRIPT = """
 import sys, time
 import torch, hf_bico
-from hf_bico.processes import join
+from hf_bico.runtime.distributed import join
 
 told = []
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.claims import claimed, clear_leftovers, put_in_place, require_room, scratch_beside
 from hf_bico.errors import OutputError
-from hf_bico.output import whole_folder
+from hf_bico.runtime.output import claimed, clear_leftovers, put_in_place, require_room, scratch_beside, whole_folder
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ import pytest
 
 import hf_bico
 from hf_bico import errors
-from hf_bico.foreseen import as_ours, bug_id, last_net
+from hf_bico.runtime.library_errors import as_ours, bug_id, last_net
 from support.hub import Fault, Hub
 from support.scenes import make_scene
 

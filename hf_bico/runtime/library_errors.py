@@ -34,7 +34,7 @@ from hf_bico.errors import (
 from hf_bico.utils import __version__
 
 DEBUG = "HF_BICO_DEBUG"
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parent.parent
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)", "File too large")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=1)
