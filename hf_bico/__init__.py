@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hf_bico.errors import BicoError as BicoError
     from hf_bico.evaluation import evaluate_model as evaluate_model
     from hf_bico.extracting import extract as extract
+    from hf_bico.hub.push import Pushed as Pushed
+    from hf_bico.hub.push import PushOptions as PushOptions
     from hf_bico.pipeline import port as port
     from hf_bico.planning import plan as plan
     from hf_bico.plans import Plan as Plan
     from hf_bico.ported import Ported as Ported
-    from hf_bico.push_checks import PushOptions as PushOptions
-    from hf_bico.pushing import Pushed as Pushed
     from hf_bico.reproducing import reproduce as reproduce
     from hf_bico.reproduction import Reproduction as Reproduction
     from hf_bico.rerunning import rerun as rerun
@@ -36,8 +36,8 @@ _HOMES = {
     "Diagnosis": "hf_bico.diagnosis.results",
     "Plan": "hf_bico.plans",
     "Ported": "hf_bico.ported",
-    "PushOptions": "hf_bico.push_checks",
-    "Pushed": "hf_bico.pushing",
+    "PushOptions": "hf_bico.hub.push",
+    "Pushed": "hf_bico.hub.push",
     "Reproduction": "hf_bico.reproduction",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.task_vector",

@@ -13,9 +13,8 @@ from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.errors import BaseMismatchError, HubUnavailableError, LineageError, NotCachedError, RepoError, UsageError
 from hf_bico.forms import make_form
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import is_hub_id
-from hf_bico.hub.repos import Place, locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference
 from hf_bico.record import ModelRecord, PartOfSum

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.utils.files import folder_name, read_object
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_mod
 
 DELTA_FILE = "task_vector.safetensors"
 """The file of the delta format."""
-
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 """The files of a PEFT adapter."""

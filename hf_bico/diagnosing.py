@@ -25,9 +25,8 @@ from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLi
 from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.families.live import LiveModel
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import HubReference, parse
-from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
 from hf_bico.methods.base import Carrier

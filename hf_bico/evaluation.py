@@ -17,10 +17,9 @@ from hf_bico.data.calibration import calibration_samples, evaluation_split, open
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.heads import head_of_model
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
-from hf_bico.hub.repos import Place, locate
-from hf_bico.lineage import data_of, read_origin
+from hf_bico.hub.repo_metadata import data_of, read_origin
 from hf_bico.measuring import probe_accuracy
 from hf_bico.models import Model, ModelReference
 from hf_bico.record import EvaluationRecord, Record, read_any

@@ -9,8 +9,7 @@ from pathlib import Path
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.forms import make_form
-from hf_bico.hub.client import Hub
-from hf_bico.hub.repos import locate
+from hf_bico.hub.client import Hub, locate
 from hf_bico.making import Course, Making, make_record
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.plausibility import changed_part, implausible

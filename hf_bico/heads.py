@@ -13,7 +13,7 @@ from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import DataSet
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.families.live import LiveModel
-from hf_bico.lineage import only_count
+from hf_bico.hub.repo_metadata import only_count
 from hf_bico.measuring import features_of
 from hf_bico.models import Model
 from hf_bico.objectives.base import Head, Heads

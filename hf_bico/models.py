@@ -36,9 +36,8 @@ from hf_bico.families.base import Family, Spread
 from hf_bico.families.extents import require_within
 from hf_bico.families.live import LiveModel
 from hf_bico.families.refusals import require_dense
-from hf_bico.hub.client import Downloaded, Hub
-from hf_bico.hub.faults import is_offline
-from hf_bico.hub.repos import Place, at_hub, locate
+from hf_bico.hub.client import Downloaded, Hub, Place, at_hub, locate
+from hf_bico.hub.retries import is_offline
 from hf_bico.opened import Opened, known_weights, on_disk
 from hf_bico.sites import Layout
 

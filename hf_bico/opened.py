@@ -13,10 +13,9 @@ from typing import Self
 
 from hf_bico.checkpoints import Checkpoint, FileCheckpoint, HeaderCheckpoint, WeightFiles
 from hf_bico.errors import BrokenWeightsError
-from hf_bico.hub.client import Downloaded
+from hf_bico.hub.client import Downloaded, Place
 from hf_bico.hub.references import LOCAL, RepoName
-from hf_bico.hub.repos import Place
-from hf_bico.lineage import Origin, read_origin
+from hf_bico.hub.repo_metadata import Origin, read_origin
 from hf_bico.utils.files import sha256_of
 
 

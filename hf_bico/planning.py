@@ -12,8 +12,8 @@ from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, 
 from hf_bico.families.base import TEXT_TOWER
 from hf_bico.families.generic import require_same_kind
 from hf_bico.hub.client import Hub
-from hf_bico.hub.faults import is_offline
 from hf_bico.hub.references import hub_reference, is_hub_id
+from hf_bico.hub.retries import is_offline
 from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.models import Model, ModelReference, require_same_family
 from hf_bico.overlaps import overlap

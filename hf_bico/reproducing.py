@@ -17,9 +17,8 @@ from hf_bico.comparison.cells import Refusal
 from hf_bico.comparison.results import Comparison
 from hf_bico.data.calibration import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
-from hf_bico.hub.repos import locate
 from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task

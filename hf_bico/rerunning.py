@@ -10,9 +10,8 @@ from typing import Any
 
 from hf_bico.data.text_columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import recorded_folder
-from hf_bico.hub.repos import Place, locate
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
 from hf_bico.record import DataRecord, MethodRecord, ModelRecord, Record, read_record

@@ -23,10 +23,9 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WrongRepoTypeError,
 )
-from hf_bico.hub.client import Hub, HubRepo
+from hf_bico.hub.client import Hub, HubRepo, Place, at_hub, locate
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, hub_reference, parse
-from hf_bico.hub.repos import Place, at_hub, locate
-from hf_bico.lineage import Origin, base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import Origin, base_of, data_of, read_origin
 from hf_bico.models import Model, ModelReference
 from hf_bico.utils.files import expanded
 

@@ -23,13 +23,11 @@ from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
 from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.factors import Change
-from hf_bico.hub.client import Hub
+from hf_bico.hub.client import Hub, Place, locate
+from hf_bico.hub.push import Pushed, PushOptions, push_folder, require_pushable
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
-from hf_bico.hub.repos import Place, locate
 from hf_bico.models import Model, ModelReference, fetch_checkpoint
 from hf_bico.overlaps import Overlap, align_names
-from hf_bico.push_checks import PushOptions, require_pushable
-from hf_bico.pushing import Pushed, push_folder
 from hf_bico.record import read_any
 from hf_bico.resolving import base_of_source, find_base
 from hf_bico.runtime.library_errors import last_net

@@ -13,8 +13,7 @@ from hf_bico.checkpoints import digest_of
 from hf_bico.deltas import Deltas
 from hf_bico.errors import BaseMismatchError
 from hf_bico.factors import Factors
-from hf_bico.hub.client import Hub
-from hf_bico.hub.repos import locate
+from hf_bico.hub.client import Hub, locate
 from hf_bico.models import Model, ModelReference
 from hf_bico.resolving import open_source
 from hf_bico.task_vector import TaskVector

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.adapters.config import LORA, AdapterConfig, parse_adapter_config, read_adapter_config
 from hf_bico.adapters.reading import AdapterChanges, changes_of
-from hf_bico.checkpoints import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
+from hf_bico.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
 from hf_bico.errors import AdapterError, BaseMismatchError, PickledWeightsError
-from hf_bico.hub.repos import Place
+from hf_bico.hub.client import Place
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models import Model
 from hf_bico.opened import Opened, known_weights
 

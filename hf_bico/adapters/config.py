@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_bico.checkpoints import ADAPTER_CONFIG
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.utils.files import read_object
 
 LORA = "LORA"

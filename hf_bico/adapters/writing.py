@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.adapters.routes import Routes, find_routes, task_of
-from hf_bico.checkpoints import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint, save_tensors
+from hf_bico.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
 from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.factors import Change, Factors, energy, is_zero, total, truncated
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.overlaps import align_names
 from hf_bico.settings import require_rank
 

@@ -47,9 +47,9 @@ from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, re
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
+    from hf_bico.hub.push import PushOptions
     from hf_bico.plans import Plan
     from hf_bico.ported import Ported
-    from hf_bico.push_checks import PushOptions
 
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
@@ -137,7 +137,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
         noted = None if push_to is None or overwrite else noted_line(folder)
         if push_to is not None and noted is None:
-            from hf_bico.push_checks import require_pushable
+            from hf_bico.hub.push import require_pushable
 
             push_to = require_pushable(push_to, push, hub)
         planned = make_plan(source, target, **where)
@@ -146,7 +146,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
             _tell(f"This port is in {folder} already: it is pushed as it is.", as_json, quiet)
         else:
             if push_to is not None:
-                from hf_bico.push_checks import require_hidden
+                from hf_bico.hub.push import require_hidden
 
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
             with _place_of(folder, overwrite, planned.in_form(settings.format, settings.rank)):
@@ -213,7 +213,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
     """Push what was written, if it is to be, and say so."""
     from hf_bico.edge.console import print_pushed
-    from hf_bico.pushing import push_folder
+    from hf_bico.hub.push import push_folder
     from hf_bico.record import read_record
     from hf_bico.results import headline, is_worse
 

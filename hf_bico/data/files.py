@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
-from hf_bico.hub.faults import is_offline
+from hf_bico.hub.retries import is_offline
 from hf_bico.utils.files import read_card_metadata, require_sound_json
 from hf_bico.utils.text import size_text
 

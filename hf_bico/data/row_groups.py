@@ -19,8 +19,8 @@ from hf_bico.data.columns import Columns
 from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
-from hf_bico.hub.faults import translated
-from hf_bico.hub.remote_file import RemoteFile
+from hf_bico.hub.client import RemoteFile
+from hf_bico.hub.retries import translated
 from hf_bico.utils.samples import PartRecord
 from hf_bico.utils.text import size_text
 

@@ -32,8 +32,8 @@ from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_te
 
 if TYPE_CHECKING:
     from hf_bico.comparison.results import Comparison
+    from hf_bico.hub.push import Pushed
     from hf_bico.plans import Plan
-    from hf_bico.pushing import Pushed
     from hf_bico.record import ForesightRecord, Made, Record
     from hf_bico.rerunning import Rerun
 

@@ -34,7 +34,7 @@ from hf_bico.settings import (
 from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
-    from hf_bico.push_checks import PushOptions
+    from hf_bico.hub.push import PushOptions
 
 Command = Callable[..., Any]
 
@@ -328,7 +328,7 @@ def _lines(file: str, option: str) -> list[str]:
 
 def read_push(options: dict[str, Any]) -> PushOptions:
     """The options of a push, taken out of a port's."""
-    from hf_bico.push_checks import PushOptions
+    from hf_bico.hub.push import PushOptions
 
     own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
     return PushOptions(**own, force=options["force"])

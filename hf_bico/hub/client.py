@@ -1,12 +1,22 @@
-"""Repos on the Hub: pinned to a commit, their files, the headers of their weights, and downloads through the cache.
+"""Repos pinned to a commit; files fetched through the cache; headers; ranges.
+
+Repos on the Hub: pinned to a commit, their files, the headers of their weights, and downloads through the cache.
 
 Everything that is read from the Hub comes through here, or as a `remote_file`. Knows repos and files; not what is in
 them.
+
+Where a repo's files are: a folder of this machine, or the Hub's cache with large files still to be fetched.
+
+Knows file names and sizes; not what a model is.
+
+A file of a Hub repo as a stream, of which only the bytes that are read are downloaded.
 """
 
 from __future__ import annotations
 
 import builtins
+import io
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +34,14 @@ from hf_bico.errors import (
     RepoNotFoundError,
     TokenError,
 )
-from hf_bico.hub.faults import LOG_IN, again, failures, is_offline, translated
-from hf_bico.hub.references import HubReference, near_folder
+from hf_bico.hub.references import HubReference, cached_repo, hub_repo, near_folder, parse
+from hf_bico.hub.retries import LOG_IN, again, failures, is_offline, translated
 from hf_bico.utils import __version__
 from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
 
 MAIN = "main"
 CONVERSION_BOT = "SFconvertbot"
@@ -277,3 +288,117 @@ def _reporting(downloaded: Downloaded) -> Any:
             return None
 
     return Reporting
+
+
+SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
+"""What tells about a model without its weights; indices of shards come on top."""
+SMALL = 20_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one repo; those of a Hub repo are in `folder` once they are fetched."""
+
+    name: str
+    """The Hub id, or the folder's name."""
+    folder: Path
+    sizes: Mapping[str, int]
+    repo: HubRepo | None = None
+
+    @property
+    def commit(self) -> str | None:
+        return None if self.repo is None else self.repo.commit
+
+    def fetch(self, names: Iterable[str], downloaded: Downloaded | None = None) -> None:
+        """Have these of its files in `folder`."""
+        if self.repo is not None:
+            self.repo.fetch(self._away(names), downloaded)
+
+    def to_download(self, names: Iterable[str]) -> int:
+        """The bytes of these files that are not on this machine yet."""
+        return sum(self.sizes[name] for name in self._away(names))
+
+    def _away(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
+
+
+def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
+    """Find a model repo by its reference; of a Hub repo the small files are fetched, and no weight."""
+    found = parse(reference, what)
+    if isinstance(found, Path):
+        place = _cached_place(found, what, hub or Hub())
+        if place is not None:
+            return place
+        return Place(found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()})
+    alias = hub_repo(found, what)
+    try:
+        return at_hub((hub or Hub()).repo(alias or found, what))
+    except (HubUnavailableError, NotCachedError) as error:
+        if "/" in found.id:
+            raise
+        raise type(error)(f"there is no folder '{found.id}' here, and {error.cause}", error.remedy) from error
+
+
+def _cached_place(folder: Path, what: str, hub: Hub) -> Place | None:
+    """A folder of the Hub's own cache as the repo that it is, where that can still be read: its privacy matters."""
+    reference = cached_repo(folder)
+    try:
+        return None if reference is None else at_hub(hub.repo(reference, what))
+    except RepoError:
+        return None
+
+
+def at_hub(repo: HubRepo) -> Place:
+    """The place of a resolved Hub repo, with its small files fetched."""
+    small = [name for name in repo.files if name in SMALL_FILES or (name.endswith(".index.json") and "/" not in name)]
+    small = [name for name in small if repo.files[name] <= SMALL]
+    folder = repo.fetch(small)
+    repo.hub.remember(repo)
+    return Place(repo.id, folder, repo.files, repo)
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of a repo, of which exactly what is read is asked for, by Range requests."""
+
+    def __init__(self, repo: HubRepo, name: str) -> None:
+        self._repo = repo
+        self._name = name
+        self._size = repo.files[name]
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+        repo, start = self._repo, self._place
+        end = self._size if size < 0 else min(start + size, self._size)
+        if end <= start:
+            return b""
+        address = hf_hub_url(repo.id, self._name, repo_type=repo.type, revision=repo.commit)
+        headers = {
+            **build_hf_headers(token=repo.hub.token, library_name="hf-bico"),
+            "Range": f"bytes={start}-{end - 1}",
+        }
+        response = http_backoff("GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        hf_raise_for_status(response)
+        content: bytes = response.content
+        if len(content) != end - start:
+            raise HubUnavailableError(
+                f"'{repo.id}': {end - start} bytes of '{self._name}' were asked for and {len(content)} came",
+                "try again in a while; an endpoint other than the Hub's own must serve Range requests",
+            )
+        self._place = end
+        return content

@@ -227,7 +227,7 @@ def test_a_real_interrupt_leaves_one_line_and_nothing_else(moment: str, scene: S
 def test_a_real_interrupt_of_a_push_takes_the_empty_repo_back(hub: Hub, scene: Scene, tmp_path: Path) -> None:
     environment = hub.environment(tmp_path / "home", TOKEN)
     arguments = ["push", "ported", "user/pushed"]
-    done = stopped(arguments, "hf_bico.pushing._commit", tmp_path / "temporary", **environment)
+    done = stopped(arguments, "hf_bico.hub.push._commit", tmp_path / "temporary", **environment)
     assert done.returncode == 130
     assert done.stderr == "Interrupted: look at user/pushed before you push again.\n"
     assert ("model", "user/pushed") not in hub.repos

@@ -17,7 +17,7 @@ from hf_bico.errors import (
     SeveralDataSetsError,
     UnsupportedModelError,
 )
-from hf_bico.lineage import base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
 from hf_bico.resolving import resolve
 from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Hub

@@ -19,8 +19,7 @@ from hf_bico.errors import (
     UsageError,
 )
 from hf_bico.hub.client import Hub as Client
-from hf_bico.push_checks import PushOptions, require_pushable
-from hf_bico.pushing import push_folder
+from hf_bico.hub.push import PushOptions, push_folder, require_pushable
 from hf_bico.record import read_record
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
@@ -264,15 +263,15 @@ def test_a_commit_whose_answer_is_lost_or_refused_once_is_made_once(hub: Hub, re
 
 def test_somebody_elses_push_meanwhile_is_not_undone(hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.create(REPO).commit({"README.md": "# old"})
-    from hf_bico import pushing
+    from hf_bico.hub import push
 
-    made = pushing._operations
+    made = push._operations
 
     def slow(*arguments: object) -> object:
         hub.repo(REPO).commit({"README.md": "# theirs"})
         return made(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pushing, "_operations", slow)
+    monkeypatch.setattr(push, "_operations", slow)
     with pytest.raises(PushError, match="hf-bico push"):
         push_folder(result, REPO, PushOptions(overwrite=True))
     assert remote(hub) == {"README.md": b"# theirs"}
@@ -410,9 +409,9 @@ def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
     hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It appears between the look and the creation."""
-    from hf_bico import pushing
+    from hf_bico.hub import push
 
-    look = pushing.remote_info
+    look = push.remote_info
     seen: list[str] = []
 
     def late(client: Client, repo_id: str, revision: str | None) -> object:
@@ -422,7 +421,7 @@ def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
             return None
         return look(client, repo_id, revision)
 
-    monkeypatch.setattr(pushing, "remote_info", late)
+    monkeypatch.setattr(push, "remote_info", late)
     hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
     with pytest.raises(PushError):
         push_folder(result, REPO)
@@ -525,16 +524,16 @@ def test_a_push_that_succeeded_is_never_taken_back(hub: Hub, result: Path, monke
 
 @pytest.mark.usefixtures("no_waiting")
 def test_a_branch_that_somebody_filled_meanwhile_stays(hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_bico import pushing
+    from hf_bico.hub import push
 
     hub.create(REPO).commit({"README.md": "# main"})
-    made = pushing._operations
+    made = push._operations
 
     def slow(*arguments: object) -> object:
         hub.repo(REPO).commit({"theirs.txt": "precious"}, revision="v1")
         return made(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pushing, "_operations", slow)
+    monkeypatch.setattr(push, "_operations", slow)
     with pytest.raises(PushError):
         push_folder(result, REPO, PushOptions(revision="v1", overwrite=True))
     assert hub.repo(REPO).read("theirs.txt", "v1") == b"precious"

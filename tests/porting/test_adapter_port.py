@@ -18,7 +18,7 @@ from hf_bico.adapters.adapter import Adapter
 from hf_bico.cli import main
 from hf_bico.errors import EmptyTaskVectorError, UsageError
 from hf_bico.factors import Factors
-from hf_bico.hub.repos import locate
+from hf_bico.hub.client import locate
 from hf_bico.models import Model
 from hf_bico.record import read_record
 from support.adapter_ports import CPU, forbid_dense, port, ported_as_dense, write_lora

@@ -11,9 +11,8 @@ import pytest
 import hf_bico
 from hf_bico import budget, rerunning
 from hf_bico.errors import RecordError, RepoNotFoundError
+from hf_bico.hub.push import PushOptions, push_folder
 from hf_bico.hub.references import recorded_folder
-from hf_bico.push_checks import PushOptions
-from hf_bico.pushing import push_folder
 from hf_bico.settings import Settings
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish

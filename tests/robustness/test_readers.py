@@ -20,7 +20,7 @@ from hf_bico.errors import BicoError
 from hf_bico.families.extents import require_within
 from hf_bico.families.openclip import OpenClip
 from hf_bico.families.transformers_clip import TransformersClip
-from hf_bico.lineage import base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
 from hf_bico.record import read_any
 from support.fuzz import ending_of, run
 from support.fuzz_readers import READERS, Scenes, corpus, kind_of

@@ -42,7 +42,7 @@ OURS = (
     "hf_bico.edge.console",
     "hf_bico.evaluation",
     "hf_bico.pipeline",
-    "hf_bico.pushing",
+    "hf_bico.hub.push",
 )
 READ_ENVIRONMENT_ONCE = ("huggingface_hub.constants", "datasets.config", "evaluate.config")
 _TOUCHING = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "shutil.rmtree", "open")

@@ -282,7 +282,7 @@ def read_delta(folder: Path) -> object:
 
 
 def read_card(folder: Path) -> object:
-    from hf_bico.lineage import base_of, data_of, read_origin
+    from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
 
     origin = read_origin(folder, "org/own")
     return base_of(origin, "own"), data_of(origin, "own")

@@ -102,8 +102,7 @@ def publish(hub: Hub, world: World, folder: Path, transformers: bool = True) -> 
 def make(entry: Entry, world: World, folder: Path) -> Path:
     """Port or extract, and push one entry; returns the folder that was pushed."""
     from hf_bico.hub.client import Hub as Client
-    from hf_bico.push_checks import PushOptions
-    from hf_bico.pushing import push_folder
+    from hf_bico.hub.push import PushOptions, push_folder
 
     made = _port(entry, world) if entry.target else _extract(entry)
     written = made.save(folder, repo=entry.repo)

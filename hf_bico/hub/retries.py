@@ -21,8 +21,7 @@ from hf_bico.errors import (
     TokenError,
     WrongRepoTypeError,
 )
-from hf_bico.hub.open_clip_names import near_open_clip
-from hf_bico.hub.references import HubReference, near_folder
+from hf_bico.hub.references import HubReference, near_folder, near_open_clip
 from hf_bico.utils.text import did_you_mean
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
