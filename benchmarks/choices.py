@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_bico.comparing import compare
 from hf_bico.comparison.cells import Cell
-from hf_bico.data import augmenting
+from hf_bico.data import augmentation
 from hf_bico.demo.world import build
 from hf_bico.objectives.base import LikelyLabels
 from hf_bico.statistics import Statistics
@@ -92,7 +92,7 @@ def main(folder: Path, worlds: int) -> None:
                 report(f"{count} labels, {kind}", cells(folder, worlds, methods=["bico-fisher"], n=[10, 100]))
     for shift in (None, 1 / 16, 1 / 8):
         copies = 0 if shift is None else 7
-        with replaced(augmenting, "SHIFT", shift or 0.0):
+        with replaced(augmentation, "SHIFT", shift or 0.0):
             found = cells(folder, worlds, methods=["bico", "bico-path"], n=[10, 20], augment=copies)
         report("no copies" if shift is None else f"7 copies, shifted by up to {shift}", found)
     report("control", cells(folder, worlds, methods=["bico"], n=100, control=True))

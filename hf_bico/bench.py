@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_bico.budget import BATCH, BATCH_ON_CPU, MOST_SAMPLES, Fit, fit
-from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
+from hf_bico.data.draw import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
 from hf_bico.families.base import Spread

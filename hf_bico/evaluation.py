@@ -13,8 +13,8 @@ import torch
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.choosing import settled
-from hf_bico.data.calibration import calibration_samples, evaluation_split, open_data
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub, Place, locate

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.bench import Bench
 from hf_bico.classifiers import HeadForm, head_of, place_of
-from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import DataSet
+from hf_bico.data.draw import Drawn
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.families.live import LiveModel
 from hf_bico.hub.repo_metadata import only_count

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_bico.classifiers import HeadForm
-from hf_bico.data.calibration import Drawn
+from hf_bico.data.draw import Drawn, repeat_notices
 from hf_bico.delta_file import MADE_FROM
 from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsupportedModelError
@@ -31,7 +31,6 @@ from hf_bico.ported import Ported, with_held
 from hf_bico.preparing import measures, prepare, training_samples
 from hf_bico.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.recording import Findings, make_record
-from hf_bico.repeats import repeat_notices
 from hf_bico.resolving import Lineage
 from hf_bico.results import LOSS
 from hf_bico.rounds import Round

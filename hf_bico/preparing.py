@@ -14,8 +14,8 @@ import torch
 
 from hf_bico.bench import Bench, similar_blocks
 from hf_bico.choosing import settled, towers_of, without_labels
-from hf_bico.data.calibration import Drawn, draw, evaluation_samples
 from hf_bico.data.dataset import Samples
+from hf_bico.data.draw import Drawn, draw, evaluation_samples
 from hf_bico.errors import DataUnknownError, EmptyTaskVectorError, UnsuitableMethodError, UsageError
 from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub

@@ -9,7 +9,7 @@ from hf_bico.adapters.adapter import Adapter
 from hf_bico.adapters.config import LORA
 from hf_bico.choosing import TEXT_TO_TEXT
 from hf_bico.classifiers import place_of
-from hf_bico.data.calibration import Drawn
+from hf_bico.data.draw import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.doubts import chance_notice, lineage_doubts
 from hf_bico.heads import taken_in_order

@@ -15,7 +15,7 @@ from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison.cells import Refusal
 from hf_bico.comparison.results import Comparison
-from hf_bico.data.calibration import open_data
+from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.data.text_columns import typed_texts
+from hf_bico.data.columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import recorded_folder

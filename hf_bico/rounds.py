@@ -18,9 +18,9 @@ from torch import Tensor
 from hf_bico.bench import Bench
 from hf_bico.budget import Fit
 from hf_bico.collecting import Shown, Side, collect, show
-from hf_bico.data.augmenting import Copies
-from hf_bico.data.calibration import Drawn
+from hf_bico.data.augmentation import Copies
 from hf_bico.data.dataset import Samples
+from hf_bico.data.draw import Drawn
 from hf_bico.deltas import Deltas
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.families.live import LiveModel

@@ -11,8 +11,8 @@ from typing import Any
 
 from hf_bico.adapters.adapter import Adapter
 from hf_bico.bench import Bench
-from hf_bico.data.calibration import Drawn
 from hf_bico.data.dataset import Samples
+from hf_bico.data.draw import Drawn
 from hf_bico.errors import ColumnError, MissingProcessorError, TokenizersDifferError, UnreadableSampleError
 from hf_bico.families.base import TOKENIZER_FILES
 from hf_bico.families.pretrained import PretrainedModel, load_tokenizer

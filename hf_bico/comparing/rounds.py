@@ -10,7 +10,7 @@ from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
 from hf_bico.comparison.cells import LOSS, Cell, CellKey
-from hf_bico.data.calibration import Drawn
+from hf_bico.data.draw import Drawn
 from hf_bico.heads import heads_of, tuned_target_head
 from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner

@@ -11,15 +11,8 @@ from typing import Any
 from hf_bico.bench import Bench
 from hf_bico.checkpoints import digest_of
 from hf_bico.comparing.grid import Draw, Grid
-from hf_bico.data.calibration import (
-    EVALUATION_SPLITS,
-    Drawn,
-    calibration_split,
-    draw_from,
-    evaluation_samples,
-    open_data,
-)
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.draw import EVALUATION_SPLITS, Drawn, calibration_split, draw_from, evaluation_samples, open_data
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.families.live import ImageModel
 from hf_bico.heads import heads_of

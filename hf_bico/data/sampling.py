@@ -16,6 +16,7 @@ from hf_bico.settings import DEFAULT_SAMPLES, Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 CANDIDATES = 2000
 """Among so many rows, or 10 times as many as are wanted, the nearest or farthest are looked for."""
 NEGLIGIBLE = 1e-6

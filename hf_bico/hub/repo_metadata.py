@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.errors import (
-    BaseUnknownError,
-    DataUnknownError,
-    LineageError,
-    SeveralBasesError,
-    SeveralDataSetsError,
-)
+from hf_bico.errors import BaseUnknownError, DataUnknownError, LineageError, SeveralBasesError, SeveralDataSetsError
 from hf_bico.hub.references import hub_reference
 from hf_bico.utils.files import read_card_metadata, read_object
 

@@ -310,7 +310,7 @@ OF_ONE_SHAPE = ("transfusion", "gradfix")
 def outcome_on(device: str, name: str, **options: Any) -> Any:
     """What a method makes of the target on one device, in float64, with class embeddings made up."""
     from hf_bico.bench import Bench
-    from hf_bico.data.calibration import draw
+    from hf_bico.data.draw import draw
     from hf_bico.methods import METHODS
     from hf_bico.objectives.base import Heads
     from hf_bico.objectives.zero_shot import ZeroShotHead

@@ -12,7 +12,7 @@ import torch
 
 import hf_bico
 from hf_bico import outcomes, preparing
-from hf_bico.data.calibration import draw
+from hf_bico.data.draw import draw
 from hf_bico.lessons import lesson_of
 from hf_bico.methods.training import Lesson
 from hf_bico.models import Model

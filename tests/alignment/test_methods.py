@@ -17,8 +17,8 @@ from torch import Tensor
 
 import hf_bico
 from hf_bico.bench import Bench
-from hf_bico.data.augmenting import Copies
-from hf_bico.data.calibration import draw
+from hf_bico.data.augmentation import Copies
+from hf_bico.data.draw import draw
 from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.factors import Factors
@@ -679,7 +679,7 @@ def test_alpha_scales_a_path_as_a_whole(plain: Case) -> None:
 
 def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     """With altered copies of each, too."""
-    from hf_bico.data.augmenting import Copies
+    from hf_bico.data.augmentation import Copies
     from hf_bico.measuring import logits_of
     from hf_bico.objectives.base import LikelyLabels
 

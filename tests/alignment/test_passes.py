@@ -11,7 +11,7 @@ import torch
 
 import hf_bico
 from hf_bico.bench import Bench
-from hf_bico.data.calibration import draw
+from hf_bico.data.draw import draw
 from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS
 from hf_bico.methods.base import Carrier

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bico.data.augmenting import NOISE, SHIFT, Copies, altered
-from hf_bico.data.calibration import calibration_samples, open_data
+from hf_bico.data.augmentation import NOISE, SHIFT, Copies, altered
 from hf_bico.data.dataset import Samples
+from hf_bico.data.draw import calibration_samples, open_data
 from hf_bico.settings import Settings
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bico.data.calibration import (
+from hf_bico.data.draw import (
     calibration_samples,
     calibration_split,
     draw,

@@ -22,10 +22,10 @@ from huggingface_hub import hf_hub_download
 from PIL import Image
 
 import hf_bico.hub.client
-from hf_bico.data import files as data_files
-from hf_bico.data import row_groups
-from hf_bico.data.calibration import Drawn, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data import loading as data_files
+from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet
+from hf_bico.data.draw import Drawn, draw, evaluation_samples, evaluation_split, open_data
 from hf_bico.errors import (
     BicoError,
     ClassNamesError,
@@ -110,7 +110,7 @@ def sample_paths(drawn: Drawn) -> list[str]:
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(row_groups, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def test_classes_that_are_strings_are_all_found(hub: Hub, in_parts: None, monkey
     assert drawn.data.class_names == tuple(NAMES), "also those of rows that are not read"
     assert len(drawn.data.splits["train"]) < 120
     assert Counter(draw("user/x", Settings(per_class=1)).samples.labels) == dict.fromkeys(range(6), 1)
-    monkeypatch.setattr(row_groups, "LOOKED_AT", 5)
+    monkeypatch.setattr(remote_parquet, "LOOKED_AT", 5)
     with pytest.raises(ClassNamesError, match="too long"):
         draw("user/x", Settings(n=3))
     assert draw("user/x", Settings(n=3, class_names=NAMES)).data.class_names == tuple(NAMES)
@@ -402,7 +402,7 @@ def test_small_parquet_is_pinned_to_its_revision(hub: Hub) -> None:
 OFFLINE = """
 import sys
 from hf_bico.data import files as data_files
-from hf_bico.data.calibration import draw
+from hf_bico.data.draw import draw
 from hf_bico.errors import BicoError
 from hf_bico.settings import Settings
 for name in sys.argv[1:]:
@@ -490,7 +490,7 @@ def test_a_card_that_names_files_of_this_machine(hub: Hub, tmp_path: Path, in_pa
 
 def test_importing_is_light() -> None:
     heavy = {"torch", "datasets", "huggingface_hub"}
-    code = f"import sys, hf_bico.data.row_groups; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, hf_bico.data.remote_parquet; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -566,15 +566,15 @@ def test_a_class_that_has_too_few_rows_stops_nothing(hub: Hub, in_parts: None, m
     hub.create("user/x", type="dataset").commit({"train.parquet": parquet(table("train", labels))})
     drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
     assert sorted(Counter(drawn.samples.labels).values()) == [1, 2, 2, 2, 2, 3]
-    monkeypatch.setattr(row_groups, "LOOKED_AT", 1)
+    monkeypatch.setattr(remote_parquet, "LOOKED_AT", 1)
     assert len(draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False)).samples) == 12
     with pytest.raises(SampleCountError, match="hold too few labels"):
         draw("user/x", Settings(per_class=2, evaluate=False))
 
 
 def test_evenness_stays_within_its_budget(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_groups, "LEAST_BUDGET", 1)
-    monkeypatch.setattr(row_groups, "SHARE", 0)
+    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 1)
+    monkeypatch.setattr(remote_parquet, "SHARE", 0)
     hub.create("user/x", type="dataset").commit(sorted_files("train"))
     drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
     assert len(drawn.data.splits["train"]) == 20, "as many as hold 12 rows"

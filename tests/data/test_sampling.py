@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_bico.data import sampling
-from hf_bico.data.calibration import Drawn, draw, open_data
+from hf_bico.data.draw import Drawn, draw, open_data
 from hf_bico.data.sampling import Strategy, Wanted, centroid_distances, draw_order, shared_evenly
 from hf_bico.errors import SampleCountError
 from hf_bico.settings import SAMPLINGS, Settings
@@ -281,7 +281,7 @@ def test_classes_that_are_not_known_before() -> None:
 
 
 def test_importing_is_light() -> None:
-    code = "import sys, hf_bico.data.sampling, hf_bico.data.augmenting; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, hf_bico.data.sampling, hf_bico.data.augmentation; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -14,13 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hf_bico.data import files as data_files
-from hf_bico.data import row_groups
-from hf_bico.data.augmenting import Copies
-from hf_bico.data.calibration import Drawn, calibration_samples, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data import loading as data_files
+from hf_bico.data import remote_parquet
+from hf_bico.data.augmentation import Copies
+from hf_bico.data.columns import known_task, typed_texts
 from hf_bico.data.dataset import DataSet
-from hf_bico.data.known_tasks import known_task
-from hf_bico.data.text_columns import typed_texts
+from hf_bico.data.draw import Drawn, calibration_samples, draw, evaluation_samples, evaluation_split, open_data
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
@@ -429,7 +428,7 @@ def test_the_record_names_the_columns_and_finds_them_again(row: dict[str, Any], 
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(row_groups, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
 
 
 def parquet(columns: dict[str, Any], path: Path) -> Path:

@@ -27,7 +27,7 @@ from hf_bico.comparing.grid import Grid
 from hf_bico.comparison.cells import CellKey
 from hf_bico.comparison.log import LOG_FILE
 from hf_bico.comparison.results import RESULT_FILES, Comparison
-from hf_bico.data.calibration import Drawn, draw
+from hf_bico.data.draw import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.methods.training import Learner

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from hf_bico import paper
-from hf_bico.data.known_tasks import known_task
+from hf_bico.data.columns import known_task
 from hf_bico.errors import UsageError
 from hf_bico.methods import METHODS
 from hf_bico.settings import SAMPLINGS, Settings

@@ -21,10 +21,10 @@ from click.testing import CliRunner, Result
 
 import hf_bico
 from hf_bico.cli import main
-from hf_bico.data import files as data_files
-from hf_bico.data import row_groups
-from hf_bico.data.calibration import open_data
+from hf_bico.data import loading as data_files
+from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.evaluation import _probe_samples
 from hf_bico.families.live import LiveModel
@@ -261,7 +261,7 @@ def test_probe_of_a_data_set_that_is_read_in_part(
     splits: tuple[str, ...], n: int | None, hub: Hub, monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(row_groups, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
     files = {f"data/{split}-0.parquet": parquet_of(scene, split) for split in splits}
     hub.create("user/pictures", type="dataset").commit(files)
     _, split, training, test = _probe_samples("user/pictures", hf_bico.Settings(n=n), 12, HubClient(), None, IMAGES)

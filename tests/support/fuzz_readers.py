@@ -303,7 +303,7 @@ def read_images(folder: Path) -> object:
 def _drawn(folder: Path, reads: str, pattern: str) -> object:
     import datasets
 
-    from hf_bico.data.calibration import draw
+    from hf_bico.data.draw import draw
     from hf_bico.settings import Settings
 
     data = next(folder.glob(pattern)) if pattern else folder

@@ -11,7 +11,7 @@ import transformers
 
 from hf_bico.bench import Bench
 from hf_bico.choosing import settled
-from hf_bico.data.calibration import draw
+from hf_bico.data.draw import draw
 from hf_bico.heads import heads_of
 from hf_bico.planning import plan
 from hf_bico.plans import Plan

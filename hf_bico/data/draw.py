@@ -1,21 +1,36 @@
-"""Which samples: opening a data set as far as they need it, and drawing from it by a seed.
+"""Calibration and held-out samples; copies among them.
+
+Which samples: opening a data set as far as they need it, and drawing from it by a seed.
 
 Knows splits, rows and labels; neither models nor files. Takes anything that `datasets` loads, or a list of rows.
+
+Samples that are there more than once: among those of calibration, and in what is measured on.
+
+Compares rows as they are stored, byte by byte; knows neither models nor what is measured.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.columns import Columns, Rows, class_names, column_kinds, feature_kinds, find_columns
+from hf_bico.data.columns import (
+    Columns,
+    Rows,
+    class_names,
+    column_kinds,
+    feature_kinds,
+    find_columns,
+    known_task,
+    undecoded,
+)
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.files import ParquetFiles, large_parquet, open_folder, open_whole
-from hf_bico.data.known_tasks import known_task
-from hf_bico.data.row_groups import Chosen, RowGroups
+from hf_bico.data.loading import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.data.remote_parquet import Chosen, RowGroups
 from hf_bico.data.sampling import Strategy, Wanted, draw_order
 from hf_bico.errors import DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
@@ -25,6 +40,7 @@ from hf_bico.utils.samples import IMAGES, TEXTS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
 
@@ -349,3 +365,52 @@ def _given_splits(data: Any) -> Mapping[str, Rows]:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
     return {str(getattr(data, "split", None) or "train"): data}
+
+
+MOST_COPIES = 0.5
+"""Above this share of calibration samples that are copies of others, so many are not what was asked for."""
+MOST_LEAKED = 0.05
+"""Above this share of held-out samples that were calibrated on, what is measured is worth a word: below, it cannot
+move an accuracy by more than so many points."""
+
+
+def repeat_notices(drawn: Drawn, held_out: Samples | None) -> list[str]:
+    """What to know about samples that are copies; `held_out` are those that were measured on."""
+    own = list(_digests(drawn.samples))
+    known, notices = set(own), []
+    if len(own) - len(known) > MOST_COPIES * len(own):
+        notices.append(f"Of the {len(own)} calibration samples only {len(known)} are different.")
+    if held_out is not None:
+        leaked = sum(digest in known for digest in _digests(held_out))
+        if leaked > MOST_LEAKED * len(held_out):
+            notices.append(f"Of the {len(held_out)} samples that were measured on, {leaked} were calibrated on.")
+    return notices
+
+
+def _digests(samples: Samples) -> Iterator[bytes]:
+    """What tells each sample from others, by what it is made of."""
+    rows, image = samples.rows, samples.columns.image
+    if image is not None and hasattr(rows, "cast_column"):
+        rows = undecoded(rows, image)
+    elif image is None and hasattr(rows, "select_columns"):
+        rows = rows.select_columns(list(samples.columns.parts.values()))
+    for index in samples.indices:
+        row = rows[index]
+        found = hashlib.blake2b(digest_size=16)
+        for name in samples.columns.parts.values():
+            found.update(_bytes_of(row[name], trusted=samples.decode is None))
+        yield found.digest()
+
+
+def _bytes_of(value: Any, trusted: bool) -> bytes:
+    """A value as bytes; a file only of one's own data set: what a stranger's points at is not opened for this."""
+    if isinstance(value, dict) and {"bytes", "path"} <= value.keys():
+        if value["bytes"] is not None:
+            return bytes(value["bytes"])
+        file = Path(value["path"])
+        return file.read_bytes() if trusted and file.is_file() else str(file).encode()
+    if hasattr(value, "tobytes"):  # PIL's images and numpy's arrays
+        return f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')} ".encode() + bytes(value.tobytes())
+    if hasattr(value, "numpy"):
+        return bytes(value.detach().cpu().contiguous().numpy().tobytes())
+    return repr(value).encode()

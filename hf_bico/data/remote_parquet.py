@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_bico.data.columns import Columns
-from hf_bico.data.files import ParquetFiles, fetch, image_features, in_parallel, readable
+from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile

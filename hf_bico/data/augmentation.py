@@ -18,6 +18,7 @@ from hf_bico.utils.samples import Answered, Captioned, Chat, Text
 if TYPE_CHECKING:
     from numpy.random import Generator
 
+
 SHIFT = 1 / 16
 """Up to such a share of its width and height a copy is shifted."""
 NOISE = 0.05
