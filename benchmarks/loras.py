@@ -29,11 +29,11 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hf_bico.checkpoints import is_adapter
 from hf_bico.comparing import compare
 from hf_bico.demo.world import World, build
 from hf_bico.extracting import extract
-from hf_bico.factors import energy
+from hf_bico.models.checkpoints import is_adapter
+from hf_bico.models.low_rank import energy
 from hf_bico.pipeline import port
 from hf_bico.task_vector import TaskVector
 from hf_bico.utils.text import format_table

@@ -51,7 +51,7 @@ class Changes:
         self.vector = ported.task_vector
 
     def of(self, name: str) -> Tensor:
-        from hf_bico.factors import dense
+        from hf_bico.models.low_rank import dense
 
         return dense(self.vector[name])
 

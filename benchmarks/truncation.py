@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python benchmarks/truncation.py
 
 Every line is measured in the one run, on a CUDA device where there is one: `torch.linalg.svd` in float32, then the
-two ways of `hf_bico.factors`. A flat spectrum (noise) is the hardest for random projections, a falling one is what
-fine-tuning leaves. `--largest 2048` leaves out the matrices of more rows or columns.
+two ways of `hf_bico.models.low_rank`. A flat spectrum (noise) is the hardest for random projections, a falling one is
+what fine-tuning leaves. `--largest 2048` leaves out the matrices of more rows or columns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico import factors
-from hf_bico.factors import Factors, energy, truncated
+from hf_bico.models import low_rank
+from hf_bico.models.low_rank import Factors, energy, truncated
 
 RANK = 16
 SHAPES = ((768, 768), (3072, 768), (1024, 4096), (4096, 4096))
@@ -70,7 +70,7 @@ def measure(matrix: Tensor, name: str) -> None:
     size = f"{matrix.shape[0]} x {matrix.shape[1]}"
     print(f"{size:>12}  {name:8} {'torch.linalg.svd':18} {plain:9.3f} s")
     chosen = truncated(matrix, RANK)
-    for way, by in (("eigenvectors", factors._by_eigenvectors), ("random projections", factors._randomised)):
+    for way, by in (("eigenvectors", low_rank._by_eigenvectors), ("random projections", low_rank._randomised)):
         taken, found = seconds(partial(by, matrix, RANK), device)
         kept = share_of_best(matrix, found, best)
         mark = "  chosen" if torch.equal(found.left, chosen.left) else ""

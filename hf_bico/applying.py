@@ -9,14 +9,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hf_bico.adapters.adapter import Adapter
-from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.errors import BaseMismatchError, HubUnavailableError, LineageError, NotCachedError, RepoError, UsageError
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.making import Course, Making, make_record
-from hf_bico.models import Model, ModelReference
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.record import ModelRecord, PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.resolving import find_base

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hf_bico.errors import UnsupportedModelError, UsageError
+from hf_bico.models.layout import TEXT_SIDE, Layout
 from hf_bico.settings import PROBE, Settings
-from hf_bico.sites import TEXT_SIDE, Layout
 
 TEXT_TO_TEXT = "text-to-text"
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import ObjectiveError
-from hf_bico.pairing import TextRows, pair_rows, pair_tokens
+from hf_bico.models.hooks import Heard, Losses, Observable, Pass, Stream, TextRows
+from hf_bico.models.layout import Site, SitePair, Tokens
+from hf_bico.pairing import pair_rows, pair_tokens
 from hf_bico.runtime.environment import exact_float32, sent
-from hf_bico.sites import Site, SitePair, Tokens
 from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TARGET, OF_TASK_LOSS, Kind, Statistics, key_of
-from hf_bico.watching import Heard, Losses, Observable, Pass, Stream
 
 
 @dataclass(frozen=True)

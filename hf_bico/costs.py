@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hf_bico.diagnosis.findings import Cost
-from hf_bico.sites import SitePair
+from hf_bico.models.layout import SitePair
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10
 """For each parameter: of a forward pass, of a backward pass, and of a step of AdamW."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import sqrt
 
-from hf_bico.checkpoints import WEIGHT_FILES, FileCheckpoint
-from hf_bico.models import Model
-from hf_bico.opened import Opened
+from hf_bico.models.checkpoints import WEIGHT_FILES, FileCheckpoint
+from hf_bico.models.model import Model, Opened
 from hf_bico.record import EvaluationRecord
 from hf_bico.resolving import Lineage
 from hf_bico.utils.files import read_object
@@ -72,7 +71,7 @@ def _float_types(checkpoint: FileCheckpoint) -> set[str]:
 
 
 def _energy(checkpoint: FileCheckpoint) -> float:
-    from hf_bico.factors import energy
+    from hf_bico.models.low_rank import energy
 
     tensors = (checkpoint.tensor(name) for name in checkpoint.shapes)
     return sum(energy(tensor) for tensor in tensors if tensor.is_floating_point())

@@ -15,7 +15,7 @@ from typing import Any
 from hf_bico.costs import BACKWARD, FORWARD
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from hf_bico.paper import Task
 from hf_bico.reproducing import Job
 from hf_bico.resolving import open_source

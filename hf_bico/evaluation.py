@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_bico.adapters.adapter import Adapter
-from hf_bico.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.choosing import settled
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
@@ -20,8 +18,10 @@ from hf_bico.heads import head_of_model
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
 from hf_bico.hub.repo_metadata import data_of, read_origin
-from hf_bico.measuring import probe_accuracy
-from hf_bico.models import Model, ModelReference
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.models.inference import probe_accuracy
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memory, exact_float32
 from hf_bico.runtime.library_errors import last_net

@@ -6,12 +6,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub, locate
 from hf_bico.making import Course, Making, make_record
-from hf_bico.models import Model, ModelReference, require_same_family
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.layout import Site
+from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.plausibility import changed_part, implausible
 from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
@@ -19,7 +20,6 @@ from hf_bico.resolving import base_of_source, open_source
 from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import require_rank
-from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector
 from hf_bico.utils.progress import Progress, silent
 

@@ -12,8 +12,8 @@ from math import sqrt
 
 from torch import Tensor
 
-from hf_bico.factors import Change, Factors, energy
 from hf_bico.methods.base import SiteDelta, SiteDescent
+from hf_bico.models.low_rank import Change, Factors, energy
 from hf_bico.record import ForesightRecord
 from hf_bico.statistics import Descent, TaskSum
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_bico.adapters.writing import BaseName, Fitted, kept_of, write_adapter
-from hf_bico.checkpoints import Checkpoint, FileCheckpoint
 from hf_bico.classifiers import HeadForm, JoinedCheckpoint
-from hf_bico.deltas import Deltas, add_delta
 from hf_bico.errors import NonFiniteWeightsError, OutputError
-from hf_bico.factors import Change, energy, is_finite
-from hf_bico.models import Model
+from hf_bico.models.adapters.writing import BaseName, Fitted, kept_of, write_adapter
+from hf_bico.models.checkpoints import Checkpoint, FileCheckpoint
+from hf_bico.models.deltas import Deltas, add_delta
+from hf_bico.models.layout import Site
+from hf_bico.models.low_rank import Change, energy, is_finite
+from hf_bico.models.model import Model
 from hf_bico.patching import write_full
-from hf_bico.sites import Site
 from hf_bico.task_vector import TaskVector, fit_to
 
 

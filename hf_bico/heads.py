@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.bench import Bench
 from hf_bico.classifiers import HeadForm, head_of, place_of
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import Drawn
 from hf_bico.errors import ClassNamesError, DataUnknownError, UnsuitableMethodError, UnsupportedModelError
-from hf_bico.families.live import LiveModel
 from hf_bico.hub.repo_metadata import only_count
-from hf_bico.measuring import features_of
-from hf_bico.models import Model
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.inference import features_of
+from hf_bico.models.model import Model
 from hf_bico.objectives.base import Head, Heads
 from hf_bico.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
 from hf_bico.objectives.contrastive import ContrastHead, caption_head

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.drawing import INK
+from hf_bico.models.layout import TEXT_SIDE, role_labels
 from hf_bico.record import SiteRecord
-from hf_bico.sites import TEXT_SIDE, role_labels
 
 if TYPE_CHECKING:
     import numpy as np

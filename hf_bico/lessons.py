@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bico.checkpoints import digest_of
 from hf_bico.data.dataset import Samples
-from hf_bico.families.base import TEXT_TOWER
-from hf_bico.families.live import ImageModel, LiveModel
 from hf_bico.methods.training import Lesson
+from hf_bico.models.checkpoints import digest_of
+from hf_bico.models.families.base import TEXT_TOWER
+from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.objectives.base import Head, Question
 
 LOOKED_AT = 64

@@ -13,12 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hf_bico.adapters.routes import NOT_LINEAR
 from hf_bico.cards.card import write_card
 from hf_bico.forms import Form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions, push_folder
-from hf_bico.models import Model
+from hf_bico.models.adapters.writing import NOT_LINEAR
+from hf_bico.models.model import Model
 from hf_bico.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.recording import model_record, rounding_notices
 from hf_bico.runtime.environment import Stopwatch, installed_versions

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from hf_bico.errors import UsageError
-from hf_bico.sites import TEXT_SIDE, Layout, SitePair
+from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 
 
 def blocks_by_index(source_blocks: int, target_blocks: int) -> list[int]:

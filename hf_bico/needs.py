@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hf_bico.sites import Layout, Site, SitePair, descent_sites
+from hf_bico.models.layout import Layout, Site, SitePair, descent_sites
 from hf_bico.workspace import BATCH_BYTES, COPIES
 
 FLOAT64, FLOAT32 = 8, 4

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_bico.data.dataset import Samples
-from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.foresight import foresee
 from hf_bico.lessons import lesson_of
 from hf_bico.methods.base import Carried, Carrier, Method, SiteDelta, Trainer
 from hf_bico.methods.training import Trained
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.layout import SitePair
 from hf_bico.readout import Readout
 from hf_bico.record import ForesightRecord
 from hf_bico.report import Report
 from hf_bico.rounds import Round
-from hf_bico.sites import SitePair
 from hf_bico.transport import account, gather
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
 
@@ -11,18 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.errors import ModelError
-from hf_bico.sites import Tokens
-
-
-@dataclass(frozen=True)
-class TextRows:
-    """The tokens of a batch of texts, (samples, tokens), and which of them are real and no padding.
-
-    In main memory where they are looked at: a device is not waited for.
-    """
-
-    ids: Tensor
-    mask: Tensor
+from hf_bico.models.hooks import TextRows
+from hf_bico.models.layout import Tokens
 
 
 def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:

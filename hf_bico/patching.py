@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hf_bico.checkpoints import FileCheckpoint, tensor_offsets
-from hf_bico.deltas import Deltas, add_delta
+from hf_bico.models.checkpoints import FileCheckpoint, tensor_offsets
+from hf_bico.models.deltas import Deltas, add_delta
 
 
 def write_full(target: FileCheckpoint, vector: Deltas, folder: Path) -> list[Path]:

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
-from hf_bico.families.base import TEXT_TOWER
-from hf_bico.families.generic import require_same_kind
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.hub.retries import is_offline
 from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
-from hf_bico.models import Model, ModelReference, require_same_family
-from hf_bico.overlaps import overlap
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.families.base import TEXT_TOWER
+from hf_bico.models.families.generic import require_same_kind
+from hf_bico.models.layout import Layout
+from hf_bico.models.model import Model, ModelReference, require_same_family
+from hf_bico.models.name_matching import overlap
 from hf_bico.plans import Plan
 from hf_bico.resolving import Lineage, resolve
 from hf_bico.runtime.library_errors import last_net
-from hf_bico.sites import Layout
 
 UNMATCHED = "no counterpart in the target"
 

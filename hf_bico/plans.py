@@ -12,16 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.budget import BATCH, BATCH_ON_CPU, Fit, Limits, fit
-from hf_bico.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.errors import EmptyTaskVectorError
-from hf_bico.families.base import TEXT_TOWER, VISION_TOWER
-from hf_bico.models import Model
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
+from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
+from hf_bico.models.layout import Site, SitePair
+from hf_bico.models.model import Model
 from hf_bico.needs import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Held, needs_of
 from hf_bico.resolving import Lineage
 from hf_bico.runtime.output import require_room
-from hf_bico.sites import Site, SitePair
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text

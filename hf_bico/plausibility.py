@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bico.checkpoints import Checkpoint
-from hf_bico.deltas import Deltas
 from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
-from hf_bico.factors import Change, Factors, energy, is_zero
-from hf_bico.sites import Site, Slot
+from hf_bico.models.checkpoints import Checkpoint
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.layout import Site, Slot
+from hf_bico.models.low_rank import Change, Factors, energy, is_zero
 
 IMPLAUSIBLE = 0.9
 """The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""

@@ -16,7 +16,7 @@ from hf_bico.errors import UsageError
 from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions, push_folder
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from hf_bico.record import OutputRecord, Record, SiteRecord
 from hf_bico.recording import with_output
 from hf_bico.report import Report

@@ -22,6 +22,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS
 from hf_bico.methods.aligning import Aligner
 from hf_bico.methods.base import Method, Trainer
+from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.objectives.base import Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
@@ -30,7 +31,6 @@ from hf_bico.rounds import no_predictions, require_enough_to_mispair
 from hf_bico.runtime.distributed import ALONE, Team, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
-from hf_bico.sites import TEXT_SIDE
 from hf_bico.text_checks import require_readable, require_tokenizers
 from hf_bico.utils.samples import TEXTS
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hf_bico.models.layout import role_labels
 from hf_bico.record import LeftRecord, SiteRecord
-from hf_bico.sites import role_labels
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.adapters.adapter import Adapter, is_peft_model
-from hf_bico.checkpoints import WEIGHT_FILES, holds_layout, is_adapter
 from hf_bico.errors import (
     BaseUnknownError,
     DataUnknownError,
@@ -26,7 +24,9 @@ from hf_bico.errors import (
 from hf_bico.hub.client import Hub, HubRepo, Place, at_hub, locate
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, hub_reference, parse
 from hf_bico.hub.repo_metadata import Origin, base_of, data_of, read_origin
-from hf_bico.models import Model, ModelReference
+from hf_bico.models.adapters.adapter import Adapter, is_peft_model
+from hf_bico.models.checkpoints import WEIGHT_FILES, holds_layout, is_adapter
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.utils.files import expanded
 
 _MOST_PARENTS = 4

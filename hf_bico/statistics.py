@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import NonFiniteWeightsError
+from hf_bico.models.hooks import Losses
+from hf_bico.models.layout import SitePair
 from hf_bico.procrustes import Rows
 from hf_bico.runtime.environment import sent
-from hf_bico.sites import SitePair
-from hf_bico.watching import Losses
 
 
 class Kind(StrEnum):

@@ -14,20 +14,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hf_bico.adapters.adapter import Adapter
-from hf_bico.adapters.writing import BaseName, Fitted, fit, write_adapter
 from hf_bico.cards.card import CARD_FILE
 from hf_bico.cards.vector_card import render_vector_card
-from hf_bico.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, is_adapter
-from hf_bico.delta_file import MADE_FROM, read_delta, write_delta
-from hf_bico.deltas import Deltas, Difference, Terms
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
-from hf_bico.factors import Change
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.push import Pushed, PushOptions, push_folder, require_pushable
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
-from hf_bico.models import Model, ModelReference, fetch_checkpoint
-from hf_bico.overlaps import Overlap, align_names
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.adapters.writing import BaseName, Fitted, fit, write_adapter
+from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, is_adapter
+from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
+from hf_bico.models.low_rank import Change
+from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
+from hf_bico.models.name_matching import Overlap, align_names
 from hf_bico.record import read_any
 from hf_bico.resolving import base_of_source, find_base
 from hf_bico.runtime.library_errors import last_net
@@ -46,7 +45,7 @@ class TaskVector(Deltas):
     A LoRA's changes stay factors, in sums too; as a mapping a vector gives dense tensors.
 
     >>> import torch
-    >>> from hf_bico.checkpoints import MemoryCheckpoint
+    >>> from hf_bico.models.checkpoints import MemoryCheckpoint
     >>> base = {"w": torch.zeros(2), "same": torch.ones(2)}
     >>> tuned = {"w": torch.ones(2), "same": torch.ones(2)}
     >>> tau = TaskVector.from_models(MemoryCheckpoint(tuned), base=MemoryCheckpoint(base))
@@ -70,7 +69,7 @@ class TaskVector(Deltas):
         places = align_names(self, model.state_dict())
         if not hasattr(model, "base_model_prefix") or len(places) == len(self):
             return super()._apply(model)
-        from hf_bico.families.module_layout import stored_names
+        from hf_bico.models.families.modules import stored_names
 
         shapes = {name: tuple(self.change(name).shape) for name in self}
         names = {stored: own for own, stored in stored_names(model, shapes).items()}

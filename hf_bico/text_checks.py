@@ -9,18 +9,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.bench import Bench
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import Drawn
 from hf_bico.errors import ColumnError, MissingProcessorError, TokenizersDifferError, UnreadableSampleError
-from hf_bico.families.base import TOKENIZER_FILES
-from hf_bico.families.pretrained import PretrainedModel, load_tokenizer
-from hf_bico.families.text_models import CausalModel, TextModel
-from hf_bico.models import Model
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.families.base import TOKENIZER_FILES
+from hf_bico.models.families.pretrained import PretrainedModel, load_tokenizer
+from hf_bico.models.families.text_models import CausalModel, TextModel
+from hf_bico.models.model import Model
+from hf_bico.models.tokenization import no_template, pairable
 from hf_bico.resolving import Lineage
 from hf_bico.settings import DEFAULT_MEASURED
-from hf_bico.tokenising import no_template, pairable
 from hf_bico.utils.samples import TEXTS, Answered, Chat, Text
 
 FEW_MOVED = 0.05

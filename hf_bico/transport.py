@@ -12,14 +12,14 @@ from statistics import mean
 
 import torch
 
-from hf_bico.checkpoints import Checkpoint
-from hf_bico.deltas import Deltas
-from hf_bico.factors import Change, Factors, dense, energy, stacked, total
 from hf_bico.methods.base import Carried, SiteDelta
+from hf_bico.models.checkpoints import Checkpoint
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.layout import Site, SitePair, Slot
+from hf_bico.models.low_rank import Change, Factors, dense, energy, stacked, total
 from hf_bico.plausibility import changed_part
 from hf_bico.record import LeftRecord, SiteRecord
 from hf_bico.report import Report
-from hf_bico.sites import Site, SitePair, Slot
 
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:

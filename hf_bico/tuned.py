@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bico.checkpoints import digest_of
-from hf_bico.deltas import Deltas
 from hf_bico.errors import BaseMismatchError
-from hf_bico.factors import Factors
 from hf_bico.hub.client import Hub, locate
-from hf_bico.models import Model, ModelReference
+from hf_bico.models.checkpoints import digest_of
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.resolving import open_source
 from hf_bico.task_vector import TaskVector
 

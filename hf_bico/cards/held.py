@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_bico.models.layout import OTHER_ROLES, role_labels
 from hf_bico.record import LayerRecord, OutputRecord, SiteRecord
-from hf_bico.sites import OTHER_ROLES, role_labels
 
 OPEN_CLIP = "open_clip ViT"
 _EXACT = "exact"

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hf_bico.bench import Bench
-from hf_bico.checkpoints import digest_of
 from hf_bico.choosing import settled
 from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
@@ -30,7 +29,8 @@ from hf_bico.hub.client import Hub
 from hf_bico.methods import METHODS
 from hf_bico.methods.base import Trainer
 from hf_bico.methods.finetune import remove_checkpoint
-from hf_bico.models import Model, ModelReference
+from hf_bico.models.checkpoints import digest_of
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.planning import matched, plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import require_projection

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_bico.bench import Bench
-from hf_bico.checkpoints import digest_of
 from hf_bico.comparing.grid import Draw, Grid
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import EVALUATION_SPLITS, Drawn, calibration_split, draw_from, evaluation_samples, open_data
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
-from hf_bico.families.live import ImageModel
 from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
-from hf_bico.measuring import Batched, Prepared
+from hf_bico.models.checkpoints import digest_of
+from hf_bico.models.families.live import ImageModel
+from hf_bico.models.inference import Batched, Prepared
 from hf_bico.objectives.base import Heads
 from hf_bico.plans import Plan
 from hf_bico.preparing import training_samples

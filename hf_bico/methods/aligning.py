@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_bico.factors import between, energy
 from hf_bico.methods.base import Carried, Carrier, MapFacts, Seen, SiteDelta
+from hf_bico.models.layout import SitePair
+from hf_bico.models.low_rank import between, energy
 from hf_bico.procrustes import OrthogonalMap, polar
-from hf_bico.sites import SitePair
 from hf_bico.statistics import Kind, key_of
 
 Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]

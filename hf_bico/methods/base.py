@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from hf_bico.checkpoints import Checkpoint
 from hf_bico.errors import UnsuitableMethodError
-from hf_bico.factors import Change
+from hf_bico.models.checkpoints import Checkpoint
+from hf_bico.models.layout import Layout, SitePair
+from hf_bico.models.low_rank import Change
 from hf_bico.settings import Settings
-from hf_bico.sites import Layout, SitePair
 from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
 from hf_bico.utils.progress import Progress
 

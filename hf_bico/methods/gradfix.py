@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_bico.factors import dense
 from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta, require_same_shapes
-from hf_bico.sites import Layout, SitePair
+from hf_bico.models.layout import Layout, SitePair
+from hf_bico.models.low_rank import dense
 from hf_bico.statistics import Kind, ParameterGradient
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_bico.factors import Change, Factors
 from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta
-from hf_bico.sites import SitePair
+from hf_bico.models.layout import SitePair
+from hf_bico.models.low_rank import Change, Factors
 
 
 class Naive(Carrier):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
-from hf_bico.factors import Change, Factors
 from hf_bico.methods.base import Carried, Carrier, Pretrained, Seen, SiteDelta
+from hf_bico.models.layout import Layout, Site, SitePair
+from hf_bico.models.low_rank import Change, Factors
 from hf_bico.settings import Settings
-from hf_bico.sites import Layout, Site, SitePair
 
 MOST_ROUNDS = 100
 """A bound that is not met: the objective rises with every round but the last, and a handful is enough."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.families.live import LiveModel
-from hf_bico.measuring import Batched, accuracy, logits_of
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.hooks import Losses
+from hf_bico.models.inference import Batched, accuracy, logits_of
 from hf_bico.runtime.environment import sent
-from hf_bico.watching import Losses
 
 MOST_LABELS = 10
 """So many labels of each sample are differentiated, one backward pass each."""

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from hf_bico.contrastive import PairGradients, mean_contrastive_loss
 from hf_bico.errors import ObjectiveError
-from hf_bico.families.live import ClipModel, LiveModel
-from hf_bico.measuring import Batched
+from hf_bico.models.families.live import ClipModel, LiveModel
+from hf_bico.models.hooks import Losses, TextRows
+from hf_bico.models.inference import Batched
 from hf_bico.objectives.base import Head, Question
 from hf_bico.objectives.zero_shot import zero_shot_head
-from hf_bico.pairing import TextRows
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Captioned
-from hf_bico.watching import Losses
 
 
 @dataclass(frozen=True)

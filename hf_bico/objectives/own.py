@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_bico.errors import ObjectiveError
-from hf_bico.families.live import ImageModel, LiveModel
-from hf_bico.families.text_models import TextModel
-from hf_bico.measuring import Batched
+from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.families.text_models import TextModel
+from hf_bico.models.hooks import Losses
+from hf_bico.models.inference import Batched
+from hf_bico.models.tokenization import TokenBatch
 from hf_bico.objectives.base import Head, Question
 from hf_bico.runtime.environment import sent
-from hf_bico.tokenising import TokenBatch
-from hf_bico.watching import Losses
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.errors import ClassNamesError, UnsupportedModelError
-from hf_bico.families.live import ClipModel, LiveModel
+from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.objectives.base import Classifier
 
 PROMPT_BATCH = 256

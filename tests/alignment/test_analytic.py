@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from support.rotated_clips import (
     TOY,
     Rotated,

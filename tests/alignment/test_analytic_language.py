@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import hf_bico
-from hf_bico.factors import Factors
-from hf_bico.models import Model
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model
 from support.language_toys import pair_rows, sentences, write_decoder, write_t5
 from support.rotated_language import InDouble, Rows, Turn, observe, rotated_copy, with_plain_norms
 

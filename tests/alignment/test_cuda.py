@@ -20,16 +20,16 @@ import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.budget import Fit
 from hf_bico.collecting import Side, collect
-from hf_bico.families.base import Spread
-from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods.base import Seen
 from hf_bico.methods.bico import Bico
+from hf_bico.models.families.base import Spread
+from hf_bico.models.families.transformers_clip import TransformersClip
+from hf_bico.models.hooks import Losses
 from hf_bico.plans import Plan
 from hf_bico.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.statistics import Kind, Statistics
-from hf_bico.watching import Losses
 
 pytestmark = [
     pytest.mark.cuda,
@@ -258,7 +258,7 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 def test_port_of_a_lora_on_the_gpu(
     shapes: tuple[dict[str, int], ...], blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_bico.factors import Factors
+    from hf_bico.models.low_rank import Factors
 
     depth = {} if blocks is None else {"blocks": blocks}
     base, target = (tower(**{**shape, **depth}, seed=seed) for seed, shape in enumerate(shapes))
@@ -287,7 +287,7 @@ def test_port_of_a_lora_on_the_gpu(
 
 
 def test_truncation_on_the_gpu_equals_the_cpus() -> None:
-    from hf_bico.factors import energy, truncated
+    from hf_bico.models.low_rank import energy, truncated
 
     generator = torch.Generator().manual_seed(0)
     for shape, rank in (((96, 64), 8), ((64, 96), 0.9), ((1200, 1100), 16)):

@@ -19,12 +19,12 @@ import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.data.augmentation import Copies
 from hf_bico.data.draw import draw
-from hf_bico.deltas import Deltas
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.factors import Factors
 from hf_bico.heads import heads_of
 from hf_bico.methods import METHODS
-from hf_bico.models import Model
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model
 from hf_bico.objectives.base import MOST_LABELS
 from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.outcomes import outcome_of
@@ -680,7 +680,7 @@ def test_alpha_scales_a_path_as_a_whole(plain: Case) -> None:
 def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     """With altered copies of each, too."""
     from hf_bico.data.augmentation import Copies
-    from hf_bico.measuring import logits_of
+    from hf_bico.models.inference import logits_of
     from hf_bico.objectives.base import LikelyLabels
 
     round = plain.round(mispaired=True, method="bico-fisher", augment=2)

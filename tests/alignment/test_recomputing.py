@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_bico.recomputing import recomputed as made_thrifty
-from hf_bico.watching import Trace
+from hf_bico.models.hooks import Trace
+from hf_bico.models.hooks import recomputed as made_thrifty
 
 pytestmark = pytest.mark.quick
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hf_bico.collecting import Side, collect
+from hf_bico.models.hooks import Losses, Trace
+from hf_bico.models.layout import Site, SitePair, Slot, Tokens
 from hf_bico.pairing import pair_rows
-from hf_bico.sites import Site, SitePair, Slot, Tokens
 from hf_bico.statistics import CrossCovariance, Kind
-from hf_bico.watching import Losses, Trace
 
 pytestmark = pytest.mark.quick
 

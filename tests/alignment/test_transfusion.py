@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_bico.checkpoints import MemoryCheckpoint
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
-from hf_bico.factors import Factors
-from hf_bico.families.openclip import OpenClip
-from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.methods.base import Pretrained, Seen, SiteDelta
 from hf_bico.methods.transfusion import RESIDUAL, Matching, Term, TransFusion, assign, match_heads
+from hf_bico.models.checkpoints import MemoryCheckpoint
+from hf_bico.models.families.open_clip import OpenClip
+from hf_bico.models.families.transformers_clip import TransformersClip
+from hf_bico.models.layout import Layout, Site, SitePair
+from hf_bico.models.low_rank import Factors
 from hf_bico.settings import Settings
-from hf_bico.sites import Layout, Site, SitePair
 from support.toys import Toy, open_clip_config, random_state, to_transformers, transformers_config
 
 pytestmark = pytest.mark.quick

@@ -32,7 +32,7 @@ from hf_bico.errors import (
     UnsuitableMethodError,
     UsageError,
 )
-from hf_bico.sites import Site, SitePair, Slot
+from hf_bico.models.layout import Site, SitePair, Slot
 from support import hub_scenes, reference
 from support.hub import Hub
 from support.language_toys import fine_tuned, sentences, write_decoder, write_t5

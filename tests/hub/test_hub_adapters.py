@@ -14,7 +14,7 @@ from transformers import CLIPModel
 
 import hf_bico
 from hf_bico.cli import main
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from support import forks
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, TARGET, publish

@@ -28,7 +28,7 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.client import Hub as Client
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from hf_bico.planning import plan
 from support import forks
 from support.hub import Fault, Hub

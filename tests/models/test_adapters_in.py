@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_bico.adapters.config import BY_PEFT, LORA
 from hf_bico.errors import (
     AdapterError,
     BaseMismatchError,
@@ -25,8 +24,9 @@ from hf_bico.errors import (
     PickledWeightsError,
     UnsupportedAdapterError,
 )
-from hf_bico.factors import Factors
 from hf_bico.hub.references import LOCAL
+from hf_bico.models.adapters.config import BY_PEFT, LORA
+from hf_bico.models.low_rank import Factors
 from hf_bico.task_vector import TaskVector
 from support.adapters import (
     CONFIG,

@@ -19,11 +19,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_bico.adapters.writing import Fitted
-from hf_bico.checkpoints import MemoryCheckpoint
 from hf_bico.errors import BaseMismatchError, BaseUnknownError, EmptyTaskVectorError, RankError
-from hf_bico.factors import Factors, dense, energy
-from hf_bico.models import Model
+from hf_bico.models.adapters.writing import Fitted
+from hf_bico.models.checkpoints import MemoryCheckpoint
+from hf_bico.models.low_rank import Factors, dense, energy
+from hf_bico.models.model import Model
 from hf_bico.task_vector import TaskVector
 from support.hub import Hub
 from support.hub_scenes import BASE_CARD, upload
@@ -422,7 +422,7 @@ def test_the_doubled_out_proj_of_multihead_attention_never_reaches_a_user(folder
 
 def test_an_attention_of_several_widths_is_not_given_to_lora(tmp_path: Path) -> None:
     """Without a packed matrix too, nn.MultiheadAttention never calls its out_proj as a module."""
-    from hf_bico.adapters.writing import BaseName, fit, write_adapter
+    from hf_bico.models.adapters.writing import BaseName, fit, write_adapter
 
     model = _Pooler().eval()
     generator = torch.Generator().manual_seed(0)

@@ -10,9 +10,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
-from hf_bico.checkpoints import FileCheckpoint
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
-from hf_bico.overlaps import align_names
+from hf_bico.models.checkpoints import FileCheckpoint
+from hf_bico.models.name_matching import align_names
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_bico import factors
-from hf_bico.factors import Change, Factors, between, dense, energy, is_finite, is_zero, stacked, total, truncated
+from hf_bico.models import low_rank
+from hf_bico.models.low_rank import (
+    Change,
+    Factors,
+    between,
+    dense,
+    energy,
+    is_finite,
+    is_zero,
+    stacked,
+    total,
+    truncated,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -276,8 +287,8 @@ def test_the_two_factors_are_of_one_size() -> None:
 
 @pytest.fixture
 def small_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factors, "RANDOMISED_FROM", 8)
-    monkeypatch.setattr(factors, "_by_eigenvectors", None)  # nothing but random projections may be used
+    monkeypatch.setattr(low_rank, "RANDOMISED_FROM", 8)
+    monkeypatch.setattr(low_rank, "_by_eigenvectors", None)  # nothing but random projections may be used
 
 
 SPECTRA: dict[str, Callable[[int, int], Tensor]] = {
@@ -301,7 +312,7 @@ def test_random_projections_keep_nearly_the_best_energy(name: str, shape: tuple[
 
 @pytest.mark.parametrize("name", ["flat", "slow"])
 def test_random_projections_of_a_matrix_of_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factors, "_by_eigenvectors", None)
+    monkeypatch.setattr(low_rank, "_by_eigenvectors", None)
     whole = SPECTRA[name](1100, 1300)
     best = float(torch.linalg.eigvalsh(whole.double() @ whole.double().T)[-16:].sum())
     found = truncated(whole, 16)
@@ -332,8 +343,8 @@ def test_random_projections_give_the_same_bytes_and_touch_no_seed() -> None:
 def test_a_large_rank_or_a_share_is_found_by_all_singular_values(
     rank: int | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(factors, "RANDOMISED_FROM", 8)
-    monkeypatch.setattr(factors, "_randomised", None)
+    monkeypatch.setattr(low_rank, "RANDOMISED_FROM", 8)
+    monkeypatch.setattr(low_rank, "_randomised", None)
     whole = random(60, 70)
     found = truncated(whole, rank)
     assert abs(error(whole, found) - float(singular_energies(whole)[found.rank :].sum())) <= 1e-6 * energy(whole)

@@ -20,9 +20,9 @@ from hf_bico.errors import (
     UnreadableSampleError,
     UnsupportedModelError,
 )
-from hf_bico.families.live import LiveModel
-from hf_bico.families.openclip import OpenClip
-from hf_bico.models import Model
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.open_clip import OpenClip
+from hf_bico.models.model import Model
 from support.toys import WRITERS, Toy, fingerprint, random_state
 
 pytestmark = pytest.mark.quick
@@ -305,7 +305,7 @@ def test_every_tensor_of_the_tower_is_a_site_or_runs_over_the_residual_stream(tm
 
 
 def test_heads_that_the_configuration_does_not_give_are_the_librarys_own() -> None:
-    from hf_bico.families.transformers_clip import TransformersClip
+    from hf_bico.models.families.transformers_clip import TransformersClip
     from support.toys import to_transformers
 
     toy = Toy(width=192, heads=3, blocks=1)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hf_bico
-from hf_bico import families
 from hf_bico.collecting import Side, collect
 from hf_bico.errors import (
     BrokenWeightsError,
@@ -28,17 +27,18 @@ from hf_bico.errors import (
     UnknownFamilyError,
     UnsupportedModelError,
 )
-from hf_bico.families.generic import Generic, require_same_kind
-from hf_bico.families.live import LiveModel
-from hf_bico.families.module_layout import module_layout
 from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.models import Model
+from hf_bico.models import families
+from hf_bico.models.families.generic import Generic, require_same_kind
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.modules import module_layout
+from hf_bico.models.hooks import Losses
+from hf_bico.models.layout import MOST_ROLES, OTHER_ROLES, SitePair, role_labels
+from hf_bico.models.model import Model
 from hf_bico.objectives.own import Batch
 from hf_bico.pairing import pair_rows
-from hf_bico.sites import MOST_ROLES, OTHER_ROLES, SitePair, role_labels
 from hf_bico.statistics import Kind
 from hf_bico.utils.samples import TEXTS
-from hf_bico.watching import Losses
 from support.rotated_clips import random_rotation, rotation_fixing_ones
 from support.toys import WRITERS, Toy, random_rows, random_state
 
@@ -717,7 +717,7 @@ def test_images_by_the_models_own_processor_and_tensors_as_they_are(tmp_path: Pa
 def test_planning_known_families_imports_no_torch(tmp_path: Path) -> None:
     path = WRITERS["transformers"](tmp_path / "model", Toy(), random_state(Toy(), 0))
     code = (
-        "import sys; from hf_bico.models import Model; "
+        "import sys; from hf_bico.models.model import Model; "
         f"Model.open({str(path)!r}, 'a model'); print('torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,12 +21,12 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_bico
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, UnsupportedModelError
-from hf_bico.families import family_of
-from hf_bico.families.live import ImageModel, LiveModel
-from hf_bico.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel
-from hf_bico.models import Model
+from hf_bico.models.families import family_of
+from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel
+from hf_bico.models.model import Model
+from hf_bico.models.tokenization import TokenBatch
 from hf_bico.task_vector import TaskVector
-from hf_bico.tokenising import TokenBatch
 from hf_bico.utils.samples import IMAGES, TEXTS, Answered, Text
 from support.adapters import Base, adapted, assert_same, by_peft, lora, saved
 from support.language_toys import (
@@ -398,7 +398,7 @@ def test_weights_that_lack_a_tensor_are_refused(lost: str, tmp_path: Path) -> No
 def test_planning_these_families_imports_no_torch(folders: dict[str, Path]) -> None:
     paths = [str(folders[name]) for name in ("llama", "gpt2", "t5", "bert", "distilbert", "vit, classifier")]
     code = (
-        "import sys; from hf_bico.models import Model; "
+        "import sys; from hf_bico.models.model import Model; "
         f"print([Model.open(path, 'a model').family.name for path in {paths!r}], 'torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico.families import FAMILIES
-from hf_bico.models import Model
+from hf_bico.models.families import FAMILIES
+from hf_bico.models.model import Model
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, weights_of
 
 pytestmark = pytest.mark.quick

@@ -27,10 +27,10 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.evaluation import _probe_samples
-from hf_bico.families.live import LiveModel
 from hf_bico.hub.client import Hub as HubClient
-from hf_bico.measuring import accuracy, features_of, logits_of, probe_accuracy
-from hf_bico.models import Model
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.inference import accuracy, features_of, logits_of, probe_accuracy
+from hf_bico.models.model import Model
 from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
 from hf_bico.utils.samples import IMAGES
 from support import forks
@@ -197,7 +197,7 @@ def alone(code: str, **environment: str) -> forks.Running:
     return forks.start(code=guard + code, env={**os.environ, "HF_ENDPOINT": endpoint, **environment})
 
 
-MEASURE = "from hf_bico.measuring import accuracy\nprint([accuracy([0, 1], [0, n % 2]) for n in range(20)])"
+MEASURE = "from hf_bico.models.inference import accuracy\nprint([accuracy([0, 1], [0, n % 2]) for n in range(20)])"
 MEASURED = f"{[0.5, 1.0] * 10}\n"
 
 
@@ -218,7 +218,7 @@ def test_two_processes_with_one_new_cache(tmp_path: Path) -> None:
 
 
 def test_import_loads_neither_evaluate_nor_scikit_learn() -> None:
-    code = "import sys, hf_bico.measuring, hf_bico.evaluation\nprint({'evaluate', 'sklearn'} & set(sys.modules))"
+    code = "import sys, hf_bico.models.inference, hf_bico.evaluation\nprint({'evaluate', 'sklearn'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 import hf_bico
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.evaluation import evaluate_model
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from hf_bico.objectives.base import Question
 from hf_bico.objectives.language import LanguageHead
 from hf_bico.utils.samples import Text

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
-from hf_bico.tokenising import UNLEARNT, TokenBatch, longest, pairable, text_to_text, tokenise
+from hf_bico.models.tokenization import UNLEARNT, TokenBatch, longest, pairable, text_to_text, tokenise
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 from support.language_toys import CHARACTERS, POSITIONS, SPECIAL, qwen2_tokenizer, text_tokenizer
 

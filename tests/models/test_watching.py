@@ -21,20 +21,18 @@ import hf_bico
 from hf_bico.bench import Bench
 from hf_bico.cli import main
 from hf_bico.collecting import Side, collect
-from hf_bico.deltas import Deltas
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
-from hf_bico.families.live import ImageModel, LiveModel
-from hf_bico.families.text_models import CausalModel
-from hf_bico.models import Model
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.families.text_models import CausalModel
+from hf_bico.models.hooks import Losses, Stream, TextRows, kept_away
+from hf_bico.models.layout import Site, SitePair, Slot
+from hf_bico.models.model import Model
 from hf_bico.objectives.base import Question
 from hf_bico.objectives.own import OwnHead
-from hf_bico.offloaded import kept_away
-from hf_bico.pairing import TextRows
 from hf_bico.runtime.environment import halving_batches
-from hf_bico.sites import Site, SitePair, Slot
 from hf_bico.statistics import Kind
 from hf_bico.utils.samples import Text
-from hf_bico.watching import Losses, Stream
 from support.language_toys import fine_tuned, sentences, write_decoder, write_encoder, write_t5, write_vit
 from support.scenes import Scene, make_scene
 from support.toys import WRITERS, Toy, random_state

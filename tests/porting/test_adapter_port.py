@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_bico
-from hf_bico.adapters.adapter import Adapter
 from hf_bico.cli import main
 from hf_bico.errors import EmptyTaskVectorError, UsageError
-from hf_bico.factors import Factors
 from hf_bico.hub.client import locate
-from hf_bico.models import Model
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model
 from hf_bico.record import read_record
 from support.adapter_ports import CPU, forbid_dense, port, ported_as_dense, write_lora
 from support.scenes import Scene, make_scene

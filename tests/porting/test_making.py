@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import hf_bico
-from hf_bico.checkpoints import open_safetensors
 from hf_bico.cli import main
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError
-from hf_bico.factors import Factors
-from hf_bico.models import Model
+from hf_bico.models.checkpoints import open_safetensors
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model
 from hf_bico.record import Made, read_any, read_record
 from support.adapter_ports import CPU, write_lora
 from support.hub import Hub

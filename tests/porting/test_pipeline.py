@@ -28,7 +28,7 @@ from hf_bico.errors import (
     UsageError,
 )
 from hf_bico.evaluation import evaluate_model
-from hf_bico.models import Model
+from hf_bico.models.model import Model
 from support import forks
 from support.scenes import SOURCE, Scene, make_scene
 from support.toys import CLASS_NAMES, build_tokenizer, random_rows

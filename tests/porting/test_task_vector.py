@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_bico.checkpoints import FileCheckpoint, MemoryCheckpoint
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
+from hf_bico.models.checkpoints import FileCheckpoint, MemoryCheckpoint
 from hf_bico.task_vector import TaskVector
 
 pytestmark = pytest.mark.quick

@@ -22,9 +22,9 @@ from hf_bico import heat_strips
 from hf_bico.cards.card import render_card, write_card
 from hf_bico.cards.methods import METHODS
 from hf_bico.cards.plots import record_picture
+from hf_bico.models.layout import role_labels
 from hf_bico.record import LeftRecord, MethodRecord, ModelRecord, ObjectiveRecord, OutputRecord, ReadoutRecord, Record
 from hf_bico.settings import METHOD_NAMES
-from hf_bico.sites import role_labels
 from hf_bico.task_vector import TaskVector
 from hf_bico.utils.samples import PartRecord
 from hf_bico.utils.text import clean, code, fenced, literal, plain

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_bico.adapters.config import read_adapter_config
-from hf_bico.checkpoints import FileCheckpoint
-from hf_bico.delta_file import read_delta
 from hf_bico.errors import BicoError
-from hf_bico.families.extents import require_within
-from hf_bico.families.openclip import OpenClip
-from hf_bico.families.transformers_clip import TransformersClip
 from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
+from hf_bico.models.adapters.config import read_adapter_config
+from hf_bico.models.checkpoints import FileCheckpoint
+from hf_bico.models.deltas import read_delta
+from hf_bico.models.families.open_clip import OpenClip
+from hf_bico.models.families.pretrained import require_within
+from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.record import read_any
 from support.fuzz import ending_of, run
 from support.fuzz_readers import READERS, Scenes, corpus, kind_of
@@ -156,7 +156,7 @@ def _without_the_last_net(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where seconds are the limit, fewer show it too."""
-    monkeypatch.setattr("hf_bico.chat_templates.SECONDS", 2.0)
+    monkeypatch.setattr("hf_bico.models.tokenization.SECONDS", 2.0)
 
 
 @pytest.fixture(scope="module", params=sorted(READERS))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hf_bico
-from hf_bico.adapters.adapter import Adapter
-from hf_bico.deltas import Deltas
-from hf_bico.factors import Factors
-from hf_bico.models import Model
+from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.deltas import Deltas
+from hf_bico.models.low_rank import Factors
+from hf_bico.models.model import Model
 from support.scenes import Scene
 
 LORAS: dict[str, dict[str, Any]] = {

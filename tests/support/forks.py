@@ -309,7 +309,7 @@ def _settle(asked: dict[str, Any], files: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has set to be ignored
     atexit._clear()  # the libraries' own last acts are slow, and for the warm process
-    atexit.register(sys.modules["hf_bico.chat_templates"]._end)
+    atexit.register(sys.modules["hf_bico.models.tokenization"]._end)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])

@@ -94,7 +94,7 @@ def make_loha(folder: Path) -> Path:
 def make_delta(folder: Path) -> Path:
     import torch
 
-    from hf_bico.factors import Factors
+    from hf_bico.models.low_rank import Factors
     from hf_bico.task_vector import TaskVector
 
     folder.mkdir(parents=True)
@@ -240,7 +240,7 @@ def make_log(folder: Path) -> Path:
 
 
 def read_model(folder: Path) -> object:
-    from hf_bico.models import Model
+    from hf_bico.models.model import Model
 
     model = Model.open(
         folder, "the model", "open_clip" if (folder / "open_clip_config.json").exists() else "transformers"
@@ -253,15 +253,15 @@ def _library(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> object:
-    from hf_bico.deltas import Difference
-    from hf_bico.models import Model
+    from hf_bico.models.deltas import Difference
+    from hf_bico.models.model import Model
 
     model = Model.open(folder, "the model", _library(folder))
     return len(Difference.between(model.checkpoint, model.checkpoint))
 
 
 def read_shards(folder: Path) -> object:
-    from hf_bico.checkpoints import FileCheckpoint
+    from hf_bico.models.checkpoints import FileCheckpoint
 
     checkpoint = FileCheckpoint.in_folder(folder)
     return [checkpoint.tensor(name).shape for name in checkpoint.shapes]
@@ -339,8 +339,8 @@ def read_log(folder: Path) -> object:
 
 
 def read_chat_tokens(folder: Path) -> object:
-    from hf_bico.families.pretrained import load_tokenizer
-    from hf_bico.tokenising import tokenise
+    from hf_bico.models.families.pretrained import load_tokenizer
+    from hf_bico.models.tokenization import tokenise
     from hf_bico.utils.samples import Chat, Text
     from support.language_toys import chat_rows, sentences
 

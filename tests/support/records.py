@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from hf_bico.models.layout import ROLES
 from hf_bico.record import (
     DataRecord,
     EvaluationRecord,
@@ -29,7 +30,6 @@ from hf_bico.record import (
     SiteRecord,
     TrainingRecord,
 )
-from hf_bico.sites import ROLES
 from hf_bico.utils.samples import PartRecord
 
 SOURCE, BASE, TARGET = "alice/vit-b16-eurosat", "laion/CLIP-ViT-B-16-laion2B", "laion/CLIP-ViT-B-16-plus"

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import hf_bico
-from hf_bico.families.live import LiveModel
-from hf_bico.models import Model
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.model import Model
 from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference

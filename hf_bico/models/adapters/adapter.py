@@ -1,0 +1,169 @@
+"""An adapter repo as the pipeline sees it: configuration and names known, tensors fetched and read when asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hf_bico.errors import AdapterError, BaseMismatchError, PickledWeightsError
+from hf_bico.hub.client import Place
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.models.adapters.config import LORA, AdapterConfig, parse_adapter_config, read_adapter_config
+from hf_bico.models.adapters.lora import AdapterChanges, changes_of
+from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
+from hf_bico.models.model import Model, Opened, known_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hf_bico.models.deltas import Deltas
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter(Opened):
+    """A PEFT adapter that is known but not read."""
+
+    config: AdapterConfig
+
+    @classmethod
+    def open(cls, place: Place, allow_pickle: bool = False) -> Adapter:
+        """Read its configuration, and refuse what cannot be read exactly; of its tensors, names and shapes alone."""
+        config = read_adapter_config(place.folder, place.name)
+        notice, pickled = None, ADAPTER_FILE not in place.sizes
+        if pickled:
+            if not allow_pickle:
+                raise PickledWeightsError(
+                    f"'{place.name}' holds only pickled weights ({ADAPTER_PICKLE}), which can run code when loaded",
+                    "--allow-pickle loads tensors and nothing else from them; or save the adapter again as safetensors",
+                )
+            place = _without_pickles(place)
+            notice = f"The weights of {place.name} are pickled: tensors alone were read from {ADAPTER_PICKLE}."
+        weights = WeightFiles((ADAPTER_FILE,))
+        return cls(
+            name=place.name,
+            checkpoint=known_weights(place, weights),
+            place=place,
+            weights=weights,
+            notice=notice,
+            pickled=pickled,
+            config=config,
+        )
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Adapter:
+        """The active adapter of a loaded PeftModel."""
+        from peft.utils import get_peft_model_state_dict
+
+        model: Any = module
+        name = type(model).__name__
+        _require_plain(model, name)
+        raw = json.dumps(model.peft_config[model.active_adapter].to_dict(), default=list)
+        tensors = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+        checkpoint = MemoryCheckpoint({key: tensor.detach() for key, tensor in tensors.items()})
+        return cls(name=name, checkpoint=checkpoint, config=parse_adapter_config(json.loads(raw), name))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (ADAPTER_CONFIG,)
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether its changes are products of factors, and stay so."""
+        return self.config.kind == LORA
+
+    @property
+    def library(self) -> str:
+        """The library whose model it was trained on, where a repo has the base in two layouts."""
+        names = (name.removeprefix("base_model.model.") for name in self.checkpoint.shapes)
+        return "open_clip" if any(".resblocks." in f".{name}" for name in names) else "transformers"
+
+    def changes(self, base: Model) -> AdapterChanges | None:
+        """Which tensors of the base it changes, by names and shapes; None where only peft can tell."""
+        if not self.low_rank:
+            return None
+        own = base.layout.own_names
+        try:
+            changes = changes_of(self.checkpoint, self.config, base.as_loaded, self.name, base.is_transposed)
+        except BaseMismatchError:
+            if not own:
+                raise
+            # trained with a release of transformers that called its layers as the base's files still do
+            return changes_of(
+                self.checkpoint,
+                self.config,
+                base.checkpoint,
+                self.name,
+                lambda tensor: base.is_transposed(own.get(tensor, tensor)),
+            )
+        return replace(changes, base=base.checkpoint, names=_as_stored(changes.names, base))
+
+    def deltas(self, base: Model) -> Deltas:
+        """What it changes of the base: factors where it is a LoRA, else as peft computes it; both are here already."""
+        from hf_bico.models.deltas import Deltas
+
+        changes = self.changes(base)
+        if changes is not None:
+            return Deltas(changes, changes.overlap)
+        return Deltas(self._by_peft(base))
+
+    def _by_peft(self, base: Model) -> dict[str, Tensor]:
+        import torch
+
+        from hf_bico.models.adapters.other_types import by_base_names, changes_by_peft
+
+        if self.folder is None:
+            raise AdapterError(f"'{self.name}' is not a folder", "save the adapter first")
+        live = base.load(torch.device("cpu"), torch.float32)
+        module = live.module if base.folder is not None else copy.deepcopy(live.module)
+        changes = changes_by_peft(self.folder, self.checkpoint, self.config, module, self.name)
+        return _as_stored(by_base_names(changes, base.as_loaded), base)
+
+
+def _require_plain(model: Any, name: str) -> None:
+    """Refuse a loaded adapter that does not add what its configuration says: merged, rescaled, or one of several."""
+    active = list(model.active_adapters)
+    scaled = (layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict))
+    layers = [layer for layer in scaled if active and active[0] in layer.scaling]
+    reasons = {
+        f"has {len(active)} active adapters": len(active) != 1,
+        "has its adapter merged, or switched off": any(
+            getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False) for layer in layers
+        ),
+        "has its adapter rescaled": any(_is_rescaled(layer, active[0]) for layer in layers),
+    }
+    for reason, true in reasons.items():
+        if true:
+            raise AdapterError(f"the loaded {name} {reason}", "save the adapter, and name its folder")
+
+
+def _is_rescaled(layer: Any, adapter: str) -> bool:
+    rank, alpha = getattr(layer, "r", {}).get(adapter), getattr(layer, "lora_alpha", {}).get(adapter)
+    if not rank or alpha is None:
+        return False
+    plain = (alpha / rank, alpha / rank**0.5)
+    return all(abs(layer.scaling[adapter] - scaling) > 1e-6 * abs(scaling) for scaling in plain)
+
+
+def _as_stored(changes: Mapping[str, Found], base: Model) -> dict[str, Found]:
+    """Under the names of the base's files, where those are not the loaded model's."""
+    stored = {own: name for name, own in base.layout.own_names.items()}
+    return {stored.get(name, name): change for name, change in changes.items()}
+
+
+def is_peft_model(module: object) -> bool:
+    """Whether a loaded model has an adapter in it, by peft's own class; without importing peft."""
+    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
+def _without_pickles(place: Place) -> Place:
+    from hf_bico.models.checkpoints import convert
+
+    place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])
+    folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, "README.md"])
+    return replace(place, folder=folder, sizes={file.name: file.stat().st_size for file in folder.iterdir()})

@@ -1,0 +1,205 @@
+"""Adapter_config.json.
+
+`adapter_config.json`: what kind of adapter it is, and whether its meaning is one that this tool knows.
+
+Refuses by name whatever would change what the weights mean. Reads one small file; no torch, no peft.
+
+Regular expressions that an adapter's configuration brings along, which may be made never to end.
+
+They are tried on the names first, in a process that can be stopped, by the engine that will match them. Reads
+configurations; knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_bico.errors import AdapterError, UnsupportedAdapterError
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.utils.files import read_object
+
+LORA = "LORA"
+BY_PEFT = (
+    *("ADALORA", "LOHA", "LOKR", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "VBLORA", "RANDLORA", "SHIRA", "C3A"),
+    *("GRALORA", "DELORA"),
+)
+"""Kinds whose layers give an additive change of the weight and nothing else, by peft's own `get_delta_weight`."""
+
+MERGE = "merge it with PeftModel.merge_and_unload(), save the model, and port that with --base"
+
+# what these fields of a LoRA's configuration say is honoured by the reader, or has no meaning once it is trained
+_KNOWN_FIELDS = frozenset(
+    (
+        *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"),
+        *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+        # by the base's own layers, as peft has it: the file's value is that of the last layer that it looked at
+        *("fan_in_fan_out",),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
+        *("modules_to_save", "bias", "lora_bias", "lora_dropout", "init_lora_weights", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    )
+)
+# beginnings of the ways to initialise that change the base's own weights when the adapter is loaded
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The parts of an adapter's configuration that give its weights their meaning."""
+
+    kind: str
+    rank: int = 8
+    alpha: float = 8.0
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    root_scaled: bool = False
+    """rsLoRA: alpha over the square root of the rank."""
+    lora_bias: bool = False
+    target_parameters: tuple[str, ...] = ()
+    base_class: str = ""
+    """The class of the model that it was trained on, where the file says so."""
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_adapter_config(folder: Path, name: str) -> AdapterConfig:
+    """The configuration of an adapter that can be read exactly; any other is refused by name."""
+    return parse_adapter_config(_read(folder / ADAPTER_CONFIG, name), name)
+
+
+def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
+    """The same from the file's content."""
+    kind = raw.get("peft_type")
+    if kind in BY_PEFT:
+        return AdapterConfig(str(kind), base_class=_base_class(raw), raw=raw)
+    if kind != LORA:
+        raise _refusal(kind, name)
+    _require_known(raw, name)
+    try:
+        return AdapterConfig(
+            LORA,
+            rank=_count(raw.get("r", 8)),
+            alpha=_number(raw.get("lora_alpha", 8)),
+            rank_pattern={str(key): _count(value) for key, value in (raw.get("rank_pattern") or {}).items()},
+            alpha_pattern={str(key): _number(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+            root_scaled=bool(raw.get("use_rslora")),
+            lora_bias=bool(raw.get("lora_bias")),
+            target_parameters=tuple(str(parameter) for parameter in raw.get("target_parameters") or ()),
+            base_class=_base_class(raw),
+            raw=raw,
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' is not that of a LoRA: {error}", "save it again") from error
+
+
+def _refusal(kind: Any, name: str) -> AdapterError:
+    if not isinstance(kind, str):
+        return AdapterError(f"{ADAPTER_CONFIG} of '{name}' says no peft_type", "save the adapter again with peft")
+    if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
+        return UnsupportedAdapterError(
+            f"'{name}' is an adapter of the type {kind}, which changes no weights", "train a LoRA instead"
+        )
+    return UnsupportedAdapterError(f"'{name}' is an adapter of the type {kind}, which is no sum of weights", MERGE)
+
+
+def _read(file: Path, name: str) -> dict[str, Any]:
+    try:
+        return read_object(file)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' cannot be read: {error}", "copy the file again") from error
+
+
+def _require_known(raw: Mapping[str, Any], name: str) -> None:
+    """Refuse what plain W + s B A does not describe; a field that this version has never heard of too."""
+    if raw.get("use_dora"):
+        raise UnsupportedAdapterError(f"'{name}' is a DoRA, which rescales the base's own weights", MERGE)
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedAdapterError(
+            f"'{name}' was initialised by '{start}', which changes the base's own weights",
+            "save it with path_initial_model_for_weight_conversion, or " + MERGE,
+        )
+    for field_name, value in raw.items():
+        if field_name not in _KNOWN_FIELDS and value not in (None, False, [], {}, ""):
+            raise UnsupportedAdapterError(f"'{name}' is a LoRA with '{field_name}', which is not known here", MERGE)
+
+
+def _base_class(raw: Mapping[str, Any]) -> str:
+    mapping = raw.get("auto_mapping")
+    return str(mapping.get("base_model_class", "")) if isinstance(mapping, dict) else ""
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"a rank is {value!r}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e12:
+        raise ValueError(f"an alpha is {value!r}")
+    return float(value)
+
+
+SECONDS = 5.0
+"""How long all names of a model may take: those of real adapters take thousandths."""
+_PLAIN = re.compile(r"[\w.\- ]*")
+_TRIAL = """
+import json, re, sys
+expressions, names = json.load(sys.stdin)
+for expression in expressions:
+    try:
+        pattern = re.compile(expression)
+    except (re.error, OverflowError, RecursionError):
+        continue  # who matches it says so
+    for name in names:
+        pattern.match(name), pattern.fullmatch(name)
+"""
+
+
+def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> None:
+    """Refuse a configuration whose expressions take too long to match these names; a broken one is quick."""
+    expressions = _expressions(raw)
+    if not expressions:
+        return
+    # nothing of the user's own packages or settings is loaded for it
+    command = [sys.executable, "-I", "-S", "-c", _TRIAL]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps([expressions, list(names)]).encode(), capture_output=True, timeout=SECONDS
+        )
+        problem = "" if done.returncode == 0 else "cannot be matched"
+    except subprocess.TimeoutExpired:
+        problem = f"cannot be matched within {SECONDS:g} seconds"
+    if problem:
+        raise AdapterError(
+            f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
+        )
+
+
+def _expressions(raw: Mapping[str, Any]) -> list[str]:
+    """All that peft, or this tool after it, matches with names, as they do it; names that are only names are left."""
+    bare = [text for name in ("target_modules", "exclude_modules") for text in _texts(raw.get(name), lists=False)]
+    layers = _texts(raw.get("layers_pattern"))
+    saved = _texts(raw.get("modules_to_save"))
+    patterns = [key for name in ("rank_pattern", "alpha_pattern") for key in _texts(raw.get(name))]
+    return [
+        *bare,
+        *(rf"(?:^|.*\.){text}\.(\d+)\." for text in layers),
+        *(rf"(?:^|.*?\.){text}\.(\d+)\." for text in layers),
+        *(rf".*\.{text}\.(\d+)\." for text in layers),
+        *(rf"(^|.*\.){text}($|\..*)" for text in saved),
+        *(rf"(.*\.)?({text})$" for text in patterns),
+    ]
+
+
+def _texts(value: Any, *, lists: bool = True) -> list[str]:
+    """The expressions among one text, or those of a list or the keys of a mapping."""
+    values = [value] if isinstance(value, str) else list(value) if lists and isinstance(value, list | dict) else []
+    return [text for text in values if isinstance(text, str) and _PLAIN.fullmatch(text) is None]

@@ -1,0 +1,281 @@
+"""A LoRA's tensors as changes of its base's: which tensor each one changes, and the change itself when asked for.
+
+Finding out needs names and shapes alone; torch is imported when a change is read. A low-rank change stays factors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import TYPE_CHECKING, TypeAlias
+
+from hf_bico.errors import (
+    AdapterError,
+    BaseMismatchError,
+    EmptyTaskVectorError,
+    NonFiniteWeightsError,
+    UnsupportedAdapterError,
+)
+from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
+from hf_bico.models.adapters.lora_names import (
+    AdapterKeys,
+    LoraKeys,
+    Shapes,
+    Target,
+    parameters_of,
+    places_of,
+    read_keys,
+    require_targeted,
+    tensors_of,
+)
+from hf_bico.models.checkpoints import ByName, Checkpoint, not_floats
+from hf_bico.models.name_matching import Overlap, made_anew
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hf_bico.models.low_rank import Change
+
+
+IsTransposed: TypeAlias = Callable[[str], bool]
+"""Whether a tensor of the base is kept as (in, out): for square weights, whose shape does not tell."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A LoRA layer's change of a weight."""
+
+    keys: LoraKeys
+    scaling: float
+    transposed: bool
+    shape: tuple[int, ...]
+
+    def read(self, adapter: Checkpoint, base: Checkpoint, name: str) -> Change:
+        from hf_bico.models.low_rank import Factors
+
+        a, b = _wide(adapter.tensor(self.keys.a)), _wide(adapter.tensor(self.keys.b))
+        if len(self.shape) > 2:  # a convolution: A holds the kernel, B mixes its outputs
+            return (self.scaling * b.flatten(1) @ a.flatten(1)).view(self.shape)
+        product = Factors(self.scaling * b, a)
+        return product.T if self.transposed else product
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A LoRA layer's change of a bias."""
+
+    key: str
+    scaling: float
+
+    def read(self, adapter: Checkpoint, base: Checkpoint, name: str) -> Change:
+        return self.scaling * _wide(adapter.tensor(self.key))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that stands in for the base's own."""
+
+    key: str
+
+    def read(self, adapter: Checkpoint, base: Checkpoint, name: str) -> Change:
+        value = _wide(adapter.tensor(self.key))
+        return value - base.tensor(name).to(value)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A LoRA layer's change of a tensor that the file holds as well: a trained bias, or a copy of an embedding."""
+
+    change: Product | Bias
+    whole: Whole
+
+    def read(self, adapter: Checkpoint, base: Checkpoint, name: str) -> Change:
+        from hf_bico.models.low_rank import total
+
+        change, value = self.change.read(adapter, base, name), adapter.tensor(self.whole.key)
+        copied = bool((base.tensor(name).to(value) == value).all())
+        return change if copied else total([change, self.whole.read(adapter, base, name)])
+
+
+Entry: TypeAlias = Product | Bias | Whole | Beside
+
+
+@dataclass
+class AdapterChanges(ByName["Change"]):
+    """What a LoRA changes, by the base's names; a change is read when it is asked for."""
+
+    adapter: Checkpoint
+    base: Checkpoint
+    names: dict[str, Entry]
+    extra: tuple[str, ...]
+    """Tensors that the base lacks, such as a new head."""
+    called: str
+    _finite: set[str] = field(default_factory=set)
+
+    @property
+    def overlap(self) -> Overlap:
+        return Overlap(extra=self.extra)
+
+    def __getitem__(self, name: str) -> Change:
+        change = self.names[name].read(self.adapter, self.base, name)
+        if name not in self._finite:
+            _require_finite(change, name, self.called)
+            self._finite.add(name)
+        return change
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of the low-rank changes, by name."""
+        changes = {name: entry.change if isinstance(entry, Beside) else entry for name, entry in self.names.items()}
+        products = {name: change for name, change in changes.items() if isinstance(change, Product)}
+        return {name: self.adapter.shapes[change.keys.a][0] for name, change in products.items()}
+
+
+def changes_of(
+    adapter: Checkpoint, config: AdapterConfig, base: Checkpoint, called: str, is_transposed: IsTransposed
+) -> AdapterChanges:
+    """Find the tensor of the base that each of a LoRA's changes; what has no place there is an error, by name."""
+    if not adapter.shapes:
+        raise EmptyTaskVectorError(f"'{called}' holds no tensors and changes nothing", "save it again with peft")
+    require_floats(adapter, called)
+    keys = read_keys(adapter.shapes, called)
+    _require_pairs(keys, adapter.shapes, called)
+    _refuse_ignored(keys, config, called)
+    parameters = [name for module in keys.lora for name in parameters_of(module, config.target_parameters)]
+    require_quick(config.raw, [*keys.lora, *parameters], called)
+    places = places_of(keys, adapter.shapes, base.shapes, config.base_class, called)
+    lora = _Lora(adapter.shapes, config, base.shapes, called, is_transposed)
+    entries: dict[str, Entry] = {}
+    for module, layers in keys.lora.items():
+        entries |= lora.entries(module, places[module], layers)
+    require_targeted(keys.lora, config.raw, called)
+    whole = {name: places[name] for name in keys.whole if name in places}
+    anew = made_anew(whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes)
+    for name, key in keys.whole.items():
+        if name in places and name not in anew:
+            _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))
+            own = entries.get(places[name])
+            entries[places[name]] = Beside(own, Whole(key)) if isinstance(own, Product | Bias) else Whole(key)
+    extra = [name for name in keys.whole if name not in places or name in anew]
+    if not config.lora_bias:  # peft does not read them then
+        extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
+    return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
+
+
+def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
+    """Refuse an adapter whose tensors are quantised, or numbers of another kind; those that end in `counting` count."""
+    for name, dtype in not_floats(adapter).items():
+        if counting is None or not name.endswith(counting):
+            raise UnsupportedAdapterError(
+                f"'{name}' of '{called}' is kept as {dtype}, not as floating-point numbers",
+                "save the adapter again in float32, float16 or bfloat16",
+            )
+
+
+def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:
+    """A tensor of a layer with factors of its own: peft reads it under its wrapper's name only.
+
+    Old releases wrote such biases without it, and meant them.
+    """
+    for name, key in keys.whole.items():
+        owner, _, parameter = name.rpartition(".")
+        meant = parameter == "bias" and config.raw.get("bias", "none") != "none"
+        if owner in keys.lora and "base_layer" not in key.split(".") and not meant:
+            raise AdapterError(
+                f"'{called}' holds '{key}' beside factors of the same layer, where peft does not read it",
+                "save the adapter again with peft",
+            )
+
+
+def _require_pairs(keys: AdapterKeys, shapes: Shapes, called: str) -> None:
+    """The two factors of every layer must have a rank in common."""
+    for layer in (layer for layers in keys.lora.values() for layer in layers):
+        a, b = shapes[layer.a], shapes[layer.b]
+        if min(len(a), len(b)) < 2 or b[1] != a[0] or any(extent != 1 for extent in b[2:]):
+            raise AdapterError(
+                f"the factors '{layer.a}' and '{layer.b}' of '{called}' are {a} and {b}: no product of a plain LoRA",
+                "save the adapter again, or " + MERGE,
+            )
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """The rules by which LoRA layers become changes of the base's tensors."""
+
+    adapter: Shapes
+    config: AdapterConfig
+    base: Shapes
+    called: str
+    is_transposed: IsTransposed
+
+    def entries(self, module: str, place: str, layers: list[LoraKeys]) -> dict[str, Entry]:
+        """What the layers of one module change."""
+        found: dict[str, Entry] = {}
+        targets = tensors_of(module, place, layers, self.adapter, self.base, self.config.target_parameters, self.called)
+        for layer, target in zip(layers, targets, strict=True):
+            scaling = self._scaling(target.pattern_name, self.adapter[layer.a][0])
+            found[target.tensor] = self._product(layer, target, scaling)
+            if layer.b_bias is not None and self.config.lora_bias:
+                bias = f"{place}.bias"
+                _require_shape(self.called, bias, self.adapter[layer.b_bias], self.base.get(bias))
+                found[bias] = Bias(layer.b_bias, scaling)
+        return found
+
+    def _product(self, layer: LoraKeys, target: Target, scaling: float) -> Product:
+        # an embedding's weight is the product transposed, a parameter never
+        transposed = layer.embedding or (not target.parameter and self.is_transposed(target.tensor))
+        product = (self.adapter[layer.b][0], *self.adapter[layer.a][1:])
+        shape = tuple(product[::-1] if transposed else product)
+        _require_shape(self.called, target.tensor, shape, self.base[target.tensor])
+        return Product(layer, scaling, transposed, shape)
+
+    def _scaling(self, name: str, rank: int) -> float:
+        """alpha over the rank, or its root; the rank that the configuration says must be that of the tensors."""
+        stated = self._by_pattern(self.config.rank_pattern, name, self.config.rank)
+        if stated != rank:
+            raise AdapterError(
+                f"'{name}' of '{self.called}' has rank {rank}, and its configuration says {stated}",
+                "save the adapter again",
+            )
+        alpha = self._by_pattern(self.config.alpha_pattern, name, self.config.alpha)
+        return float(alpha) / (sqrt(rank) if self.config.root_scaled else rank)
+
+    def _by_pattern(self, patterns: Mapping[str, float], name: str, otherwise: float) -> float:
+        """The value of the first pattern that fits the name's end, as peft looks it up."""
+        try:
+            return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise AdapterError(
+                f"a pattern in the configuration of '{self.called}' is broken: {error}", "save the adapter again"
+            ) from error
+
+
+def _require_shape(called: str, name: str, have: tuple[int, ...], want: tuple[int, ...] | None) -> None:
+    if want is None:
+        raise BaseMismatchError(
+            f"'{called}' changes '{name}', which its base lacks",
+            "name the model that the adapter was trained on with --base",
+        )
+    if tuple(have) != tuple(want):
+        raise BaseMismatchError(
+            f"'{name}' is {tuple(have)} in '{called}' and {tuple(want)} in its base",
+            "name the model that the adapter was trained on with --base",
+        )
+
+
+def _require_finite(change: Change, name: str, called: str) -> None:
+    from hf_bico.models.low_rank import is_finite
+
+    if not is_finite(change):
+        raise NonFiniteWeightsError(
+            f"what '{called}' changes of '{name}' holds NaN or infinite values",
+            "use a checkpoint from before training diverged",
+        )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    import torch
+
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

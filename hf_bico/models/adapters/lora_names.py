@@ -1,0 +1,301 @@
+"""Which tensor of the base each LoRA layer changes.
+
+The names of an adapter's tensors, in the spellings of old and new releases of peft, read as what they change.
+
+Works on names alone: no tensors, no torch.
+
+Where in its base each layer of an adapter lies, from names and shapes alone: no tensors, no torch.
+
+Which modules a LoRA's configuration targets: peft leaves out the factors of any other without a word.
+
+Follows peft's own rules on names; no tensors, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from hf_bico.errors import AdapterError, BaseMismatchError, UnsupportedAdapterError
+from hf_bico.models.adapters.config import MERGE
+from hf_bico.models.name_matching import align_names
+
+_LORA = re.compile(
+    r"(?!.*\.lora_A\.(?:[^.]+\.)?bias$)"  # there is none in a plain LoRA
+    r"(?P<module>.*)\.(?P<part>lora_A|lora_B)(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?\.(?P<kind>weight|bias)"
+)
+_EMBEDDING = re.compile(r"(?P<module>.*)\.(?P<part>lora_embedding_[AB])(?:\.(?P<adapter>[^.]+))?")
+_SAVED = re.compile(r"(?P<module>.*)\.modules_to_save\.(?:(?P<adapter>[^.]+)\.)?(?P<rest>.+)")
+_ORIGINAL = re.compile(r"(^|\.)original_module\.")
+_FOREIGN = re.compile(r"(^|\.)(lora_|token_adapter|trainable_tokens)")
+
+
+@dataclass
+class LoraKeys:
+    """The tensors of one LoRA layer, by their names in the file."""
+
+    a: str = ""
+    b: str = ""
+    b_bias: str | None = None
+    embedding: bool = False
+
+
+@dataclass
+class AdapterKeys:
+    """What an adapter's tensors are: LoRA layers by module, and whole tensors that stand in for the base's own."""
+
+    lora: dict[str, list[LoraKeys]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    """The name in the file of each tensor that replaces the base's, by its name in the model."""
+
+
+def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
+    """Sort a LoRA's tensors.
+
+    >>> keys = read_keys(["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.default.weight"], "x")
+    >>> keys.lora["q"][0].b
+    'base_model.model.q.lora_B.default.weight'
+    """
+    found = AdapterKeys()
+    layers: dict[str, LoraKeys] = {}
+    copies: dict[str, str] = {}
+    adapters: set[str] = set()
+    for name in sorted(names):
+        own = name.removeprefix("base_model.model.")
+        lora, saved = _LORA.fullmatch(own) or _EMBEDDING.fullmatch(own), _SAVED.fullmatch(own)
+        match = lora or saved
+        if match is not None and match["adapter"]:
+            adapters.add(match["adapter"])
+        if len(adapters) > 1:
+            raise AdapterError(f"'{called}' holds several adapters: {', '.join(sorted(adapters))}", "save them apart")
+        if lora is not None:
+            _sort(layers.setdefault(lora["module"], LoraKeys()), lora, name, called)
+        elif saved is not None:
+            # with bias="all" peft writes a bias that is saved whole a second time, without the adapter's name
+            whole = found.whole if saved["adapter"] else copies
+            _set(whole, without_wrappers(f"{saved['module']}.{saved['rest']}"), name, called)
+        elif _ORIGINAL.search(own) is None:
+            if _FOREIGN.search(own):
+                raise UnsupportedAdapterError(
+                    f"'{called}' holds '{name}', which is no part of a plain LoRA", "merge it into its base with peft"
+                )
+            _set(found.whole, without_wrappers(own), name, called)
+    found.whole = copies | found.whole
+    for module, layer in layers.items():
+        if not layer.a or not layer.b:
+            raise AdapterError(f"'{called}' has only one of the two factors of '{module}'", "save the adapter again")
+        found.lora.setdefault(without_wrappers(module), []).append(layer)
+    return found
+
+
+def _sort(layer: LoraKeys, match: re.Match[str], name: str, called: str) -> None:
+    part = match["part"]
+    layer.embedding = part.startswith("lora_embedding")
+    bias = not layer.embedding and match["kind"] == "bias"
+    _set(vars(layer), part[-1].lower() + ("_bias" if bias else ""), name, called)
+
+
+def _set(found: dict[str, str], place: str, name: str, called: str) -> None:
+    """Note under which name a tensor is in the file, where it may be once."""
+    if found.get(place):
+        raise AdapterError(f"'{called}' holds the same twice, as '{found[place]}' and '{name}'", "save it again")
+    found[place] = name
+
+
+def without_wrappers(name: str) -> str:
+    """A module's or tensor's name in the bare model: peft puts `base_layer` in where it wraps.
+
+    >>> without_wrappers("visual.base_layer.mlp.c_fc.base_layer.bias")
+    'visual.mlp.c_fc.bias'
+    """
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def parameters_of(module: str, targets: Collection[str]) -> list[str]:
+    """The full names of the module's own parameters that are among a LoRA's `target_parameters`.
+
+    peft takes a target for every parameter whose name it is, or ends with after a dot.
+
+    >>> parameters_of("visual", ["proj", "attn.in_proj_weight"])
+    ['visual.proj']
+    """
+    found = []
+    for target in targets:
+        path, _, parameter = target.rpartition(".")
+        if not path or path == module or module.endswith(f".{path}"):
+            found.append(f"{module}.{parameter}")
+    return list(dict.fromkeys(found))
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+# what the prefix of a tower holds, by a word in the name of its class
+_TOWERS = {"vision": "vis", "text": "text", "audio": "audio"}
+_OTHER_BASE = "name the model that the adapter was trained on with --base"
+_TWICE = (
+    "changes '{}' of a packed attention through peft's nn.MultiheadAttention, which applies the change of out_proj "
+    "twice, or not at all before it is merged"
+)
+
+
+def product_shape(layer: LoraKeys, shapes: Shapes) -> tuple[int, int]:
+    """(out, in) of B A; of a convolution, with its kernel flattened."""
+    a, b = shapes[layer.a], shapes[layer.b]
+    columns = 1
+    for extent in a[1:]:
+        columns *= extent
+    return b[0], columns
+
+
+def fits(product: tuple[int, int], tensor: tuple[int, ...]) -> bool:
+    """Whether a product can be the change of a tensor, as it is or transposed."""
+    columns = 1
+    for extent in tensor[1:]:
+        columns *= extent
+    return len(tensor) > 1 and (product == (tensor[0], columns) or product[::-1] == tuple(tensor))
+
+
+def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str, called: str) -> dict[str, str]:
+    """The name in the base of every module with LoRA layers and of every whole tensor that has one there."""
+    names = [*keys.lora, *keys.whole]
+    known = {*base, *(path for name in base for path in _parents(name))}
+    fitting = _fitting(keys, adapter, base, known, trained_on)
+    try:
+        # a bare tower's adapter in a model of several; else the prefix that most names agree with
+        places = {name: fitting[0] + name for name in names if fitting[0] + name in known} if len(fitting) == 1 else {}
+        places = places or align_names(names, known)
+    except BaseMismatchError as error:
+        raise BaseMismatchError(
+            f"the layers of '{called}' ('{names[0]}' and so on) could be of several parts of its base, or of none",
+            "save the adapter over the whole model, or name another base with --base",
+        ) from error
+    homeless = [module for module in keys.lora if module not in places]
+    if homeless:
+        raise BaseMismatchError(
+            f"'{called}' changes '{homeless[0]}' ({len(homeless)} of {len(keys.lora)} layers), which its base lacks",
+            _OTHER_BASE,
+        )
+    return places
+
+
+def _parents(name: str) -> Iterable[str]:
+    """The modules that a tensor lies in."""
+    return (name[:index] for index, letter in enumerate(name) if letter == ".")
+
+
+def _fitting(keys: AdapterKeys, adapter: Shapes, base: Shapes, known: set[str], trained_on: str) -> list[str]:
+    """The prefixes under which every layer fits a tensor of the base; of several, that of the class it was trained on.
+
+    Where the class says nothing, names that are the base's own as they are decide.
+    """
+    first = next(iter(keys.lora), None)
+    options = [] if first is None else [name[: -len(first)] for name in known if f".{name}".endswith(f".{first}")]
+    owned: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in base.items():
+        owned.setdefault(name.rpartition(".")[0], []).append(shape)
+    fitting = [prefix for prefix in sorted(options) if _all_fit(prefix, keys, adapter, owned)]
+    if len(fitting) < 2:
+        return fitting
+    marks = [mark for word, mark in _TOWERS.items() if word in trained_on.lower()]
+    return [prefix for prefix in fitting if any(mark in prefix.lower() for mark in marks)] or [
+        prefix for prefix in fitting if not prefix
+    ]
+
+
+def _all_fit(prefix: str, keys: AdapterKeys, adapter: Shapes, owned: Mapping[str, list[tuple[int, ...]]]) -> bool:
+    return all(
+        any(fits(product_shape(layer, adapter), shape) for shape in owned.get(prefix + module, ()))
+        for module, layers in keys.lora.items()
+        for layer in layers
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one LoRA layer changes."""
+
+    tensor: str
+    pattern_name: str
+    """By which peft looks up the layer's rank and alpha."""
+    parameter: bool = False
+    """Whether it is one of `target_parameters`."""
+
+
+def tensors_of(
+    module: str, place: str, layers: list[LoraKeys], adapter: Shapes, base: Shapes, targets: Iterable[str], called: str
+) -> list[Target]:
+    """What each layer of a module changes."""
+    parameters = {name: place + name[len(module) :] for name in parameters_of(module, list(targets))}
+    candidates = [Target(tensor, name, True) for name, tensor in parameters.items() if tensor in base]
+    if not candidates or place.endswith(".out_proj"):
+        _refuse_packed_attention(place, base, called)
+    if not candidates:
+        if len(layers) > 1 or f"{place}.weight" not in base:
+            raise BaseMismatchError(f"'{called}' changes '{place}.weight', which its base lacks", _OTHER_BASE)
+        return [Target(f"{place}.weight", module)]
+    found: list[Target] = []
+    for layer in layers:
+        matching = [target for target in candidates if base[target.tensor] == product_shape(layer, adapter)]
+        if len(matching) != 1 or matching[0] in found:
+            raise UnsupportedAdapterError(
+                f"'{called}' changes parameters of '{module}', and which of {len(candidates)} cannot be told", MERGE
+            )
+        found += matching
+    return found
+
+
+def _refuse_packed_attention(place: str, base: Shapes, called: str) -> None:
+    if f"{place.removesuffix('.out_proj')}.in_proj_weight" in base:
+        raise UnsupportedAdapterError(f"'{called}' {_TWICE.format(place)}", MERGE)
+
+
+_EVERY_LINEAR = "all-linear"
+
+
+def require_targeted(modules: Iterable[str], raw: Mapping[str, Any], called: str) -> None:
+    """Refuse factors of a module that the configuration does not target."""
+    try:
+        missed = [module for module in modules if not _is_targeted(module, raw)]
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        raise AdapterError(
+            f"what '{called}' targets cannot be read from its configuration: {error}", "save the adapter again"
+        ) from error
+    if missed:
+        raise AdapterError(
+            f"'{called}' holds factors of '{missed[0]}' ({len(missed)} in all), which are none of its targets",
+            "save the adapter again with peft, which would leave them out",
+        )
+
+
+def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
+    if parameters_of(module, [str(target) for target in raw.get("target_parameters") or ()]):
+        return True
+    targets = raw.get("target_modules")
+    if targets is None or (isinstance(targets, str) and targets.lower() == _EVERY_LINEAR):
+        return True  # old files do not say, and which layers are linear the names do not tell
+    if raw.get("exclude_modules") and _matches(module, raw["exclude_modules"]):
+        return False
+    if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in raw.get("modules_to_save") or ()):
+        return False
+    return _matches(module, targets) and _in_layers(module, raw, exact=module in targets)
+
+
+def _matches(module: str, targets: Any) -> bool:
+    """A text is an expression for whole names, a list names whole names or their ends."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _in_layers(module: str, raw: Mapping[str, Any], exact: bool) -> bool:
+    layers, patterns = raw.get("layers_to_transform"), raw.get("layers_pattern")
+    if layers in (None, []) or exact or isinstance(raw.get("target_modules"), str):
+        return True
+    named = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    # the number of the outermost list that fits; older releases took the innermost one
+    ways = [[rf"(?:^|.*?\.){one}\.(\d+)\.", rf"(?:^|.*\.){one}\.(\d+)\."] for one in named]
+    ways = ways or [[r".*?\.[^.]*\.(\d+)\.", r".*\.[^.]*\.(\d+)\."]]
+    found = {int(match[1]) for way in ways for one in way if (match := re.match(one, module))}
+    return bool(found & set([layers] if isinstance(layers, int) else layers))

@@ -1,0 +1,145 @@
+"""Adapters of other kinds than LoRA: their changes as peft itself computes them, on a loaded copy of the base."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_bico.errors import AdapterError, BicoError, NonFiniteWeightsError, UnsupportedAdapterError
+from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
+from hf_bico.models.adapters.lora import require_floats
+from hf_bico.models.adapters.lora_names import without_wrappers
+from hf_bico.models.checkpoints import Checkpoint
+from hf_bico.models.name_matching import align_names
+
+_MOST = 2**17
+"""Some set a rank beyond any layer's, for all of it; larger than that it is none."""
+_NO_SIZE = re.compile("seed|key|version")
+_INDICES = "_indices"
+"""How the names of tensors end by which SHiRA says what places of a weight it changes."""
+_PREFIX = "base_model.model."
+# what peft's code says about a configuration or tensors that are not its own
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError, re.error),
+)
+
+
+def changes_by_peft(
+    folder: Path, adapter: Checkpoint, config: AdapterConfig, module: nn.Module, called: str
+) -> dict[str, Tensor]:
+    """The dense change of every weight, by the module's own names.
+
+    `module` is a copy of the base that may be changed.
+    """
+    require_floats(adapter, called, counting=_INDICES)
+    require_quick(config.raw, [name for name, _ in module.named_modules()], called)
+    _require_small(config, adapter, called)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    tensors = {name: adapter.tensor(name) for name in adapter.shapes}
+    model = _loaded(folder, tensors, module, config, called)
+    changes: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, layer in _layers(model):
+            _refuse_packed_attention(model.base_model.model, name, called)
+            delta = _delta(layer, config, called)
+            place = f"{without_wrappers(name)}.weight"
+            if place not in before or before[place].shape != delta.shape:
+                raise UnsupportedAdapterError(f"'{called}' ({config.kind}) changes '{name}' by no plain sum", MERGE)
+            changes[place] = delta.float()
+    whole = {without_wrappers(name.removeprefix(_PREFIX)): value for name, value in tensors.items()}
+    changes |= {name: value.float() - before[name].float() for name, value in whole.items() if name in before}
+    for name, change in changes.items():
+        if not bool(torch.isfinite(change).all()):
+            raise NonFiniteWeightsError(
+                f"what '{called}' changes of '{name}' holds NaN or infinite values",
+                "use a checkpoint from before training diverged",
+            )
+    return changes
+
+
+def _require_small(config: AdapterConfig, adapter: Checkpoint, called: str) -> None:
+    """Refuse a rank or the like that the adapter's own tensors cannot have, before peft takes memory for it."""
+    most = max(sum(prod(shape) for shape in adapter.shapes.values()), _MOST)
+    for name, value in config.raw.items():
+        if type(value) in (int, float) and abs(value) > most and not _NO_SIZE.search(name):
+            raise AdapterError(
+                f"the configuration of '{called}' ({config.kind}) says {name} {value:.3g}, and its tensors are smaller",
+                "save the adapter again with peft",
+            )
+
+
+def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config: AdapterConfig, called: str) -> Any:
+    """The base with the adapter in it, every tensor of which has found its place."""
+    import peft
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they would say is checked below
+            settings = peft.PeftConfig.from_pretrained(str(folder))
+            _require_known(settings, config, called)
+            settings.inference_mode = True
+            model = peft.PeftModel(module, settings)
+            set_peft_model_state_dict(model, dict(tensors))
+            read = get_peft_model_state_dict(model, save_embedding_layers=False)
+    except BicoError:
+        raise
+    except _REFUSALS as error:
+        raise AdapterError(
+            f"peft cannot read '{called}' ({config.kind}) over its base: {error}",
+            "name the model that it was trained on with --base, or " + MERGE,
+        ) from error
+    lost = [name for name in tensors if name not in read] + [name for name in read if name not in tensors]
+    if lost:
+        raise AdapterError(
+            f"'{lost[0]}' of '{called}' ({config.kind}) does not fit the layers of its base",
+            "name the model that it was trained on with --base, or " + MERGE,
+        )
+    return model
+
+
+def _require_known(settings: Any, config: AdapterConfig, called: str) -> None:
+    """Refuse a field that the installed peft has never heard of: it would pass over it."""
+    for name, value in config.raw.items():
+        if not hasattr(settings, name) and value not in (None, False, [], {}, ""):
+            raise UnsupportedAdapterError(f"'{called}' ({config.kind}) has '{name}', which is not known here", MERGE)
+
+
+def _layers(model: Any) -> list[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = [(name, module) for name, module in model.base_model.model.named_modules()]
+    return [(name, module) for name, module in found if isinstance(module, BaseTunerLayer)]
+
+
+def _refuse_packed_attention(model: nn.Module, name: str, called: str) -> None:
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+        raise UnsupportedAdapterError(
+            f"'{called}' changes '{name}' of a packed attention, which has no effect before it is merged", MERGE
+        )
+
+
+def _delta(layer: Any, config: AdapterConfig, called: str) -> Tensor:
+    if not hasattr(layer, "get_delta_weight"):
+        raise UnsupportedAdapterError(f"peft offers no change of weights for '{called}' ({config.kind})", MERGE)
+    try:
+        delta: Tensor = layer.get_delta_weight("default")
+    except _REFUSALS as error:
+        raise AdapterError(f"peft cannot compute the change of '{called}' ({config.kind}): {error}", MERGE) from error
+    return delta.to_dense() if delta.is_sparse else delta
+
+
+def by_base_names(changes: dict[str, Tensor], base: Checkpoint) -> dict[str, Tensor]:
+    """The changes under the names of the base's own files, which may spell a prefix otherwise."""
+    places = align_names(changes, base.shapes)
+    lost = [name for name in changes if name not in places]
+    if lost:
+        raise UnsupportedAdapterError(f"an adapter changes '{lost[0]}', which the files of its base lack", MERGE)
+    return {places[name]: change for name, change in changes.items()}

@@ -1,0 +1,414 @@
+"""Weights on disk, lazily; pickles made safetensors.
+
+Checkpoints: the named tensors of a model, read lazily from safetensors or held in memory.
+
+Names and shapes are known without torch and without reading a weight. Knows files and tensors, not models.
+
+Pickled weights, made safetensors: only tensors are read from them, and no code runs.
+
+Knows files and tensors; whether that may be done at all is decided by who calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.utils.files import folder_name, read_object, sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+WEIGHT_FILES = {"transformers": "model.safetensors", "open_clip": "open_clip_model.safetensors"}
+"""The name that each library saves a whole model under; a folder may hold both."""
+
+DELTA_FILE = "task_vector.safetensors"
+"""The file of the delta format."""
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+"""The files of a PEFT adapter."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types in which weights are kept that can be computed with as they are, as safetensors names them."""
+LONGEST_NAME = 500
+"""No module of a real model lies so deep that a tensor's name would be longer."""
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class Checkpoint(Protocol):
+    """Named tensors with shapes; `tensor` reads one."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+Value = TypeVar("Value")
+
+
+class ByName(Mapping[str, Value]):
+    """A mapping whose names are known and whose values are made when they are asked for."""
+
+    names: Mapping[str, Any]
+    """The names in order; what they stand for is up to the subclass."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass
+class MemoryCheckpoint:
+    """Tensors that are in memory already: a state dict."""
+
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> MemoryCheckpoint:
+        own = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+        # a tied tensor once, as it is in files
+        return cls({name: tensor for name, tensor in module.state_dict().items() if name in own})
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass
+class RenamedCheckpoint:
+    """Tensors of which some have other names, given by those that they have."""
+
+    inner: Checkpoint
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._old_names = {self.names.get(name, name): name for name in self.inner.shapes}
+        self.shapes = {name: self.inner.shapes[old] for name, old in self._old_names.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self.inner.tensor(self._old_names[name])
+
+
+@dataclass(frozen=True)
+class HeaderCheckpoint:
+    """Names and shapes of weights that are not on this machine yet."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    size: int
+    """Bytes of the files."""
+
+    def tensor(self, name: str) -> Tensor:
+        raise LookupError(f"'{name}' has not been downloaded")
+
+
+class FileCheckpoint:
+    """The safetensors of one folder, opened lazily: a single file or shards with their index."""
+
+    def __init__(self, files: Iterable[Path], index: Path | None = None) -> None:
+        self.files = tuple(files)
+        self.index = index
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        for file in self.files:
+            # framework "numpy" reads headers without importing torch
+            with open_safetensors(file, "numpy") as reader:
+                for name in reader.keys():  # noqa: SIM118 - not a mapping
+                    self._require_new(name, file)
+                    part = reader.get_slice(name)
+                    self._file_of[name] = file
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = part.get_dtype()
+
+        if self.index is not None:
+            self._require_indexed(self.index)
+
+    def _require_new(self, name: str, file: Path) -> None:
+        if len(name) > LONGEST_NAME:
+            raise BrokenWeightsError(
+                f"'{file.name}' in '{folder_name(file.parent)}' has a tensor with a name of {len(name):,} characters",
+                "save the model again",
+            )
+        if name in self._file_of:
+            raise BrokenWeightsError(
+                f"'{name}' is in two shards of '{folder_name(file.parent)}', "
+                f"'{self._file_of[name].name}' and '{file.name}'",
+                "save the model again",
+            )
+
+    def _require_indexed(self, index: Path) -> None:
+        """Every tensor must be in the shard that the index says."""
+        for name, shard in weight_map(index, folder_name(index.parent)).items():
+            if name not in self._file_of or self._file_of[name].name != shard:
+                raise BrokenWeightsError(
+                    f"'{shard}' in '{folder_name(index.parent)}' lacks the tensor '{name[:LONGEST_NAME]}', "
+                    f"which '{index.name}' says is there",
+                    "copy or download the shard and its index again",
+                )
+
+    @classmethod
+    def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
+        """The weights of a model folder, in the layout of `library` where there are two; pickles are refused."""
+        found = find_weights(folder, {file.name for file in folder.iterdir()}, library)
+        return cls([folder / name for name in found.names], None if found.index is None else folder / found.index)
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(open_safetensors(file, "pt"))
+        try:
+            tensor: Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, AttributeError, TypeError, ValueError) as error:
+            raise BrokenWeightsError(
+                f"'{name}' in '{file.name}' of '{folder_name(file.parent)}' cannot be read as {self.dtypes[name]}: "
+                f"{error}",
+                "save it again in float32, float16 or bfloat16",
+            ) from error
+        return tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def close(self) -> None:
+        """Let go of the mapped files; reading a tensor opens them again."""
+        self._open.clear()
+        self._stack.close()
+
+
+def not_floats(checkpoint: Checkpoint) -> dict[str, str]:
+    """The tensors of files that are kept as anything but numbers of 16 bits or more, and as what."""
+    kept = checkpoint.dtypes if isinstance(checkpoint, FileCheckpoint) else {}
+    return {name: dtype for name, dtype in kept.items() if dtype not in FLOATS}
+
+
+def open_safetensors(file: Path, framework: str) -> Any:
+    """`safe_open`, with an error that names the file."""
+    is_file = os.path.isfile(file)  # of a pipe one would wait for ever
+    try:
+        if not is_file:
+            raise OSError("it is no file")
+        return safe_open(str(file), framework=framework)
+    except (SafetensorError, OSError, ValueError) as error:
+        pointer = is_file and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
+        raise BrokenWeightsError(
+            f"'{file.name}' in '{folder_name(file.parent)}' cannot be read as safetensors: {error}",
+            "it is a Git LFS pointer: run 'git lfs pull' there" if pointer else "copy or download the file again",
+        ) from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, readable by whom other new files are: safetensors itself writes for the owner only."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
+def tensor_offsets(file: Path) -> dict[str, int]:
+    """Where the bytes of each tensor begin in a safetensors file, which the library itself does not tell."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The names of the files that hold a model's weights."""
+
+    names: tuple[str, ...]
+    index: str | None = None
+
+
+def holds_layout(names: Collection[str], library: str) -> bool:
+    """Whether a repo with these files has weights in the layout of a library, pickled ones too."""
+    stems = {"transformers": ("model", "pytorch_model"), "open_clip": ("open_clip_model", "open_clip_pytorch_model")}
+    ends = ("safetensors", "safetensors.index.json", "bin", "bin.index.json", "pt")
+    return any(f"{stem}.{end}" in names for stem in stems[library] for end in ends)
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether a repo with these files is a PEFT adapter."""
+    return ADAPTER_CONFIG in names and (ADAPTER_FILE in names or ADAPTER_PICKLE in names)
+
+
+def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
+    """Choose among a repo's files, in the layout of `library` where there are two; pickles are refused.
+
+    Only an index of shards is read, from `folder`: the weights themselves may be elsewhere.
+    """
+    called = called or folder_name(folder)
+    for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
+        if name in names:  # first, as transformers has it
+            return WeightFiles((name,))
+        if f"{name}.index.json" in names:
+            return WeightFiles(_shards(folder / f"{name}.index.json", names, called), f"{name}.index.json")
+    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    if len(found) == 1 and found[0] != ADAPTER_FILE:
+        return WeightFiles(tuple(found))
+    pickles = sorted(name for name in names if name.endswith(PICKLES) and "/" not in name and name not in NO_WEIGHTS)
+    if pickles:
+        raise PickledWeightsError(
+            f"'{called}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
+            "--allow-pickle loads tensors and nothing else from them; or save the model again as safetensors",
+        )
+    if ADAPTER_CONFIG in names:
+        raise WeightsNotFoundError(
+            f"'{called}' holds {ADAPTER_CONFIG} and no {ADAPTER_FILE}", "copy or download the adapter again"
+        )
+    raise WeightsNotFoundError(
+        f"there are no weights in '{called}' (looked for {' and '.join(WEIGHT_FILES.values())})",
+        "name a repo or folder that holds the model's safetensors",
+    )
+
+
+def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]:
+    shards = sorted(set(weight_map(index, called).values()))
+    if not shards:
+        raise BrokenWeightsError(f"the index '{index.name}' of '{called}' names no shard", "copy it again")
+    for name in shards:
+        if Path(name).name != name or name not in names:
+            raise BrokenWeightsError(
+                f"the index '{index.name}' names the shard '{name}', which is not in '{called}'",
+                "copy or download the missing shard",
+            )
+    return tuple(shards)
+
+
+def weight_map(index: Path, called: str) -> dict[str, str]:
+    """The shard of each tensor, as an index has it."""
+    try:
+        found = read_object(index).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(shard, str) for shard in found.values()):
+            raise ValueError("it has no 'weight_map' from names to files")
+    except (OSError, ValueError) as error:
+        raise BrokenWeightsError(
+            f"the index '{index.name}' of '{called}' cannot be read: {error}", "copy it again"
+        ) from error
+    return found
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """What tells the contents of tensors apart."""
+    import torch
+
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+_PICKLES = {
+    "transformers": ("pytorch_model.bin",),
+    "open_clip": ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pt"),
+}
+# what torch's reader says about a file that is broken, or holds more than tensors
+_UNREADABLE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError),
+    *(LookupError, OSError, RuntimeError, TypeError, ValueError),
+)
+_WRAPPERS = ("state_dict", "model")
+
+
+def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple[str, list[str]]:
+    """The library whose layout the pickles have, and their names; `folder` holds the index of shards, if any."""
+    for layout in dict.fromkeys((library, *_PICKLES)):
+        for name in _PICKLES[layout]:
+            if name in names:
+                return layout, [name]
+            index = f"{name}.index.json"
+            if index in names:
+                return layout, _pickled_shards(folder / index, names)
+    raise WeightsNotFoundError(
+        f"none of the pickles of '{folder_name(folder)}' is a whole model",
+        f"looked for {', '.join(name for files in _PICKLES.values() for name in files)}; save it as safetensors",
+    )
+
+
+def _pickled_shards(index: Path, names: Mapping[str, int]) -> list[str]:
+    shards = sorted(set(weight_map(index, folder_name(index.parent)).values()))
+    missing = [shard for shard in shards if shard not in names]
+    if missing or not shards:
+        raise BrokenWeightsError(
+            f"the index '{index.name}' names the shard '{missing[0] if missing else ''}', which is not there",
+            "use a repo that holds all shards",
+        )
+    return shards
+
+
+def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence[str]) -> Path:
+    """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
+    from huggingface_hub import constants
+
+    from hf_bico.runtime.output import claimed, whole_folder
+
+    sides = [name for name in beside if (folder / name).is_file()]
+    digests = sha256_of(folder / name for name in (*names, *sides))
+    key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
+    converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
+    with claimed(converted, waits=True):
+        if converted.is_dir():
+            return converted
+        tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
+        with whole_folder(converted) as scratch:
+            # safetensors keeps no two names for one memory
+            save_tensors(
+                {key: value.clone() for key, value in tensors.items()},
+                scratch / file_name,
+                {"format": "pt"},
+            )
+            for name in sides:
+                (scratch / name).write_bytes((folder / name).read_bytes())
+    return converted
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        raise BrokenWeightsError(
+            f"'{file.name}' cannot be read as tensors alone: {' '.join(str(error).split())[:200]}",
+            "load it in the library that made it and save it as safetensors",
+        ) from error
+    for wrapper in _WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    entries = content.items() if isinstance(content, dict) else ()
+    found = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
+    if not found:
+        raise BrokenWeightsError(f"there are no tensors in '{file.name}'", "name a repo that holds a model's weights")
+    return found

@@ -1,0 +1,363 @@
+"""Named changes of weights, their arithmetic and file.
+
+Deltas: named changes of weights, their arithmetic, and how they are added to a model.
+
+A sum of weighted sources that are read when asked for, so arithmetic costs nothing and a difference of two
+checkpoints never stands in memory as a whole. Low-rank changes stay factors, in sums too. Knows tensors; not files,
+models or the Hub.
+
+The delta format, `task_vector.safetensors`: changes of weights, factors as factors, and what is known about them.
+
+Knows one file; not where its content comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError, RecordError
+from hf_bico.models.checkpoints import ByName, Checkpoint, FileCheckpoint, not_floats, open_safetensors, save_tensors
+from hf_bico.models.hooks import kept_away
+from hf_bico.models.low_rank import Change, Factors, dense, energy, is_finite, total
+from hf_bico.models.name_matching import Overlap, align_names, overlap
+from hf_bico.utils.files import parse_json
+
+_FIRST = 256
+_COMPUTED_WITH = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
+"""Weighted sources, of whose sum a vector consists."""
+
+
+class Deltas(Mapping[str, Tensor]):
+    """Named changes of weights over one base model: as a mapping dense tensors, by `change` factors where they are.
+
+    >>> tau = Deltas({"w": torch.ones(2)})
+    >>> (0.5 * tau + tau)["w"]
+    tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, deltas: Mapping[str, Change], overlap: Overlap | None = None) -> None:
+        self.terms: Terms = deltas.terms if isinstance(deltas, Deltas) else ((1.0, deltas),)
+        self.overlap = overlap or Overlap()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return dense(self.change(name))
+
+    def change(self, name: str) -> Change:
+        """One change, as factors where every source of it has factors."""
+        parts = [
+            source[name] if weight == 1.0 else weight * source[name] for weight, source in self.terms if name in source
+        ]
+        if not parts:
+            raise KeyError(name)
+        return total(parts)
+
+    def changes(self) -> Iterator[tuple[str, Change]]:
+        """Every name with its change; what `items` would multiply out stays factors."""
+        return ((name, self.change(name)) for name in self)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for _, source in self.terms for name in source))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in source for _, source in self.terms)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} tensors"
+
+    def __add__(self, other: Self) -> Self:
+        return self._combined(self.terms + other.terms, Overlap(), other)
+
+    def __radd__(self, other: int) -> Self:
+        """`sum` of vectors begins with 0."""
+        return self if other == 0 else NotImplemented
+
+    def __mul__(self, factor: float) -> Self:
+        return self._combined(tuple((factor * weight, source) for weight, source in self.terms), self.overlap)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Self:
+        return self * (1 / divisor)
+
+    def __neg__(self) -> Self:
+        return -1.0 * self
+
+    def __sub__(self, other: Self) -> Self:
+        return self + -other
+
+    def renamed(self, names: Mapping[str, str]) -> Deltas:
+        """The same changes, some of them under other names, given by those that they have."""
+        if not names:
+            return self
+        changed = Deltas({})
+        changed.terms = tuple((weight, Renamed(source, names)) for weight, source in self.terms)
+        return changed
+
+    def without(self, names: Collection[str]) -> Deltas:
+        """The same changes, but for these."""
+        if not names:
+            return self
+        kept = Deltas({})
+        kept.terms = tuple(
+            (weight, {name: source[name] for name in source if name not in names}) for weight, source in self.terms
+        )
+        return kept
+
+    def energy(self, name: str) -> float:
+        """The squared norm of one delta."""
+        return energy(self.change(name))
+
+    def apply_to(self, model: nn.Module) -> nn.Module:
+        """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
+        self._apply(model)
+        return model
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
+        originals = self._apply(model)
+        try:
+            yield model
+        finally:
+            _put_back(originals)
+
+    def places_in(self, tensors: Iterable[str], called: str) -> dict[str, str]:
+        """The name that each of the changed tensors has in a model, which must have them all."""
+        places = align_names(self, tensors)
+        homeless = [name for name in self if name not in places]
+        if homeless:
+            raise BaseMismatchError(
+                f"{called} has no tensor '{homeless[0]}' ({len(homeless)} of {len(self)} changes have no place)",
+                "apply the task vector to the model that it was made for",
+            )
+        return places
+
+    def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Change the parameters; returns them with what they held before."""
+        parameters: dict[str, Any] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        parameters |= kept_away(model)
+        places = self.places_in(parameters, "the model")
+        originals: list[tuple[Tensor, Tensor]] = []
+        try:
+            for name, place in places.items():
+                parameter = parameters[place]
+                changed = add_delta(parameter.data, self.change(name), name)
+                originals.append((parameter, parameter.data))
+                parameter.data = changed
+        except BaseException:
+            _put_back(originals)
+            raise
+        return originals
+
+    def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
+        """A vector of these terms, made of this one and `others`."""
+        vector = type(self)({}, overlap)
+        vector.terms = terms
+        return vector
+
+
+def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, data in originals:
+        parameter.data = data
+
+
+def add_delta(weight: Tensor, delta: Change, name: str) -> Tensor:
+    """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
+    if tuple(weight.shape) != tuple(delta.shape):
+        raise BaseMismatchError(
+            f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
+            "apply the task vector to the model that it was made for",
+        )
+    wide = torch.promote_types(torch.promote_types(weight.dtype, delta.dtype), torch.float32)
+    delta = delta.to(weight.device, wide)
+    if isinstance(delta, Factors):
+        return torch.addmm(weight.to(wide), delta.left, delta.right).to(weight.dtype)
+    return (weight.to(wide) + delta).to(weight.dtype)
+
+
+@dataclass
+class Difference(ByName[Tensor]):
+    """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
+
+    fine_tuned: Checkpoint
+    base: Checkpoint
+    overlap: Overlap
+    names: dict[str, None]
+    """The base's names of the tensors that differ, in order."""
+    device: torch.device | None = None
+    """Where a delta is computed; None for where the fine-tuned tensors are."""
+    _last: tuple[str, Tensor] | None = None
+    """The latest delta: q, k and v read the same tensor one after the other."""
+
+    @classmethod
+    def between(cls, fine_tuned: Checkpoint, base: Checkpoint, device: torch.device | None = None) -> Difference:
+        found = cls(fine_tuned, base, overlap(fine_tuned.shapes, base.shapes), {}, device)
+        found.names = dict.fromkeys(name for name in found.overlap.names if _changed(*found._pair(name), name))
+        return found
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """A tensor of the fine-tuned model and of the base."""
+        tuned = self.fine_tuned.tensor(self.overlap.names[name])
+        tuned = tuned if self.device is None else tuned.to(self.device)
+        return tuned, self.base.tensor(name).to(tuned.device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        if self._last is None or self._last[0] != name:
+            tuned, start = self._pair(name)
+            wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
+            # what a narrower fine-tuned copy lost by rounding is no change
+            precision = _precision(tuned)
+            start = start.to(precision) if _narrower(precision, start.dtype) else start
+            self._last = (name, tuned.to(wide) - start.to(wide))
+        return self._last[1]
+
+
+def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
+    if not tuned.is_floating_point() and not start.is_floating_point():
+        return False
+    if not {tuned.dtype, start.dtype} <= _COMPUTED_WITH:
+        raise BrokenWeightsError(
+            f"'{name}' is kept as {_kind(tuned)} in the fine-tuned model and as {_kind(start)} in the base",
+            "use copies of both in float32, float16 or bfloat16",
+        )
+    for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
+        if not is_finite(tensor):
+            raise NonFiniteWeightsError(
+                f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
+            )
+    precision = _precision(tuned)
+    wide = precision if _narrower(precision, start.dtype) else torch.promote_types(tuned.dtype, start.dtype)
+    return not torch.equal(tuned.to(wide), start.to(wide))
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _precision(tuned: Tensor) -> torch.dtype:
+    """The dtype in which a fine-tuned tensor is kept, or once was: widened again, all its values still fit into it."""
+    once = (narrow for narrow in (torch.bfloat16, torch.float16) if _narrower(narrow, tuned.dtype))
+    return next((narrow for narrow in once if _fits(tuned, narrow)), tuned.dtype)
+
+
+def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
+    """Whether a narrower dtype holds every value as it is; the first few tell it of nearly every tensor."""
+    some = tensor.flatten()[:_FIRST]
+    return all(torch.equal(part.to(narrow).to(part.dtype), part) for part in (some, tensor))
+
+
+def _narrower(one: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(one).eps > torch.finfo(other).eps
+
+
+class Renamed(ByName[Change]):
+    """Changes of which some have other names."""
+
+    def __init__(self, source: Mapping[str, Change], names: Mapping[str, str]) -> None:
+        self.source = source
+        self.names = {names.get(name, name): name for name in source}
+
+    def __getitem__(self, name: str) -> Change:
+        return self.source[self.names[name]]
+
+
+@dataclass
+class Lazy(ByName[Change]):
+    """Changes in a checkpoint, read when asked for; those of the names in `low_rank` are there as two factors."""
+
+    checkpoint: Checkpoint
+    low_rank: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        halves = {half for name in self.low_rank for half in factor_names(name)}
+        self.names = dict.fromkeys([*(name for name in self.checkpoint.shapes if name not in halves), *self.low_rank])
+
+    def __getitem__(self, name: str) -> Change:
+        change: Change
+        if name in self.low_rank:
+            left, right = factor_names(name)
+            change = Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
+        else:
+            change = self.checkpoint.tensor(name)
+        if not is_finite(change):
+            raise NonFiniteWeightsError(
+                f"the change of '{name}' holds NaN or infinite values", "make the task vector again from sound weights"
+            )
+        return change
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """Under which names the two factors of a change are kept."""
+    return f"{name}.left", f"{name}.right"
+
+
+MADE_FROM = "made_from"
+_FORMAT = "hf-bico task vector"
+_SCHEMA = 1
+_LOW_RANK = "low_rank"
+
+
+def write_delta(vector: Deltas, about: Mapping[str, Any], file: Path) -> None:
+    """Write the changes without loss, with `about` in the file's metadata."""
+    tensors: dict[str, Tensor] = {}
+    low_rank = []
+    for name, change in vector.changes():
+        if isinstance(change, Factors):
+            low_rank.append(name)
+            tensors |= dict(zip(factor_names(name), (change.left, change.right), strict=True))
+        else:
+            tensors[name] = change
+    factors = {_LOW_RANK: low_rank} if low_rank else {}
+    header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about, **factors}, sort_keys=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # one metadata entry: safetensors does not promise an order of several
+    save_tensors(tensors, file, {"hf_bico": header})
+
+
+def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
+    """The changes, which are read when asked for, and what the file says about them."""
+    with open_safetensors(file, "pt") as reader:
+        about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
+    low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
+    for name, dtype in not_floats(checkpoint).items():
+        raise RecordError(
+            f"'{name}' in '{file.name}' is kept as {dtype}: that is no change",
+            "save it again with this tool",
+        )
+    for name in low_rank:
+        left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))
+        if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+            raise RecordError(f"'{file.name}' does not hold the factors of '{name}'", "save it again with this tool")
+    return Lazy(checkpoint, low_rank), about
+
+
+def _read_header(text: str, name: str) -> dict[str, Any]:
+    """What the file says about itself."""
+    try:
+        header = parse_json(text)
+    except ValueError:
+        header = None
+    known = isinstance(header, dict) and header.pop("format", None) == _FORMAT and header.pop("schema", None) == _SCHEMA
+    repos, low_rank = (header.get(key, []) if known else [] for key in (MADE_FROM, _LOW_RANK))
+    listed = isinstance(repos, list) and all(
+        isinstance(repo, list) and len(repo) == 2 and all(isinstance(part, str) for part in repo) for repo in repos
+    )
+    named = isinstance(low_rank, list) and all(isinstance(name, str) for name in low_rank)
+    if not known or not listed or not named:
+        raise RecordError(f"'{name}' is not a task vector of schema {_SCHEMA}", "save it again with this tool")
+    about: dict[str, Any] = header
+    return about

@@ -1,0 +1,182 @@
+"""What a family is; what none can carry.
+
+What a family is: how one kind of model lays out its blocks, sites, text side and head.
+
+A family reads layouts from names and shapes alone, without torch, so that a plan needs no weights. Its loaded models
+are `live` ones.
+
+Kinds of models that no family can carry, refused by name. Reads names and configurations; no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
+from hf_bico.models.layout import Layout, Tokens
+from hf_bico.utils.files import folder_name, read_object
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hf_bico.models.families.live import LiveModel
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+TEXT_TOWER = "text tower"
+"""Why the tensors of a CLIP's text side stay behind."""
+VISION_TOWER = "vision tower"
+"""Why those of its sites that read images do, where its text side alone is carried."""
+CLIP_OBJECTIVES = ("zero-shot", "contrastive")
+WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+)
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model that is too large for one device is spread over several: a rule of accelerate's.
+
+    `memory` is the most that each GPU may take of it, in bytes.
+    """
+
+    rule: str
+    memory: int | None = None
+
+
+class Family(ABC):
+    """One kind of model."""
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    config_file: ClassVar[str]
+    processor_files: ClassVar[tuple[str, ...]] = ()
+    can_be_spread: ClassVar[bool] = True
+    """Whether `load` puts a model on several devices."""
+
+    @abstractmethod
+    def recognises(self, shapes: Shapes) -> bool:
+        """Whether a model with these tensors is of this family."""
+
+    def accepts(self, model: Path | nn.Module) -> bool:
+        """Whether this family takes a folder or loaded model that none recognises by its tensors."""
+        return False
+
+    @abstractmethod
+    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
+        """Sites, tokens and what stays behind, from names, shapes and the model's configuration."""
+
+    def read_config(self, folder: Path) -> Mapping[str, Any]:
+        """The model's configuration file; empty when there is none."""
+        file = folder / self.config_file
+        try:
+            config = read_object(file) if file.is_file() else {}
+            _require_words(config)
+            return config
+        except (OSError, ValueError) as error:
+            raise RepoError(
+                f"'{file.name}' in '{folder_name(folder)}' cannot be read: {error}", "copy the file again"
+            ) from error
+
+    @abstractmethod
+    def skeleton(self, folder: Path) -> nn.Module:
+        """The model's modules without weights, on the meta device, by the names that `load` gives them."""
+
+    @abstractmethod
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        """The model of a folder, ready to run; `spread` over several devices where it is too large for one."""
+
+    @abstractmethod
+    def wrap(self, module: nn.Module) -> LiveModel:
+        """A model that the caller has loaded."""
+
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        """The files beside the weights that a written model may need: configuration, tokenizer, processor, licence."""
+        return (self.config_file, *self.processor_files, *TOKENIZER_FILES, *LICENCE_FILES)
+
+    def side_files(self, folder: Path) -> list[Path]:
+        """Those of them that a folder has."""
+        return [folder / name for name in self.side_names if (folder / name).is_file()]
+
+
+def _require_words(config: Mapping[str, Any]) -> None:
+    """A ValueError where the kind of a model, or of a part of it, is no word: libraries look it up."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if not isinstance(part.get("model_type", ""), str):
+            raise ValueError("its model_type is no text")
+
+
+def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
+    """The error for weights that the configuration beside them does not describe."""
+    words = " ".join(str(reason).split())
+    return BrokenWeightsError(
+        f"the weights of '{folder_name(folder)}' do not fit its configuration: {words[:300]}",
+        "copy or download the folder again",
+    )
+
+
+def prefix_before(shapes: Shapes, ending: str) -> str | None:
+    """What stands before `ending` in the one name that ends so; None when no or several names do."""
+    found = [name[: -len(ending)] for name in shapes if name == ending or name.endswith("." + ending)]
+    return found[0] if len(found) == 1 else None
+
+
+def count_blocks(shapes: Shapes, stem: str) -> int:
+    """How many numbered blocks stand under `stem`."""
+    pattern = re.compile(re.escape(stem) + r"(\d+)\.")
+    return len({match.group(1) for name in shapes if (match := pattern.match(name))})
+
+
+def patch_tokens(positions: int, patch: int, image_size: Any, prefix: int, what: str) -> Tokens:
+    """The token grid: from the configured image size where known, else the square that fits the positions."""
+    patches = positions - prefix
+    side = isqrt(patches)
+    grid = (side, side)
+    if image_size is not None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)[:2]
+        grid = (height // patch, width // patch)
+    if grid[0] * grid[1] != patches:
+        raise UnsupportedModelError(
+            f"{what} has {patches} patch positions, which is not the grid {grid[0]} x {grid[1]} of its configuration",
+            "check the image size in the model's configuration",
+        )
+    return Tokens(prefix, grid)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""How configurations count experts."""
+
+
+def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> None:
+    """Refuse quantised weights, and mixtures of experts."""
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"the weights of {called} are quantised, and not kept as its layers multiply by them",
+            "name the model that it was quantised from",
+        )
+    if any(".experts." in f".{name}" for name in shapes) or _counts_experts(config):
+        raise UnsupportedModelError(
+            f"{called} is a mixture of experts, whose experts see different tokens in the two models: "
+            "their rows do not pair",
+            "use a dense model of the same family",
+        )
+
+
+def _counts_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration, or that of its text part, names more than no expert."""
+    parts = [config, config.get("text_config")]
+    counts = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _EXPERTS]
+    return any(type(count) is int and count > 0 for count in counts)

@@ -1,0 +1,104 @@
+"""Encoders of text: BERT and all that name their layers so (MiniLM, RoBERTa), and DistilBERT; by any prefix of files.
+
+Their features are what a classification head reads; the head itself is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.blueprints import (
+    CLASSIFICATION_HEAD,
+    EMBEDDINGS,
+    NORM,
+    POSITIONS,
+    PRETRAINING_HEAD,
+    BackboneFamily,
+    Blueprint,
+    no_class,
+)
+from hf_bico.models.families.pretrained import first_architecture, has_class
+from hf_bico.models.families.text_models import EncoderModel
+from hf_bico.models.layout import Layout, Site
+from hf_bico.utils.files import folder_name
+
+UNUSED_POOLER = "unused pooler"
+POOLER = "pooler"
+_BERT = Blueprint(
+    prefixes=("bert.", "roberta.", ""),
+    stem="encoder.layer.",
+    modules={
+        "attn.q": "attention.self.query",
+        "attn.k": "attention.self.key",
+        "attn.v": "attention.self.value",
+        "attn.out": "attention.output.dense",
+        "mlp.up": "intermediate.dense",
+        "mlp.down": "output.dense",
+    },
+    beside=r"(?:attention\.)?output\.LayerNorm\.(?:weight|bias|gamma|beta)",
+    outside={POOLER: "pooler.dense"},
+    needs=("embeddings.word_embeddings.weight",),
+)
+_DISTILBERT = Blueprint(
+    prefixes=("distilbert.", ""),
+    stem="transformer.layer.",
+    modules={
+        "attn.q": "attention.q_lin",
+        "attn.k": "attention.k_lin",
+        "attn.v": "attention.v_lin",
+        "attn.out": "attention.out_lin",
+        "mlp.up": "ffn.lin1",
+        "mlp.down": "ffn.lin2",
+    },
+    beside=r"(?:sa|output)_layer_norm\.(?:weight|bias)",
+    needs=("embeddings.word_embeddings.weight",),
+)
+
+_BARE = {
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "camembert": "Camembert",
+    "distilbert": "DistilBert",
+}
+"""The beginning of a class's name by the type of model."""
+
+
+class Encoder(BackboneFamily):
+    name = "encoder"
+    blueprints = (_BERT, _DISTILBERT)
+    objectives = ("classification",)
+    live = EncoderModel
+    reasons: ClassVar[Mapping[str, str]] = {
+        r"^(pre_)?classifier\.": CLASSIFICATION_HEAD,
+        r"^(cls|lm_head|vocab_\w+)\.": PRETRAINING_HEAD,
+        r"(^|\.)pooler\.": UNUSED_POOLER,
+        r"LayerNorm\.|layer_norm\.": NORM,
+        r"(^|\.)position_(embeddings|ids)": POSITIONS,
+        r"(^|\.)embeddings\.": EMBEDDINGS,
+    }
+
+    def outside_sites(self, blueprint: Blueprint, shapes: Shapes, prefix: str, config: Mapping[str, Any]) -> list[Site]:
+        """BERT's pooler, which reads one row of each text; no classifier of the others reads theirs."""
+        pooled = _kind(config) in ("Bert", "")
+        return blueprint.outside_sites(shapes, prefix, text=False) if pooled else []
+
+    def backbone(
+        self, folder: Path, config: Mapping[str, Any], shapes: Shapes, layout: Layout
+    ) -> tuple[str, dict[str, Any]]:
+        """With the pooler where it is read; DistilBERT has none, and no word for that."""
+        named = f"{_kind(config)}Model"
+        if not has_class(named):
+            raise no_class(folder_name(folder), config)
+        pooled = any(site.role == POOLER for site in layout.sites)
+        return named, {} if named == "DistilBertModel" else {"add_pooling_layer": pooled}
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """What the names of its classes begin with; empty where the configuration does not say."""
+    by_type = _BARE.get(str(config.get("model_type")))
+    return by_type or re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", first_architecture(config) or "")

@@ -1,0 +1,179 @@
+"""Any two models of one transformers class that no other family knows: sites by module path.
+
+A class that ends in ForCausalLM reads texts and models language. Of all others the loss is the caller's, and how tokens
+are laid out is not known: rows of the two models pair one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.errors import ModelError, UnsupportedModelError
+from hf_bico.models.checkpoints import FileCheckpoint
+from hf_bico.models.families.base import Family, Shapes, Spread
+from hf_bico.models.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
+from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.families.pretrained import (
+    PROCESSOR_FILES,
+    PretrainedModel,
+    bare_model,
+    bare_model_of,
+    first_architecture,
+    has_class,
+    load_pretrained,
+    origin_of,
+    require_config,
+)
+from hf_bico.models.families.text_models import CausalModel
+from hf_bico.models.layout import Layout, Site
+from hf_bico.utils.samples import TEXTS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.models.hooks import Trace
+
+
+class Generic(Family):
+    name = "generic"
+    library = "transformers"
+    config_file = "config.json"
+    can_be_spread = False
+    processor_files = (*PROCESSOR_FILES, *TEXT_FILES)
+
+    def recognises(self, shapes: Shapes) -> bool:
+        return False
+
+    def accepts(self, model: Path | nn.Module) -> bool:
+        if isinstance(model, Path):
+            name = first_architecture(self.read_config(model))
+            return name is not None and has_class(name)
+        from hf_bico.models.families.modules import has_linear
+
+        return has_linear(model)
+
+    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
+        from hf_bico.models.families.modules import module_layout, stored_names
+
+        skeleton = bare_model(first_architecture(config) or "", config, shapes)
+        stored = stored_names(skeleton, shapes)
+        layout = _of_language(skeleton, module_layout(self.name, skeleton, stored))
+        known = set(stored.values())
+        layout.others.update((name, "no linear site") for name in shapes if name not in known)
+        return layout
+
+    def skeleton(self, folder: Path) -> nn.Module:
+        config = require_config(self, folder)
+        shapes = FileCheckpoint.in_folder(folder, self.library).shapes
+        return bare_model_of(folder, first_architecture(config) or "", config, shapes)
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        from hf_bico.models.families.modules import module_layout, stored_names
+
+        name = first_architecture(require_config(self, folder)) or ""
+        module = load_pretrained(folder, name, device, dtype)
+        stored = stored_names(module, FileCheckpoint.in_folder(folder, self.library).shapes)
+        live = _live(module, module_layout(self.name, module, {name: name for name in stored}))
+        live.folder = folder
+        return live
+
+    def wrap(self, module: nn.Module) -> LiveModel:
+        from hf_bico.models.families.modules import module_layout
+
+        live = _live(module, module_layout(self.name, module))
+        live.folder = origin_of(module)
+        return live
+
+
+class _Guarded(PretrainedModel):
+    """A loaded model of whose modules nothing is known but their classes."""
+
+    blocks_are_functions = False
+
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        """As for every transformers model; and what the site read and wrote must still be there when the pass ends."""
+        super()._watch(site, trace, stack)
+        seen: list[tuple[Tensor, int]] = []
+
+        def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not trace.is_recomputing:
+                seen[:] = [(tensor, tensor._version) for tensor in (inputs[0], output)]
+
+        def require_unchanged(*_: Any) -> None:
+            changed = any(tensor._version != version for tensor, version in seen)
+            seen.clear()
+            if changed:
+                raise UnsupportedModelError(
+                    f"the model changes in place what '{site.name}' reads or writes, so that it cannot be watched",
+                    "use a model without in-place operations there",
+                )
+
+        module = self.module.get_submodule(site.weight.tensor.removesuffix(".weight"))
+        stack.callback(module.register_forward_hook(note).remove)
+        stack.callback(self.module.register_forward_hook(require_unchanged).remove)
+        stack.push(lambda kind, *_: None if kind else require_unchanged())  # where a pass was of some modules only
+
+
+class GenericModel(_Guarded, ImageModel):
+    """A loaded model that shows its sites and nothing else: no features, no text side."""
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        raise _no_features()
+
+
+class GenericCausalModel(_Guarded, CausalModel):
+    """A loaded decoder that no family knows."""
+
+
+def _live(module: nn.Module, layout: Layout) -> GenericModel | GenericCausalModel:
+    if _models_language(module):
+        return GenericCausalModel(module, _of_language(module, layout))
+    return GenericModel(module, layout)
+
+
+def _models_language(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("ForCausalLM") and hasattr(module, "get_output_embeddings")
+
+
+def _of_language(module: nn.Module, layout: Layout) -> Layout:
+    """The layout of a decoder: every site reads tokens of texts, and the vocabulary's own layer is none."""
+    if not _models_language(module):
+        return layout
+    model: Any = module
+    output = model.get_output_embeddings()
+    path = next((path for path, part in module.named_modules() if part is output), "")
+    sites = tuple(replace(site, text=True) for site in layout.sites if site.name != path)
+    left = {slot.tensor: OUTPUT_EMBEDDINGS for site in layout.sites if site.name == path for slot in site.slots}
+    return replace(
+        layout,
+        sites=sites,
+        others={**layout.others, **left},
+        reads=TEXTS,
+        objectives=("language-modelling",),
+    )
+
+
+def _no_features() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "what the features of a generic model are is not known",
+        "port it from Python, with objective= a callable (model, batch) -> loss, and without a probe",
+    )
+
+
+def require_same_kind(base: Layout, target: Layout) -> None:
+    """Refuse two models whose sites have nothing to do with each other: of different classes, where classes matter."""
+    if base.kind != target.kind:
+        names = [layout.kind or f"of the family {layout.family}" for layout in (base, target)]
+        raise ModelError(
+            f"the base is {names[0]} and the target {names[1]}: between generic models, both are of one class",
+            "choose a target of the base's own class",
+        )
+    if base.reads != target.reads:
+        raise ModelError(
+            f"the base reads {base.reads} and the target {target.reads}", "choose a target that reads the same"
+        )

@@ -1,0 +1,273 @@
+"""Loaded models: they show their sites during a forward pass, and turn images and prompts into features.
+
+Knows layouts and passes; not how a kind of model is recognised or read from a folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from posixpath import commonpath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_bico.errors import UnreadableSampleError, UnsupportedModelError
+from hf_bico.models.layout import Layout, Site
+from hf_bico.utils.samples import Captioned
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.models.hooks import TextRows, Trace
+
+
+class LiveModel(ABC):
+    """A loaded model: what it makes of samples, and a look at its sites."""
+
+    blocks_are_functions: ClassVar[bool] = False
+    """Whether a block, and its MLP, is a function of one tensor that gives one, whatever masks it is given too."""
+    max_length: int | None = None
+    """Of the texts that it reads, in tokens; None for what it can take."""
+    runs_on: torch.device | None = None
+    """Where it runs, if its weights are not there all the time."""
+    visits: bool = False
+    """Whether its weights are moved there when it runs, and away when it has run."""
+    _visiting: int = 0
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module = module
+        self.layout = layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.runs_on or next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @abstractmethod
+    def features(self, samples: Sequence[Any]) -> Tensor:
+        """One row (samples, width) for each sample: what a linear probe reads."""
+
+    def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples with all done that needs no weights and takes time."""
+        return samples
+
+    def text_rows(self, samples: Sequence[Any]) -> TextRows | None:
+        """The tokens of the samples in main memory, where they are texts: which rows of text sites are real."""
+        return None
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of a site as (out, in), as it is now."""
+        from hf_bico.models.hooks import kept_away
+
+        slot = self.layout.site(name).weight
+        parameter: Tensor = self.module.get_parameter(slot.tensor)
+        if parameter.is_meta:
+            parameter = kept_away(self.module)[slot.tensor]
+        found: Tensor = slot.view(parameter.detach())
+        return found
+
+    @contextmanager
+    def observed(self, sites: Sequence[Site], trace: Trace | None = None) -> Iterator[Trace]:
+        """Watch the given sites, by name, during the forward passes inside the `with`.
+
+        The outputs stay the same up to rounding, and the model is left as it was found.
+        """
+        from hf_bico.models.hooks import Trace
+
+        trace = Trace() if trace is None else trace
+        own = {site.name: site for site in self.layout.sites}
+        with self.quiet(), ExitStack() as stack:
+            for site in sites:
+                self._watch(own[site.name], trace, stack)
+            yield trace
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Evaluation mode and no parameter gradients, inside the `with` only."""
+        flags = [(parameter, parameter.requires_grad) for parameter in self.module.parameters()]
+        training = [module for module in self.module.modules() if module.training]
+        try:
+            self.module.eval().requires_grad_(False)
+            with self._visit():
+                yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def _visit(self) -> Iterator[None]:
+        """The weights where the model runs, inside the `with`."""
+        if not self.visits:
+            yield
+            return
+        self._visiting += 1
+        try:
+            self.module.to(self.runs_on)
+            yield
+        finally:
+            self._visiting -= 1
+            if not self._visiting:
+                self.module.to("cpu")
+
+    @contextmanager
+    def checkpointed(self, trace: Trace, whole_blocks: bool = True, looked_into: bool = False) -> Iterator[None]:
+        """Keep only what enters each block, or its MLP, for the backward pass, which runs it once more.
+
+        Inside the `with` only. `looked_into` says that a loss may be of what the blocks do not return.
+        """
+        from hf_bico.models.hooks import recomputed
+
+        with ExitStack() as stack:
+            for module in self.module.modules():
+                config: Any = getattr(module, "config", None)
+                if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
+            for block in self._parts(whole_blocks):
+                own, forward = block.__dict__.get("forward"), block.forward
+                block.forward = recomputed(forward, trace, self.blocks_are_functions and not looked_into)
+                stack.callback(_put_forward, block, own)
+            yield
+
+    def _parts(self, whole_blocks: bool) -> list[Any]:
+        """The smallest modules that hold all sites of a block, or of its MLP."""
+        places: dict[tuple[str, int | None], list[str]] = {}
+        names = self.layout.own_names
+        for site in self.layout.sites:
+            if site.block is not None and (whole_blocks or site.role.startswith("mlp.")):
+                module = names.get(site.weight.tensor, site.weight.tensor).rpartition(".")[0]
+                places.setdefault((site.tower, site.block), []).append(module.replace(".", "/"))
+        found = [self._running(commonpath(paths).replace("/", ".")) for paths in places.values()]
+        return [self.module.get_submodule(path) for path in dict.fromkeys(found) if path]
+
+    def _running(self, path: str) -> str:
+        """The module at this path, or the nearest above it that is more than a list of modules, and runs."""
+        from torch import nn
+
+        while isinstance(self.module.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            path = path.rpartition(".")[0]
+        return path
+
+    @abstractmethod
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        """Tap one site; `stack` undoes it."""
+
+    def _watch_linear(self, module: nn.Module, site: Site, trace: Trace, stack: ExitStack) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return trace.tap(site, inputs[0], output)
+
+        stack.callback(module.register_forward_hook(hook).remove)
+
+
+class ImageModel(LiveModel):
+    """A loaded model that reads images."""
+
+    def features(self, samples: Sequence[Any]) -> Tensor:
+        return self.image_features(self.pixels(samples))
+
+    def pixels(self, images: Sequence[Any]) -> Tensor:
+        """One batch on the model's device: PIL images by its own preprocessing, tensors only resized to fit.
+
+        Of captioned images, the images.
+        """
+        from hf_bico.runtime.environment import sent
+
+        prepared = self._pixels([image.image if isinstance(image, Captioned) else image for image in images])
+        return sent(prepared, self.device, self.dtype)
+
+    def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples with their images prepared, as tensors on the model's device; captions stay with them."""
+        pixels = self.pixels(samples)
+        return [
+            replace(sample, image=image) if isinstance(sample, Captioned) else image
+            for sample, image in zip(samples, pixels, strict=True)
+        ]
+
+    def _pixels(self, images: Sequence[Any]) -> Tensor:
+        import torch
+
+        if not isinstance(images[0], torch.Tensor):
+            return self._prepared(images)
+        if not all(image.is_floating_point() and image.shape == images[0].shape for image in images):
+            raise UnreadableSampleError(
+                "the images are tensors of integers, or of several shapes",
+                "give PIL images, or float tensors of one shape, prepared as the model takes them",
+            )
+        return _fit_to(torch.stack(list(images)), self.layout.image_size)
+
+    def _prepared(self, images: Sequence[Any]) -> Tensor:
+        if not all(hasattr(image, "convert") for image in images):
+            raise UnreadableSampleError(
+                f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
+            )
+        deep = next((image.mode for image in images if image.mode[:1] in ("I", "F")), None)
+        if deep is not None:  # PIL makes white of whatever is above 255
+            raise UnreadableSampleError(
+                f"the images have more than 8 bits a channel (PIL's mode '{deep}')",
+                "save them as 8-bit images, scaled as the fine-tuned model saw them",
+            )
+        try:
+            # RGB first: a processor may leave grey and transparent images as they are
+            batch = self._preprocess([image.convert("RGB") for image in images])
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UnreadableSampleError(
+                f"the model's own processor cannot prepare the images: {error}", "check its configuration"
+            ) from error
+        if self.layout.image_size not in (None, tuple(batch.shape[-2:])):
+            raise UnsupportedModelError(
+                f"the processor gives images of {tuple(batch.shape[-2:])} and the model takes {self.layout.image_size}",
+                "use the processor that belongs to the model",
+            )
+        return batch
+
+    @abstractmethod
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        """The model's own preprocessing of RGB images, as one batch."""
+
+    @abstractmethod
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+
+class ClipModel(ImageModel):
+    """A loaded CLIP-like model: image features and text features."""
+
+    blocks_are_functions = True
+
+    @abstractmethod
+    def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The tokens that its text side reads, (prompts, tokens), and which of them are real and no padding.
+
+        Both are in main memory.
+        """
+
+    @abstractmethod
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Pooled and projected, not normalised."""
+
+    @abstractmethod
+    def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """exp(logit_scale), and SigLIP's bias where there is one."""
+
+
+def _put_forward(module: Any, forward: Any) -> None:
+    """Give a module its own forward back, or that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def _fit_to(batch: Tensor, size: tuple[int, int] | None) -> Tensor:
+    from torch.nn import functional
+
+    if size is None or tuple(batch.shape[-2:]) == size:
+        return batch
+    return functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)

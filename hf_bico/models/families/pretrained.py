@@ -1,0 +1,367 @@
+"""What all transformers models share; size limits.
+
+What a configuration asks for, held against the weights beside it before anything of that size is made.
+
+There is no limit for models as such: weights of any size are there already, and a configuration may ask for as much.
+Reads numbers and shapes; torch only counts here. Knows no kind of model.
+
+What all transformers models share: the class by its name, weights from a folder, the processor beside them.
+
+Knows the library and its manners; not what a model is for, nor its sites.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_bico.errors import BrokenWeightsError, MissingProcessorError, RepoError
+from hf_bico.models.checkpoints import FileCheckpoint
+from hf_bico.models.families.base import TOKENIZER_FILES, Family, Shapes, Spread, weights_do_not_fit
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.layout import Site
+from hf_bico.runtime.library_errors import is_failure
+from hf_bico.utils.files import folder_name
+from hf_bico.utils.text import machine_memory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hf_bico.models.hooks import Trace
+
+
+TIMES, ELEMENTS, MODULES = 4, 2**24, 5_000
+"""A model may have so many times what its weights hold, as with tied embeddings, and so much more where it is small."""
+_SIZE = re.compile(
+    r"size|width|dim|layer|depth|block|head|vocab|position|channel|label|num|embd|inner|expert|stage|hidden|context"
+    r"|n_ctx|d_model|d_ff|d_kv|ffn|group|ratio|length|patch|rank|levels|token"
+)
+"""What is in the name of a number that says how large something is."""
+_COUNT, _MOST_COUNTED = re.compile(r"(layer|depth|label|block|stage|head|expert)s?$"), 1_000_000
+"""What is counted out one by one when a configuration is read, whatever is built from it."""
+_NO_SIZE = re.compile(r"theta|base|max_length|max_seq|_id$|_ids$|factor|eps|scal|total|param|seed|flops")
+_SIDE = re.compile(r"size|edge|height|width|pixels|crop|pad")
+_TIMES_IMAGE, _MOST_SIDE = 8, 4096
+"""A processor may make an image larger before it is cut, but not by so much."""
+_DEEPEST = 50
+
+
+class TooLargeError(ValueError):
+    """A model that is being built outgrows the weights that it is built for."""
+
+
+def elements_of(shapes: Shapes) -> int:
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def require_within(config: Mapping[str, Any], shapes: Shapes, called: str) -> None:
+    """Refuse a configuration with a size that no part of these weights can have."""
+    most = max(elements_of(shapes), ELEMENTS)
+    for name, value in _sizes(config):
+        limit = min(most, _MOST_COUNTED) if _COUNT.search(name) else most
+        if not abs(value) <= limit:
+            raise BrokenWeightsError(
+                f"the configuration of {called} says {name} {_shown(value)}, more than {limit:,}: no part of its "
+                "weights has that size",
+                "copy or download the configuration again",
+            )
+
+
+def require_drawable(processor: Mapping[str, Any], image_size: tuple[int, int] | None) -> None:
+    """A ValueError for a processor that would make far larger images than the model takes."""
+    most = max(_TIMES_IMAGE * max(image_size or (0, 0)), _MOST_SIDE)
+    for name, value in _numbers(processor):
+        if _SIDE.search(name) and not 0 <= value <= most:
+            raise ValueError(f"its {name} is {_shown(value)}, and {most:,} is the most for this model")
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """The numbers of a configuration that are the size of something, by name."""
+    return ((name, value) for name, value in _numbers(config) if _SIZE.search(name) and not _NO_SIZE.search(name))
+
+
+def _numbers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, int | float]]:
+    """All numbers of a configuration, by the names that they have in small letters."""
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        for key, inner in value.items():
+            yield from _numbers(inner, str(key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < _DEEPEST:
+        for inner in value:
+            yield from _numbers(inner, name, depth + 1)
+    elif type(value) in (int, float):
+        yield name.lower()[:60], value
+
+
+def _shown(value: int | float) -> str:
+    return f"{value:.3g}" if abs(value) < 1e300 else "more than 1e300"
+
+
+@contextmanager
+def bounded(shapes: Shapes) -> Iterator[None]:
+    """A TooLargeError as soon as a model that is built inside has far more parts, or numbers, than these weights.
+
+    On the meta device, nothing of it takes memory until then.
+    """
+    from torch.nn.modules import module as torch_module
+
+    most_elements = TIMES * elements_of(shapes) + ELEMENTS
+    most_modules = TIMES * len(shapes) + MODULES
+    elements = modules = 0
+
+    def count_parameter(_: Any, name: str, parameter: Any) -> None:
+        nonlocal elements
+        elements += 0 if parameter is None else parameter.numel()
+        if elements > most_elements:
+            raise TooLargeError(f"it asks for more than {most_elements:,} numbers, {TIMES} times what the weights hold")
+
+    def count_module(*_: Any) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > most_modules:
+            raise TooLargeError(f"it asks for more than {most_modules:,} layers, and has {len(shapes):,} tensors")
+
+    hooks = (
+        torch_module.register_module_parameter_registration_hook(count_parameter),
+        torch_module.register_module_module_registration_hook(count_module),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+CANNOT_BUILD = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
+"""What a library's code says about a configuration that is not its own."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def has_class(name: str) -> bool:
+    """Whether the installed transformers has a model class of that name."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+
+
+def _class(name: str) -> Any:
+    import transformers
+
+    if not has_class(name):
+        raise ValueError(f"transformers has no model class '{name}'")
+    return getattr(transformers, name)
+
+
+def first_architecture(config: Mapping[str, Any]) -> str | None:
+    """The class that a configuration names."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+
+
+def require_config(family: Family, folder: Path) -> Mapping[str, Any]:
+    """The configuration of a folder, which must have one."""
+    if not (folder / family.config_file).is_file():
+        raise RepoError(f"'{folder_name(folder)}' has no {family.config_file}", "name a folder in transformers' layout")
+    return family.read_config(folder)
+
+
+def bare_model(name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
+    """A model of this class, with its `options`, on the meta device.
+
+    A ValueError where the configuration does not describe one, or one that is far larger than weights of these shapes.
+    """
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+
+    model_class = _class(name)
+    try:
+        with torch.device("meta"), bounded(shapes):
+            module: nn.Module = model_class(model_class.config_class.from_dict(dict(config)), **options)
+    except (*CANNOT_BUILD, StrictDataclassError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return module.eval()
+
+
+def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
+    """`bare_model` of a folder's configuration, with an error that names the folder."""
+    try:
+        return bare_model(name, config, shapes, **options)
+    except ValueError as error:
+        raise RepoError(
+            f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': {error}",
+            "copy or download the folder again",
+        ) from error
+
+
+def load_pretrained(
+    folder: Path, name: str, device: torch.device, dtype: torch.dtype, spread: Spread | None = None, **options: Any
+) -> nn.Module:
+    """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        with bounded(FileCheckpoint.in_folder(folder).shapes):
+            module, report = _class(name).from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+                **({} if spread is None else _spread(spread)),
+            )
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except (*CANNOT_BUILD, StrictDataclassError) as error:
+        raise weights_do_not_fit(folder, error) from error
+    if report["missing_keys"]:  # transformers has made these up at random
+        raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
+    loaded: nn.Module = (module if spread is not None else module.to(device)).eval()
+    return loaded
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    """What transformers is told about it; what no GPU has room for stays in main memory, and is not put on disk."""
+    import torch
+
+    if spread.memory is None:
+        return {"device_map": spread.rule}
+    gpus: dict[int | str, int] = dict.fromkeys(range(torch.cuda.device_count()), spread.memory)
+    return {"device_map": spread.rule, "max_memory": {**gpus, "cpu": machine_memory()}}
+
+
+def origin_of(module: nn.Module) -> Path | None:
+    """The folder that `from_pretrained` read a loaded model from, where it is known and still there."""
+    origin = Path(str(getattr(module, "name_or_path", "")))
+    return origin if str(origin) != "." and origin.is_dir() else None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder; it needs no weights beside it."""
+    return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES, _try_tokenizer)
+
+
+def _try_tokenizer(tokenizer: Any) -> None:
+    """Have it read a text: settings of the wrong kind show only then."""
+    ids = tokenizer("a b", truncation=True, max_length=16, verbose=False)["input_ids"]
+    tokenizer(["a", "b c"], add_special_tokens=False, verbose=False)
+    tokenizer.decode(ids)
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise ValueError("its chat template is no text")
+
+
+def _from_folder(
+    folder: Path, loader: str, what: str, files: Sequence[str], trial: Callable[[Any], None] | None = None
+) -> Any:
+    import transformers
+
+    if not any((folder / name).is_file() for name in files):  # transformers would make up an empty one
+        raise MissingProcessorError(
+            f"'{folder_name(folder)}' has no {what}", "copy it from the repo that the model came from"
+        )
+    with loadable(folder, what):
+        auto = getattr(transformers, loader)
+        loaded = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if trial is not None:
+            trial(loaded)
+    return loaded
+
+
+@contextmanager
+def loadable(folder: Path, what: str) -> Iterator[None]:
+    """Whatever a library says about the files of a tokenizer or processor that it cannot use, as our error."""
+    try:
+        yield
+    except BaseException as error:  # the tokenizers library raises just Exception, or panics
+        if not is_failure(error):
+            raise
+        raise MissingProcessorError(
+            f"'{folder_name(folder)}' has no {what} that can be loaded: {' '.join(str(error).split())[:200]}",
+            "copy it from the repo that the model came from",
+        ) from error
+
+
+class PretrainedModel(LiveModel):
+    """A loaded transformers model that may know the folder of its processor and tokenizer."""
+
+    folder: Path | None = None
+    _processor: Any = None
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer beside its weights."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._origin("tokenizer"))
+        return self._tokenizer
+
+    def _preprocess(self, images: Sequence[Any]) -> Tensor:
+        if self._processor is None:
+            what = "image processor"
+            self._processor = _from_folder(
+                self._origin(what),
+                "AutoImageProcessor",
+                what,
+                PROCESSOR_FILES,
+                lambda processor: require_drawable(processor.to_dict(), self.layout.image_size),
+            )
+        batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return batch
+
+    def _origin(self, what: str) -> Path:
+        if self.folder is None:
+            raise MissingProcessorError(
+                f"a loaded model does not know its {what}", "pass its Hub id or folder instead of the loaded model"
+            )
+        return self.folder
+
+    def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
+        name = site.weight.tensor.removesuffix(".weight")
+        self._watch_linear(self.module.get_submodule(name), site, trace, stack)
+
+
+class PretrainedFamily(Family):
+    """A family whose models transformers loads from a folder, by the class that the family knows."""
+
+    library = "transformers"
+    config_file = "config.json"
+    live: ClassVar[type[PretrainedModel]]
+
+    @abstractmethod
+    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+        """The class by which a folder's model is run, its configuration, and what the class is told when it is made."""
+
+    def skeleton(self, folder: Path) -> nn.Module:
+        name, config, options = self.known(folder)
+        return bare_model_of(folder, name, config, FileCheckpoint.in_folder(folder).shapes, **options)
+
+    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        name, _, options = self.known(folder)
+        module = load_pretrained(folder, name, device, dtype, spread, **options)
+        try:
+            live = self._live(module)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise weights_do_not_fit(folder, error) from error
+        live.folder = folder
+        live.runs_on = None if spread is None else device
+        return live
+
+    def wrap(self, module: nn.Module) -> LiveModel:
+        live = self._live(module)
+        live.folder = origin_of(module)
+        return live
+
+    def _live(self, module: nn.Module) -> PretrainedModel:
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        config: Any = module.config
+        return self.live(module, self.layout(shapes, config.to_dict()))

@@ -1,0 +1,204 @@
+"""Loaded language models: what they make of texts. Knows tokens and modules; not where sites lie, nor any loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_bico.errors import MissingProcessorError, UnsupportedModelError
+from hf_bico.models.families.pretrained import PretrainedModel
+from hf_bico.utils.samples import Answered, Text, TextSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hf_bico.models.hooks import TextRows
+    from hf_bico.models.tokenization import TokenBatch
+
+
+class TextModel(PretrainedModel):
+    """A loaded model that reads texts."""
+
+    def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
+        """A batch on the model's device, cut to what was asked for and to what the model can take."""
+        return self._read(samples).to(self.device)
+
+    def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
+        return self._read(samples).rows
+
+    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
+        from hf_bico.models.tokenization import tokenise
+
+        batch = tokenise(self.tokenizer, samples, self.longest)
+        self._require_known(batch)
+        return batch
+
+    def _require_known(self, batch: TokenBatch) -> None:
+        """Refuse tokens that the model has no embedding for: on a GPU, looking them up would end the process."""
+        model: Any = self.module
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if rows is not None and batch.ids.numel() and int(batch.ids.max()) >= rows:
+            raise MissingProcessorError(
+                f"the tokenizer gives the token {int(batch.ids.max())}, and the model knows {rows:,}",
+                "copy the tokenizer from the repo that the model came from",
+            )
+
+    @property
+    def longest(self) -> int:
+        """How many tokens of a text are read at most: what was asked for or is usual, as far as positions reach."""
+        from hf_bico.models.tokenization import longest
+
+        asked = longest(self.tokenizer) if self.max_length is None else self.max_length
+        reach = self._positions()
+        return asked if reach is None else min(asked, reach)
+
+    @property
+    def backbone(self) -> Any:
+        """The model without its head."""
+        model: Any = self.module
+        return model.base_model
+
+    def _positions(self) -> int | None:
+        config: Any = self.module.config
+        found = getattr(config, "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    def _run(self, module: Any, batch: TokenBatch, **more: Tensor) -> Any:
+        """A forward pass in which padding counts for nothing, on whatever side of a text it stands."""
+        known = inspect.signature(module.forward).parameters
+        inputs: dict[str, Any] = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), **more}
+        if "position_ids" in known:
+            inputs["position_ids"] = self._places(batch)
+        if "use_cache" in known:
+            inputs["use_cache"] = False
+        return module(**inputs)
+
+    def _places(self, batch: TokenBatch) -> Tensor:
+        """The position of each real token in its own text."""
+        places: Tensor = (batch.mask.long().cumsum(1) - 1).clamp(min=0)
+        return places
+
+
+class CausalModel(TextModel):
+    """A loaded decoder: predicts every next token."""
+
+    blocks_are_functions = True
+
+    def logits(self, batch: TokenBatch) -> Tensor:
+        """(samples, tokens, vocabulary), each of the token after it."""
+        model: Any = self.module
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModelError(
+                f"a {type(model).__name__} has no output embeddings to model language with",
+                "use the class of the same model that ends in ForCausalLM",
+            )
+        logits: Tensor = self._run(model, batch).logits
+        return logits
+
+    def features(self, samples: Sequence[TextSample]) -> Tensor:
+        """The mean over real tokens of the last hidden state, after the final norm."""
+        batch = self.tokens(samples)
+        return mean_of_real(self._run(self.backbone, batch).last_hidden_state, batch.mask)
+
+
+class EncoderModel(TextModel):
+    """A loaded encoder of text, bare or with a head."""
+
+    def features(self, samples: Sequence[TextSample]) -> Tensor:
+        return self.pooled(self.tokens(samples))
+
+    def pooled(self, batch: TokenBatch) -> Tensor:
+        """What a classification head of its class reads: the pooler's output where it has one, else the first token."""
+        import torch
+
+        # padding may stand on the left, where a pooler would look for the first token
+        rows, first = torch.arange(len(batch.ids), device=batch.ids.device), batch.mask.long().argmax(1)
+        pooler = getattr(self.backbone, "pooler", None) if self._has_pooler else None
+        if pooler is None:
+            hidden: Tensor = self._run(self.backbone, batch, **self._segments(batch)).last_hidden_state
+            return hidden[rows, first]
+        hook = pooler.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows, first].unsqueeze(1),))
+        with hook:
+            pooled: Tensor = self._run(self.backbone, batch, **self._segments(batch)).pooler_output
+        return pooled
+
+    @property
+    def _has_pooler(self) -> bool:
+        return any(site.role == "pooler" for site in self.layout.sites)
+
+    def _segments(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """The second sentence of a pair has a type of its own, where model and tokenizer know of types."""
+        if getattr(self.module.config, "type_vocab_size", 0) < 2:
+            return {}
+        if "token_type_ids" not in self.tokenizer.model_input_names:
+            return {}
+        ends = (batch.ids == self.tokenizer.sep_token_id) & batch.mask
+        past = ends.long().cumsum(1) - ends.long()
+        return {"token_type_ids": past.clamp(max=1) * batch.mask.long()}
+
+    def _places(self, batch: TokenBatch) -> Tensor:
+        return super()._places(batch) + self._first_position
+
+    def _positions(self) -> int | None:
+        found = super()._positions()
+        return None if found is None else found - self._first_position
+
+    @property
+    def _first_position(self) -> int:
+        """RoBERTa counts from behind the number of its padding token."""
+        padding = self.backbone.embeddings.position_embeddings.padding_idx
+        return 0 if padding is None else int(padding) + 1
+
+
+class SequenceModel(TextModel):
+    """A loaded T5: an encoder that reads, and where it is whole a decoder that answers."""
+
+    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
+        """What the encoder reads: texts with T5's words around them, and of a prompt with its answer the prompt."""
+        return super()._read([_as_read(sample) for sample in samples])
+
+    def features(self, samples: Sequence[TextSample]) -> Tensor:
+        """The mean over real tokens of the encoder's output."""
+        batch = self.tokens(samples)
+        return mean_of_real(self._run(self.backbone.encoder, batch).last_hidden_state, batch.mask)
+
+    def answers(self, texts: Sequence[Text]) -> TokenBatch:
+        """What the decoder shall say, as its labels."""
+        return super()._read(texts).to(self.device)
+
+    def logits(self, batch: TokenBatch, answers: TokenBatch) -> Tensor:
+        """The decoder's (samples, tokens, vocabulary), where it has said each answer so far; aligned with `answers`."""
+        model: Any = self.module
+        if not hasattr(model, "lm_head"):
+            raise UnsupportedModelError(
+                f"a {type(model).__name__} has no decoder that could answer",
+                "name the whole T5; a fine-tuned encoder is completed by --base",
+            )
+        said, mask = self._said(answers), answers.mask.long()
+        logits: Tensor = self._run(model, batch, decoder_input_ids=said, decoder_attention_mask=mask).logits
+        return logits
+
+    def _said(self, answers: TokenBatch) -> Tensor:
+        """Each answer one token later, behind the token that the decoder starts with."""
+        config: Any = self.module.config
+        start = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        is_first = answers.mask.long().cumsum(1) <= 1
+        said: Tensor = answers.ids.roll(1, dims=1).masked_fill(is_first, start)
+        return said
+
+
+def _as_read(sample: TextSample) -> TextSample:
+    from hf_bico.models.tokenization import text_to_text
+
+    if isinstance(sample, Answered):
+        return Text(sample.prompt)
+    return Text(text_to_text(sample)) if isinstance(sample, Text) else sample
+
+
+def mean_of_real(hidden: Tensor, mask: Tensor) -> Tensor:
+    """(samples, width): the mean over the real tokens of each text."""
+    import torch
+
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) * mask.unsqueeze(-1)
+    return wide.sum(1) / mask.sum(1, keepdim=True)

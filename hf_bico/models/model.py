@@ -1,0 +1,316 @@
+"""A model by reference, opened and loaded.
+
+A repo whose weights are known but not read: where they are, what the repo says about itself, and how to have them.
+
+Names and shapes come from headers; files are fetched when asked for. Knows weights; not what kind of model they are.
+
+Models as the pipeline sees them: a repo or a loaded module, its family, layout and checkpoint.
+
+Opening one reads names, shapes and configuration only; weights are fetched and read, and torch imported, when it is
+loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from hf_bico.errors import (
+    BaseMismatchError,
+    BrokenWeightsError,
+    PickledWeightsError,
+    RepoError,
+    UnsupportedModelError,
+    WeightsNotFoundError,
+)
+from hf_bico.hub.client import Downloaded, Hub, Place, at_hub, locate
+from hf_bico.hub.references import LOCAL, RepoName
+from hf_bico.hub.repo_metadata import Origin, read_origin
+from hf_bico.hub.retries import is_offline
+from hf_bico.models.checkpoints import (
+    DELTA_FILE,
+    WEIGHT_FILES,
+    Checkpoint,
+    FileCheckpoint,
+    HeaderCheckpoint,
+    MemoryCheckpoint,
+    RenamedCheckpoint,
+    WeightFiles,
+    find_weights,
+    is_adapter,
+    not_floats,
+)
+from hf_bico.models.families import FAMILIES, family_of
+from hf_bico.models.families.base import Family, Spread, require_dense
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.pretrained import require_within
+from hf_bico.models.layout import Layout
+from hf_bico.utils.files import sha256_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Weights by reference."""
+
+    name: str
+    checkpoint: Checkpoint
+    place: Place | None = None
+    """Where its files are; None for a loaded module."""
+    weights: WeightFiles | None = None
+    notice: str | None = None
+    """What a reader of the result should know about how its weights were found."""
+    pickled: bool = False
+    """Whether its weights had to be read from pickles."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its files are, once they are fetched."""
+        return None if self.place is None else self.place.folder
+
+    @property
+    def commit(self) -> str | None:
+        return None if self.place is None else self.place.commit
+
+    @property
+    def repo_name(self) -> RepoName:
+        """The Hub repo whose privacy what is made from it inherits, or a word for what is none."""
+        repo = None if self.place is None else self.place.repo
+        return LOCAL if repo is None else (repo.type, repo.id)
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What its own card and configuration say about it."""
+        return Origin() if self.place is None else read_origin(self.place.folder, self.place.name)
+
+    @property
+    def beside(self) -> Sequence[str]:
+        """The files beside the weights that may be needed, the configuration first."""
+        return ()
+
+    def needed(self, beside: bool = True) -> list[str]:
+        """The weight files, and `beside` them those to load the model with; else its configuration alone."""
+        if self.place is None or self.weights is None:
+            return []
+        index = () if self.weights.index is None else (self.weights.index,)
+        sides = self.beside if beside else self.beside[:1]
+        return [name for name in (*sides, *index, *self.weights.names) if name in self.place.sizes]
+
+    def fetched(self, downloaded: Downloaded | None = None, beside: bool = True) -> Self:
+        """The same with its files on this machine."""
+        if self.place is None or self.weights is None:
+            return self
+        self.place.fetch(self.needed(beside), downloaded)
+        return replace(self, checkpoint=on_disk(self.place, self.weights))
+
+    @cached_property
+    def sha256(self) -> dict[str, str]:
+        """The digests of the weight files, by name; empty for a loaded module."""
+        return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}
+
+
+def known_weights(place: Place, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
+    """Names and shapes of a repo's weights: from its files where they are here, else by what the Hub tells."""
+    if all((place.folder / name).is_file() for name in weights.names):
+        return on_disk(place, weights)
+    if place.repo is None:
+        raise BrokenWeightsError(f"'{place.name}' lacks '{weights.names[0]}'", "copy or download the model again")
+    shapes = {name: shape for header in place.repo.headers(weights.names) for name, shape in header.items()}
+    return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))
+
+
+def on_disk(place: Place, weights: WeightFiles) -> FileCheckpoint:
+    index = None if weights.index is None else place.folder / weights.index
+    return FileCheckpoint([place.folder / name for name in weights.names], index)
+
+
+ModelReference: TypeAlias = "str | Path | nn.Module"
+"""What names a model: a Hub id, a folder, or the loaded model itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Opened):
+    """A model that is known but not loaded."""
+
+    family: Family
+    layout: Layout
+    module: Any = None
+
+    @classmethod
+    def open(
+        cls,
+        reference: ModelReference | Place,
+        what: str,
+        library: str = "transformers",
+        hub: Hub | None = None,
+        allow_pickle: bool = False,
+    ) -> Model:
+        """Open a model by reference; `what` says its part ("the target") in errors.
+
+        `library` decides between the layouts of a repo that holds two.
+        """
+        if isinstance(reference, str | Path):
+            reference = locate(reference, what, hub)
+        if isinstance(reference, Place):
+            return _open_place(reference, what, library, allow_pickle)
+        checkpoint = MemoryCheckpoint.of(reference)
+        config: Any = getattr(reference, "config", None)
+        require_dense(what, checkpoint.shapes, config.to_dict() if hasattr(config, "to_dict") else {})
+        family = family_of(checkpoint.shapes, what, reference)
+        layout = family.wrap(reference).layout
+        return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
+
+    def fetched(self, downloaded: Downloaded | None = None, beside: bool = True) -> Self:
+        found = super().fetched(downloaded, beside)
+        _require_floats(found.checkpoint, found.layout, f"'{found.name}'")
+        return found
+
+    @property
+    def beside(self) -> Sequence[str]:
+        """What the model is loaded with, and another one like it written with."""
+        return self.family.side_names
+
+    def load(self, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+        """The live model; a module that the caller loaded is used where and as it is."""
+        if self.folder is None:
+            return self.family.wrap(self.module)
+        if spread is not None and not self.family.can_be_spread:
+            raise UnsupportedModelError(
+                f"models of the family {self.family.name} are not spread over several devices", "leave --device-map out"
+            )
+        live = self.family.load(self.folder, device, dtype, spread)
+        if [(site.name, site.shape) for site in live.layout.sites] != [(s.name, s.shape) for s in self.layout.sites]:
+            raise BrokenWeightsError(
+                f"'{self.name}' holds other layers than its configuration says", "copy or download the model again"
+            )
+        return live
+
+    def skeleton(self) -> nn.Module:
+        """Its modules without their weights; a module that the caller loaded is itself."""
+        return self.module if self.folder is None else self.family.skeleton(self.folder)
+
+    @property
+    def as_loaded(self) -> Checkpoint:
+        """Its weights under the names that they have in the loaded model."""
+        names = self.layout.own_names
+        return RenamedCheckpoint(self.checkpoint, names) if names else self.checkpoint
+
+    def is_transposed(self, tensor: str) -> bool:
+        """Whether a weight, by its name in the loaded model, is kept as (in, out)."""
+        own = self.layout.own_names
+        return any(slot.transposed for slot in self.layout.slots() if own.get(slot.tensor, slot.tensor) == tensor)
+
+
+def require_same_family(tuned: Model, base: Model) -> None:
+    """Refuse a base that cannot be the fine-tuned model's."""
+    if tuned.family.name != base.family.name:
+        raise BaseMismatchError(
+            f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
+            "name the base in the library that the fine-tuned model was saved with",
+        )
+
+
+def fetch_checkpoint(place: Place, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
+    """The weights of a repo on this machine, of whatever kind of model they are."""
+    found = _find_weights(place, library, allow_pickle)
+    weights = found.weights
+    found.place.fetch([*weights.names, *([weights.index] if weights.index else [])])
+    return on_disk(found.place, weights)
+
+
+def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Model:
+    called = f"{what} '{place.name}'"
+    if DELTA_FILE in place.sizes:
+        raise RepoError(
+            f"{called} is a task vector, not a model",
+            "measure it with 'hf-bico eval VECTOR --base TARGET', or apply it from Python with TaskVector.load",
+        )
+    if is_adapter(place.sizes):
+        raise RepoError(
+            f"{called} is a PEFT adapter, not a model",
+            "merge it into its base first: 'hf-bico apply ADAPTER -o FOLDER'",
+        )
+    found = _find_weights(place, library, allow_pickle)
+    place, weights = found.place, found.weights
+    checkpoint = known_weights(place, weights)
+    family = family_of(checkpoint.shapes, called, place.folder)
+    config = family.read_config(place.folder)
+    require_dense(called, checkpoint.shapes, config)
+    require_within(config, checkpoint.shapes, called)
+    try:
+        layout = family.layout(checkpoint.shapes, config)
+    except KeyError as error:
+        raise BrokenWeightsError(f"{called} lacks the tensor {error}", "copy or download the model again") from error
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise RepoError(
+            f"the {family.config_file} of {called} does not describe a model: {error}", "copy or download it again"
+        ) from error
+    _require_floats(checkpoint, layout, called)
+    return Model(
+        name=place.name,
+        checkpoint=checkpoint,
+        family=family,
+        layout=layout,
+        place=place,
+        weights=weights,
+        notice=found.notice,
+        pickled=found.pickled,
+    )
+
+
+def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None:
+    """Refuse sites whose weights are kept as something that a layer does not multiply by."""
+    strange = {name: dtype for name, dtype in not_floats(checkpoint).items() if name in layout.tensors}
+    if strange:
+        name = min(strange)
+        raise UnsupportedModelError(
+            f"'{name}' of {called} is kept as {strange[name]}, not as floating-point numbers",
+            "name the model that it was made from, in float32, float16 or bfloat16",
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Safetensors, and how they were come by."""
+
+    place: Place
+    weights: WeightFiles
+    notice: str | None = None
+    pickled: bool = False
+
+
+def _find_weights(place: Place, library: str, allow_pickle: bool) -> _Found:
+    """Safetensors: the repo's own, else of the Hub's conversion, else made from pickles where that is allowed."""
+    try:
+        return _Found(place, find_weights(place.folder, place.sizes, library, place.name))
+    except (PickledWeightsError, WeightsNotFoundError) as error:
+        if isinstance(error, WeightsNotFoundError) and not is_offline():
+            raise  # offline, pickles that were never fetched are not seen
+        repo = place.repo
+        converted = None if repo is None else repo.hub.conversion(repo)
+        if converted is not None:
+            found = at_hub(converted)
+            notice = f"The safetensors of {place.name} are those of the Hub's pull request {converted.asked.revision}."
+            return _Found(found, find_weights(found.folder, found.sizes, library, found.name), notice)
+        if not allow_pickle or isinstance(error, WeightsNotFoundError):
+            raise
+    return _without_pickles(place, library)
+
+
+def _without_pickles(place: Place, library: str) -> _Found:
+    from hf_bico.models.checkpoints import convert, pickled_files
+
+    layout, pickles = pickled_files(place.folder, place.sizes, library)
+    beside = [name for family in FAMILIES for name in family.side_names if name in place.sizes]
+    place.fetch([*pickles, *beside])
+    folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, "README.md"])
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
+    weights = find_weights(folder, sizes, layout, place.name)
+    return _Found(replace(place, folder=folder, sizes=sizes), weights, notice, pickled=True)
