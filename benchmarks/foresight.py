@@ -215,7 +215,7 @@ def write(found: Sequence[Ported], tables: Sequence[list[list[str]]], docs: Path
 
 def picture(found: Sequence[Ported]) -> bytes:
     """The gain of every port against its outlook."""
-    from hf_bico.drawing import png
+    from hf_bico.reports.pictures import png
 
     return png(lambda: draw(found))
 
@@ -223,8 +223,8 @@ def picture(found: Sequence[Ported]) -> bytes:
 def draw(found: Sequence[Ported]) -> Figure:
     from matplotlib.figure import Figure
 
-    from hf_bico.drawing import BLUE, FONT, FONT_FAMILY, GRID, INK, ORANGE, RED, frame
     from hf_bico.foresight import DOUBTFUL
+    from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GRID, INK, ORANGE, RED, frame
 
     kinds = {
         "samples mispaired": ([one for one in found if one.mispaired], ORANGE, "x"),

@@ -17,8 +17,8 @@ from hf_bico.making import Course, Making, make_record
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.model import Model, ModelReference
-from hf_bico.record import ModelRecord, PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
+from hf_bico.reports.record import ModelRecord, PartOfSum
 from hf_bico.resolving import find_base
 from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import last_net

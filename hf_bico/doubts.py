@@ -10,7 +10,7 @@ from math import sqrt
 
 from hf_bico.models.checkpoints import WEIGHT_FILES, FileCheckpoint
 from hf_bico.models.model import Model, Opened
-from hf_bico.record import EvaluationRecord
+from hf_bico.reports.record import EvaluationRecord
 from hf_bico.resolving import Lineage
 from hf_bico.utils.files import read_object
 

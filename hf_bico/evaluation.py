@@ -22,7 +22,7 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.inference import probe_accuracy
 from hf_bico.models.model import Model, ModelReference
-from hf_bico.record import EvaluationRecord, Record, read_any
+from hf_bico.reports.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memory, exact_float32
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE

@@ -14,8 +14,8 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.layout import Site
 from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.plausibility import changed_part, implausible
-from hf_bico.record import PartOfSum
 from hf_bico.recording import source_record, tensor_notices, typed_reference
+from hf_bico.reports.record import PartOfSum
 from hf_bico.resolving import base_of_source, open_source
 from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import last_net

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_bico.methods.base import SiteDelta, SiteDescent
 from hf_bico.models.low_rank import Change, Factors, energy
-from hf_bico.record import ForesightRecord
+from hf_bico.reports.record import ForesightRecord
 from hf_bico.statistics import Descent, TaskSum
 
 DOUBTFUL = 0.1

@@ -13,14 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hf_bico.cards.card import write_card
 from hf_bico.forms import Form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions, push_folder
 from hf_bico.models.adapters.writing import NOT_LINEAR
 from hf_bico.models.model import Model
-from hf_bico.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.recording import model_record, rounding_notices
+from hf_bico.reports.model_cards import write_card
+from hf_bico.reports.record import JOINED, LayerRecord, LeftRecord, Made, MakingRecord, OutputRecord, PartOfSum
 from hf_bico.runtime.environment import Stopwatch, installed_versions
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import whole_folder

@@ -14,8 +14,8 @@ from hf_bico.methods.training import Trained
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import SitePair
 from hf_bico.readout import Readout
-from hf_bico.record import ForesightRecord
-from hf_bico.report import Report
+from hf_bico.reports.record import ForesightRecord
+from hf_bico.reports.results import Report
 from hf_bico.rounds import Round
 from hf_bico.transport import account, gather
 

@@ -28,10 +28,10 @@ from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.ported import Ported, with_held
 from hf_bico.preparing import measures, prepare, training_samples
-from hf_bico.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.recording import Findings, make_record
+from hf_bico.reports.record import EvaluationRecord, ForesightRecord, RunRecord
+from hf_bico.reports.results import LOSS
 from hf_bico.resolving import Lineage
-from hf_bico.results import LOSS
 from hf_bico.rounds import Round
 from hf_bico.runtime.distributed import ALONE, Team, join, local_device
 from hf_bico.runtime.environment import (

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_bico.cards.card import write_card
 from hf_bico.errors import UsageError
 from hf_bico.forms import Form, make_form, write_form
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions, push_folder
 from hf_bico.models.model import Model
-from hf_bico.record import OutputRecord, Record, SiteRecord
 from hf_bico.recording import with_output
-from hf_bico.report import Report
-from hf_bico.results import control_sentence, headline, measured_on, readout_sentence, result_rows
+from hf_bico.reports.model_cards import write_card
+from hf_bico.reports.record import OutputRecord, Record, SiteRecord
+from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import whole_folder

@@ -23,7 +23,7 @@ from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
 from hf_bico.plans import Plan
 from hf_bico.readout import Readout
-from hf_bico.record import (
+from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
     ForesightRecord,
@@ -36,7 +36,7 @@ from hf_bico.record import (
     RunRecord,
     TrainingRecord,
 )
-from hf_bico.report import Report
+from hf_bico.reports.results import Report
 from hf_bico.resolving import Lineage
 from hf_bico.settings import (
     DEFAULT_DOWNLOAD,

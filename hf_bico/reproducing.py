@@ -23,7 +23,7 @@ from hf_bico.methods import METHODS
 from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
 from hf_bico.pipeline import port
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from hf_bico.reproduction import Reproduction
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE, claimed

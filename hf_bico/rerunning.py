@@ -14,7 +14,7 @@ from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import recorded_folder
 from hf_bico.pipeline import carry_out
 from hf_bico.planning import plan
-from hf_bico.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
+from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE, whole_folder
 from hf_bico.settings import DEFAULT_DOWNLOAD, Settings

@@ -14,8 +14,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hf_bico.cards.card import CARD_FILE
-from hf_bico.cards.vector_card import render_vector_card
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.push import Pushed, PushOptions, push_folder, require_pushable
@@ -27,7 +25,9 @@ from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_del
 from hf_bico.models.low_rank import Change
 from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
 from hf_bico.models.name_matching import Overlap, align_names
-from hf_bico.record import read_any
+from hf_bico.reports.model_cards import CARD_FILE
+from hf_bico.reports.model_cards.change_card import render_vector_card
+from hf_bico.reports.record import read_any
 from hf_bico.resolving import base_of_source, find_base
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE

@@ -18,8 +18,8 @@ from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.low_rank import Change, Factors, dense, energy, stacked, total
 from hf_bico.plausibility import changed_part
-from hf_bico.record import LeftRecord, SiteRecord
-from hf_bico.report import Report
+from hf_bico.reports.record import LeftRecord, SiteRecord
+from hf_bico.reports.results import Report
 
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:

@@ -10,7 +10,7 @@ from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.inference import Batched, Prepared, Read, probe_accuracy
 from hf_bico.objectives.base import Head
 from hf_bico.objectives.own import OwnHead
-from hf_bico.record import EvaluationRecord
+from hf_bico.reports.record import EvaluationRecord
 from hf_bico.rounds import Round
 from hf_bico.settings import PROBE
 

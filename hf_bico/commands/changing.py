@@ -125,7 +125,7 @@ def _numbers(text: str, count: int) -> list[float]:
 
 def _show(folder: Path, as_json: bool, quiet: bool) -> None:
     from hf_bico.edge.console import print_made
-    from hf_bico.record import read_made
+    from hf_bico.reports.record import read_made
 
     record = read_made(folder)
     if as_json:

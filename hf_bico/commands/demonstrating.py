@@ -87,7 +87,7 @@ def _models(task: str) -> list[str]:
 def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
     """What was measured on both tasks, where to look, and what to try."""
     from hf_bico.comparison.results import Comparison
-    from hf_bico.record import read_record
+    from hf_bico.reports.record import read_record
 
     compared = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
     if as_json:

@@ -47,7 +47,7 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
     with edge():
         settings = read_settings({**options, "n": n})
         from hf_bico.evaluation import evaluate_model
-        from hf_bico.results import value_text
+        from hf_bico.reports.results import value_text
 
         result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))
         if as_json:

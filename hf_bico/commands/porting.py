@@ -191,7 +191,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
     from hf_bico.edge.bars import shown_with_words
     from hf_bico.edge.console import print_foresight, print_ported
     from hf_bico.pipeline import carry_out
-    from hf_bico.record import read_record
+    from hf_bico.reports.record import read_record
 
     with shown_with_words(silent) as (progress, say):
         ported = carry_out(planned, settings, hub, progress, lambda told: print_foresight(told, say))
@@ -214,8 +214,8 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
     """Push what was written, if it is to be, and say so."""
     from hf_bico.edge.console import print_pushed
     from hf_bico.hub.push import push_folder
-    from hf_bico.record import read_record
-    from hf_bico.results import headline, is_worse
+    from hf_bico.reports.record import read_record
+    from hf_bico.reports.results import headline, is_worse
 
     record = read_record(folder)
     if as_json or quiet:

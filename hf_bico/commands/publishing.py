@@ -26,8 +26,8 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
       hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
     """
     with edge():
-        from hf_bico.cards.card import write_card
-        from hf_bico.record import read_any
+        from hf_bico.reports.model_cards import write_card
+        from hf_bico.reports.record import read_any
 
         place = Path(folder).expanduser()
         if not place.is_dir():

@@ -17,7 +17,7 @@ from hf_bico.methods.aligning import Aligner
 from hf_bico.methods.base import Carrier, Trainer
 from hf_bico.objectives.base import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.record import EvaluationRecord
+from hf_bico.reports.record import EvaluationRecord
 from hf_bico.rounds import Round
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import PROBE, Settings

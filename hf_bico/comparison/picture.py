@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.comparison.cells import LOSS, CellKey, label
 from hf_bico.comparison.rows import Row
-from hf_bico.drawing import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, YELLOW, frame, png
+from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, YELLOW, frame, png
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:

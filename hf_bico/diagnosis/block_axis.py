@@ -8,7 +8,7 @@ from math import ceil, nan
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.diagnosis.findings import Place
-from hf_bico.drawing import FONT
+from hf_bico.reports.pictures import FONT
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
-from hf_bico.record import SiteRecord
+from hf_bico.reports.record import SiteRecord
 
 SCHEMA = 1
 UNTOUCHED = "target"

@@ -16,8 +16,20 @@ from hf_bico.comparison.cells import LABELS
 from hf_bico.comparison.picture import REFERENCE_LINES, method_style
 from hf_bico.diagnosis.block_axis import BlockAxis
 from hf_bico.diagnosis.findings import UNTOUCHED, Drift, Findings, Place, by_place
-from hf_bico.drawing import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, frame, png
-from hf_bico.heat_strips import alignment_picture
+from hf_bico.reports.pictures import (
+    BLUE,
+    FONT,
+    FONT_FAMILY,
+    GREEN,
+    INK,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    alignment_picture,
+    frame,
+    png,
+)
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:

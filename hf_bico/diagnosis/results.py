@@ -19,7 +19,7 @@ from hf_bico.diagnosis.pictures import (
 )
 from hf_bico.diagnosis.tables import block_rows, cost_lines, output_rows, seconds_line
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
-from hf_bico.record import SiteRecord
+from hf_bico.reports.record import SiteRecord
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import claimed, read_text, require_free, whole_folder, write_files
 from hf_bico.utils.files import from_plain, parse_json, to_plain

@@ -7,9 +7,9 @@ from statistics import fmean
 
 from hf_bico.comparison.cells import LABELS
 from hf_bico.diagnosis.findings import UNTOUCHED, Cost, Findings, Place, by_place
-from hf_bico.heat_strips import block_of, is_of_text_tower
 from hf_bico.models.layout import TEXT_SIDE
-from hf_bico.record import SiteRecord
+from hf_bico.reports.pictures import block_of, is_of_text_tower
+from hf_bico.reports.record import SiteRecord
 
 NOT_DEFINED = "n/a"
 

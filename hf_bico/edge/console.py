@@ -13,9 +13,9 @@ import click
 
 from hf_bico.comparison.tables import LESS_IS_BETTER, text_table
 from hf_bico.edge.screen import console_of, is_screen
-from hf_bico.record import JOINED
-from hf_bico.report import Report
-from hf_bico.results import (
+from hf_bico.reports.record import JOINED
+from hf_bico.reports.results import (
+    Report,
     control_sentence,
     foresight_sentence,
     gain_of,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hf_bico.comparison.results import Comparison
     from hf_bico.hub.push import Pushed
     from hf_bico.plans import Plan
-    from hf_bico.record import ForesightRecord, Made, Record
+    from hf_bico.reports.record import ForesightRecord, Made, Record
     from hf_bico.rerunning import Rerun
 
 

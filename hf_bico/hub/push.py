@@ -24,7 +24,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.cards.card import CARD_FILE, render_card, write_card
 from hf_bico.errors import (
     BicoError,
     OutputError,
@@ -38,8 +37,9 @@ from hf_bico.errors import (
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.references import LOCAL, REPO_TYPES, HubReference, RepoName, is_hub_id
 from hf_bico.hub.retries import LOG_IN, PASSING, again, failures, is_offline, translated
-from hf_bico.record import Made, Record, read_any
-from hf_bico.results import headline, is_worse
+from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
+from hf_bico.reports.record import Made, Record, read_any
+from hf_bico.reports.results import headline, is_worse
 from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:

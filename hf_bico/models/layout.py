@@ -5,7 +5,6 @@ Pure descriptions made from names and shapes; this module knows neither torch no
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,6 @@ TEXT_SIDE = "text"
 
 STEM = "stem"
 """The canonical name of the patch stem."""
-
-MOST_ROLES = 24
-"""In so many lines a table or picture is still readable."""
-OTHER_ROLES = "other roles"
-_PATH = re.compile(r"[A-Za-z0-9_.-]+")
-_LONGEST_LABEL = 60
 
 
 @dataclass(frozen=True)
@@ -185,27 +178,3 @@ def count_heads(width: int, heads: Any) -> int | None:
     (12, None, None)
     """
     return heads if type(heads) is int and heads > 0 and width % heads == 0 else None
-
-
-def role_labels(roles: Iterable[str]) -> dict[str, str]:
-    """The line of a table or picture that each role stands in; the known ones first, then as they appear.
-
-    Roles that differ in numbers alone share a line, and so does what comes after `MOST_ROLES` lines, or is no path of
-    modules. Of a long path the end is shown, which tells more than its beginning.
-
-    >>> role_labels(["block.0.up", "mlp.up", "block.1.up"])
-    {'mlp.up': 'mlp.up', 'block.0.up': 'block.*.up', 'block.1.up': 'block.*.up'}
-    """
-    present = dict.fromkeys(roles)
-    ordered = [role for role in ROLES if role in present] + [role for role in present if role not in ROLES]
-    labels = {role: _label(role) for role in ordered}
-    shown = [label for label in dict.fromkeys(labels.values()) if label != OTHER_ROLES]
-    shown = shown if len(shown) <= MOST_ROLES else shown[: MOST_ROLES - 1]
-    return {role: label if label in shown else OTHER_ROLES for role, label in labels.items()}
-
-
-def _label(role: str) -> str:
-    if not _PATH.fullmatch(role):
-        return OTHER_ROLES
-    label = re.sub(r"(?<![^.])\d+(?![^.])", "*", role)
-    return label if len(label) <= _LONGEST_LABEL else f"...{label[3 - _LONGEST_LABEL :]}"

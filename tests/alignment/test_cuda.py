@@ -27,7 +27,7 @@ from hf_bico.models.families.base import Spread
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.plans import Plan
-from hf_bico.record import ForesightRecord
+from hf_bico.reports.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.statistics import Kind, Statistics
 

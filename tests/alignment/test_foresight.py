@@ -33,8 +33,8 @@ from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
 from hf_bico.objectives.base import Question
 from hf_bico.objectives.zero_shot import zero_shot_head
-from hf_bico.record import ForesightRecord, read_record
-from hf_bico.results import foresight_sentence
+from hf_bico.reports.record import ForesightRecord, read_record
+from hf_bico.reports.results import foresight_sentence
 from hf_bico.rounds import Round
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES

@@ -152,7 +152,7 @@ def interrupt(*arguments: Any, **options: Any) -> None:
 
 
 def test_ctrl_c_is_one_object_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_bico.cards.card.write_card", interrupt)
+    monkeypatch.setattr("hf_bico.reports.model_cards.write_card", interrupt)
     result = run("card", "ported", "--json")
     assert result.exit_code == 130
     assert result.stderr == "Interrupted: nothing was written.\n"
@@ -289,7 +289,7 @@ def test_where_nothing_can_be_written_there_is_no_traceback(redirected: str, tmp
 
 
 def test_a_bug_is_two_lines_and_its_traceback_is_there_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_bico.cards.card.write_card", broken)
+    monkeypatch.setattr("hf_bico.reports.model_cards.write_card", broken)
     result = run("card", "ported", "--json")
     assert result.exit_code == 1
     cause, remedy = result.stderr.splitlines()
@@ -321,7 +321,7 @@ def test_a_command_that_runs_another_ends_for_both(monkeypatch: pytest.MonkeyPat
     failed = run("outer", "-q", "--json")
     assert failed.exit_code == 1
     assert the_object(failed)["error"]["kind"] == "RepoNotFoundError"
-    monkeypatch.setattr("hf_bico.cards.card.write_card", interrupt)
+    monkeypatch.setattr("hf_bico.reports.model_cards.write_card", interrupt)
     assert run("outer").stderr == "Interrupted: the outer one knows.\n"
 
 

@@ -33,7 +33,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.methods.training import Learner
 from hf_bico.models.model import Model
 from hf_bico.planning import plan
-from hf_bico.record import EvaluationRecord
+from hf_bico.reports.record import EvaluationRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.utils.progress import silent
 from support import forks

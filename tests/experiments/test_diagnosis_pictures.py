@@ -27,9 +27,8 @@ from hf_bico.diagnosis.pictures import (
     sites_picture,
 )
 from hf_bico.diagnosis.results import Diagnosis
-from hf_bico.drawing import png
-from hf_bico.heat_strips import alignment_picture
-from hf_bico.record import SiteRecord
+from hf_bico.reports.pictures import alignment_picture, png
+from hf_bico.reports.record import SiteRecord
 
 READS = {"attn.in": ["attn.q", "attn.k", "attn.v"], "mlp.mid": ["mlp.down"]}
 MODELS = ("target", "input-only", "theseus", "bico")

@@ -18,7 +18,7 @@ from hf_bico.comparison.results import Comparison
 from hf_bico.edge.bars import shown_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
 from hf_bico.estimating import estimate
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from hf_bico.reproducing import Given, Job
 from hf_bico.reproduction import Reproduction
 from hf_bico.settings import Settings

@@ -33,10 +33,11 @@ from hf_bico.models.families.generic import Generic, require_same_kind
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.modules import module_layout
 from hf_bico.models.hooks import Losses
-from hf_bico.models.layout import MOST_ROLES, OTHER_ROLES, SitePair, role_labels
+from hf_bico.models.layout import SitePair
 from hf_bico.models.model import Model
 from hf_bico.objectives.own import Batch
 from hf_bico.pairing import pair_rows
+from hf_bico.reports.results import MOST_ROLES, OTHER_ROLES, role_labels
 from hf_bico.statistics import Kind
 from hf_bico.utils.samples import TEXTS
 from support.rotated_clips import random_rotation, rotation_fixing_ones

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.cards.plots import record_picture
 from hf_bico.collecting import Side, collect
 from hf_bico.contrastive import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
@@ -29,6 +28,7 @@ from hf_bico.models.families.open_clip import OpenClip, OpenClipModel
 from hf_bico.models.hooks import Losses, Pass, TextRows
 from hf_bico.models.model import Model
 from hf_bico.planning import UNMATCHED, matched
+from hf_bico.reports.pictures import record_picture
 from hf_bico.settings import Settings
 from hf_bico.statistics import Kind
 from support.toys import WRITERS, Toy, fingerprint, open_clip_config, random_state
@@ -291,8 +291,8 @@ def test_transfusion_looks_at_one_tower_and_refuses_two(folders: dict[str, Path]
 
 
 def test_tables_and_pictures_keep_the_towers_apart() -> None:
-    from hf_bico.heat_strips import _columns, _roles, _values
-    from hf_bico.report import Report
+    from hf_bico.reports.pictures import _columns, _roles, _values
+    from hf_bico.reports.results import Report
     from support.records import a_record, some_sites
 
     alone = a_record(2)

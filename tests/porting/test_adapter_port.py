@@ -20,7 +20,7 @@ from hf_bico.hub.client import locate
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from support.adapter_ports import CPU, forbid_dense, port, ported_as_dense, write_lora
 from support.scenes import Scene, make_scene
 from support.toys import random_rows

@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_bico
 from hf_bico.edge.console import print_ported
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
-from hf_bico.results import headline, left_behind
+from hf_bico.reports.results import headline, left_behind
 from support import language_reference as reference
 from support.rotated_language import InDouble
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state

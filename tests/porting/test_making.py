@@ -18,7 +18,7 @@ from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
 from hf_bico.models.checkpoints import open_safetensors
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.record import Made, read_any, read_record
+from hf_bico.reports.record import Made, read_any, read_record
 from support.adapter_ports import CPU, write_lora
 from support.hub import Hub
 from support.scenes import Scene, make_scene

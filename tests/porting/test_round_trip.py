@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import hf_bico
 from hf_bico.errors import OutputError
 from hf_bico.models.model import Model
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from support.scenes import TARGET, Scene, make_scene
 from support.toys import CLASS_NAMES, build_tokenizer, random_rows
 

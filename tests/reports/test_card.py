@@ -18,12 +18,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from hf_bico import heat_strips
-from hf_bico.cards.card import render_card, write_card
-from hf_bico.cards.methods import METHODS
-from hf_bico.cards.plots import record_picture
-from hf_bico.models.layout import role_labels
-from hf_bico.record import LeftRecord, MethodRecord, ModelRecord, ObjectiveRecord, OutputRecord, ReadoutRecord, Record
+from hf_bico.reports import pictures
+from hf_bico.reports.model_cards import render_card, write_card
+from hf_bico.reports.model_cards.descriptions import METHODS
+from hf_bico.reports.pictures import record_picture
+from hf_bico.reports.record import (
+    LeftRecord,
+    MethodRecord,
+    ModelRecord,
+    ObjectiveRecord,
+    OutputRecord,
+    ReadoutRecord,
+    Record,
+)
+from hf_bico.reports.results import role_labels
 from hf_bico.settings import METHOD_NAMES
 from hf_bico.task_vector import TaskVector
 from hf_bico.utils.samples import PartRecord
@@ -513,7 +521,7 @@ def test_card_is_stable(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-        heat_strips._drawn.cache_clear()
+        pictures._drawn.cache_clear()
         assert write_card(a_record(), folder) == folder / "README.md"
     for name in ("README.md", "alignment.png"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
@@ -523,7 +531,7 @@ def test_card_is_stable(tmp_path: Path) -> None:
 def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) -> None:
     picture = record_picture(a_record(blocks))
     assert picture is not None
-    heat_strips._drawn.cache_clear()
+    pictures._drawn.cache_clear()
     assert picture == record_picture(a_record(blocks))
     assert picture.startswith(b"\x89PNG\r\n")
     width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.cards.card import render_card
-from hf_bico.cards.plots import record_picture
 from hf_bico.demo.world import World
-from hf_bico.record import Record, read_any
+from hf_bico.reports.model_cards import render_card
+from hf_bico.reports.pictures import record_picture
+from hf_bico.reports.record import Record, read_any
 from support import gallery, language_gallery
 from support.hub import Hub
 from support.measured import STAMP, drawn_here, look_alike

@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 import hf_bico
-from hf_bico.cards.card import render_card
-from hf_bico.record import LeftRecord, MethodRecord, ObjectiveRecord, Record, TrainingRecord, read_record
+from hf_bico.reports.model_cards import render_card
+from hf_bico.reports.record import LeftRecord, MethodRecord, ObjectiveRecord, Record, TrainingRecord, read_record
 from support.hub import Hub
 from support.language_toys import labelled_rows, sentences, write_decoder, write_encoder, write_t5, write_vit
 from support.records import (

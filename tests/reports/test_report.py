@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_bico.edge.console import _marks, print_ported
-from hf_bico.record import EvaluationRecord, Record
-from hf_bico.report import Report
-from hf_bico.results import control_sentence, gap_closed, headline, is_worse, readout_sentence, results
+from hf_bico.reports.record import EvaluationRecord, Record
+from hf_bico.reports.results import Report, control_sentence, gap_closed, headline, is_worse, readout_sentence, results
 from support.records import a_path_record, a_record, a_trained_record, measured
 
 pytestmark = pytest.mark.quick

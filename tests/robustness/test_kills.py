@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_bico.errors import OutputError
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from hf_bico.runtime.output import claimed
 from hf_bico.utils.files import sha256_of
 from support.forks import Running, start

@@ -21,7 +21,7 @@ from hf_bico.models.deltas import read_delta
 from hf_bico.models.families.open_clip import OpenClip
 from hf_bico.models.families.pretrained import require_within
 from hf_bico.models.families.transformers_clip import TransformersClip
-from hf_bico.record import read_any
+from hf_bico.reports.record import read_any
 from support.fuzz import ending_of, run
 from support.fuzz_readers import READERS, Scenes, corpus, kind_of
 from support.mutations import change

@@ -37,7 +37,7 @@ WARM = ("datasets", "evaluate", "matplotlib.figure", "open_clip", "peft", "sklea
 OURS = (
     "hf_bico.cli",
     "hf_bico.demo.world",
-    "hf_bico.drawing",
+    "hf_bico.reports.pictures",
     "hf_bico.edge.bars",
     "hf_bico.edge.console",
     "hf_bico.evaluation",

@@ -315,8 +315,8 @@ def _drawn(folder: Path, reads: str, pattern: str) -> object:
 
 
 def read_record(folder: Path) -> object:
-    from hf_bico.cards.card import write_card
-    from hf_bico.record import read_any
+    from hf_bico.reports.model_cards import write_card
+    from hf_bico.reports.record import read_any
 
     record = read_any(folder)
     record.write(folder)

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from hf_bico.models.layout import ROLES
-from hf_bico.record import (
+from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
     LeftRecord,

@@ -24,7 +24,7 @@ from hf_bico.demo.world import World
 from hf_bico.errors import BicoError
 from hf_bico.making import Making
 from hf_bico.ported import Ported
-from hf_bico.results import foresight_sentence
+from hf_bico.reports.results import foresight_sentence
 
 TASK = "inverted"
 FILE = "open_clip_model.safetensors"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import hf_bico
 from hf_bico.errors import EmptyTaskVectorError, NonFiniteWeightsError, UnsupportedModelError
-from hf_bico.record import read_record
+from hf_bico.reports.record import read_record
 from support.fine.cases import Outcome, Refused, Right, Said, Stage, State, case, reconfigure
 from support.transformers_world import as_transformers
 

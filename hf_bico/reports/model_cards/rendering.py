@@ -1,19 +1,29 @@
-"""What a card may name: repos of the Hub with their commits, as links; a folder of the maker's machine never.
+"""Public names; Jinja to text.
+
+What a card may name: repos of the Hub with their commits, as links; a folder of the maker's machine never.
 
 Knows models and data sets of a record; neither metadata nor templates.
+
+Templates to text: metadata, then the body, in which whatever is not known to be Markdown is escaped.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import yaml
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
-
+from functools import cache
 from hf_bico.hub.references import is_repo_id
-from hf_bico.record import DataRecord, ModelRecord, OutputRecord
-from hf_bico.utils.text import Markdown, clean, code, plain
+from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord
+from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
+from importlib.resources import files
+from jinja2 import FunctionLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from typing import Any, TypeVar
+
+
 
 HUB = "https://huggingface.co/"
 FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)
@@ -106,3 +116,35 @@ def digests(files: Mapping[str, str], most: int = 4) -> Markdown:
     ]
     more = [f"{len(known) - most} more in `bico.json`"] if len(known) > most else []
     return Markdown(", ".join(known[:most] + more))
+
+
+def render(template: str, metadata: Mapping[str, Any], **values: Any) -> str:
+    """The whole card; metadata without a value is left out."""
+    known = {key: value for key, value in metadata.items() if value}
+    head = yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=float("inf"))
+    return f"---\n{head}---\n\n{_environment().get_template(template).render(**values)}"
+
+
+@cache
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(
+        loader=FunctionLoader(lambda name: files("hf_bico.reports.model_cards").joinpath(name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=lambda value: value if isinstance(value, Markdown) else plain(value),
+    )
+    environment.filters |= {filter.__name__: filter for filter in (plain, code, literal, fenced, link, digests)}
+    environment.filters |= {
+        "percent": lambda value: f"{value:.1%}",
+        "count": lambda value: f"{value:,}",
+        "seconds": _seconds,
+    }
+    return environment
+
+
+def _seconds(value: float) -> str:
+    if value < 0.05:
+        return "less than 0.1 seconds"
+    return f"{value:.1f} seconds" if value < 120 else f"{value / 60:.1f} minutes"

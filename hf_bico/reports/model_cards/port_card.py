@@ -7,21 +7,34 @@ once it looks like what it should be. What is not a repo of the Hub is not named
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import Any
-
-from hf_bico.cards.held import Held, held_sites
-from hf_bico.cards.licences import Licences
-from hf_bico.cards.methods import MATCHINGS, METHODS, SAMPLINGS, SIGNS, UNKNOWN, About
-from hf_bico.cards.naming import WORD, Place, kind_of, public_command, shown, shown_output, shown_source, without_names
-from hf_bico.cards.objectives import head_sentence, loss_sentence, objective_sentence, uses_labels
-from hf_bico.cards.plots import PICTURE_FILE, has_alignment, record_panels
-from hf_bico.cards.rendering import render
-from hf_bico.cards.tasks import measured_task, task_of
-from hf_bico.cards.usage import Usage, languages
-from hf_bico.record import EvaluationRecord, ModelRecord, Record
-from hf_bico.report import Report
-from hf_bico.results import (
+from hf_bico.reports.model_cards.descriptions import (
+    About,
+    MATCHINGS,
+    METHODS,
+    SAMPLINGS,
+    SIGNS,
+    UNKNOWN,
+    head_sentence,
+    loss_sentence,
+    objective_sentence,
+    uses_labels,
+)
+from hf_bico.reports.model_cards.rendering import (
+    Place,
+    WORD,
+    kind_of,
+    public_command,
+    render,
+    shown,
+    shown_output,
+    shown_source,
+    without_names,
+)
+from hf_bico.reports.model_cards.sections import Held, Licences, Usage, held_sites, languages, measured_task, task_of
+from hf_bico.reports.pictures import PICTURE_FILE, has_alignment, record_panels
+from hf_bico.reports.record import EvaluationRecord, ModelRecord, Record
+from hf_bico.reports.results import (
+    Report,
     Result,
     control_sentence,
     gap_closed,
@@ -37,6 +50,10 @@ from hf_bico.results import (
 )
 from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.utils.text import clean
+from math import isfinite
+from typing import Any
+
+
 
 TEMPLATE = "port.md.jinja"
 

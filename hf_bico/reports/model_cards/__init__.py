@@ -1,13 +1,19 @@
-"""The record to the model card and the picture beside it, whatever job wrote the record."""
+"""Write_card, render_card.
+
+The record to the model card and the picture beside it, whatever job wrote the record.
+
+Model cards: from the record alone to text and picture.
+"""
 
 from __future__ import annotations
 
+from hf_bico.reports.model_cards.change_card import render_made_card
+from hf_bico.reports.model_cards.port_card import render_port_card
+from hf_bico.reports.pictures import PICTURE_FILE, record_picture
+from hf_bico.reports.record import Made, Record
 from pathlib import Path
 
-from hf_bico.cards.made_card import render_made_card
-from hf_bico.cards.plots import PICTURE_FILE, record_picture
-from hf_bico.cards.port_card import render_port_card
-from hf_bico.record import Made, Record
+
 
 CARD_FILE = "README.md"
 

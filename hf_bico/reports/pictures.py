@@ -1,12 +1,19 @@
-"""Sites to a picture of how well they line up: heat strips of roles by blocks.
+"""Pictures: style, heat strips.
+
+What our pictures have in common: font, colours, frame, and how a figure becomes bytes. Not what they show.
+
+Sites to a picture of how well they line up: heat strips of roles by blocks.
 
 Knows sites and their scores; neither models nor the page around the picture. `blocks` is how many the target has.
+
+The record to the picture of its alignment that stands on its card.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -15,13 +22,53 @@ from math import ceil, inf, isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.drawing import INK
-from hf_bico.models.layout import TEXT_SIDE, role_labels
-from hf_bico.record import SiteRecord
+from hf_bico.models.layout import TEXT_SIDE
+from hf_bico.reports.record import Record, SiteRecord
+from hf_bico.reports.results import role_labels
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from PIL import Image, ImageDraw, ImageFont
+
+
+# the colours of Okabe and Ito, which the colour-blind can tell apart; their yellow is too light for a line, ours is not
+ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
+    *("#E69F00", "#56B4E9", "#009E73", "#C9B800", "#0072B2", "#D55E00", "#CC79A7"),
+)
+INK, GRID = "#333333", "#E6E6E6"
+FONT_FAMILY = "DejaVu Sans"
+"""It comes with matplotlib: the same on every machine."""
+FONT: dict[str, Any] = {"fontfamily": FONT_FAMILY, "color": INK}
+
+
+def frame(axes: Axes) -> None:
+    """A light grid, and no line above or to the right."""
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=3, color=INK, labelsize=8.5, labelcolor=INK, labelfontfamily=FONT_FAMILY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+
+
+def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
+    """What `draw` returns as PNG: the same figure gives the same bytes, whatever the user's own style is."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure = draw()
+        for text in figure.findobj(Text):
+            text.set_parse_math(False)  # a dollar in a name is a dollar
+        FigureCanvasAgg(figure)
+        stream = BytesIO()
+        figure.savefig(stream, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
+
 
 PANELS = {
     "score_in": "score in (1 is best)",
@@ -246,3 +293,21 @@ def _values(
     for cell, numbers in cells.items():
         values[cell] = sum(numbers) / len(numbers)
     return values
+
+
+PICTURE_FILE = "alignment.png"
+
+
+def has_alignment(record: Record) -> bool:
+    """Whether calibration left anything to draw: a method without statistics does not."""
+    return bool(record_panels(record))
+
+
+def record_panels(record: Record) -> dict[str, str]:
+    """The values that are drawn, with their titles."""
+    return panels(record.sites, len(record.method.layers))
+
+
+def record_picture(record: Record) -> bytes | None:
+    """PNG: the heat strips of the record's sites; the same record gives the same bytes."""
+    return alignment_picture(record.sites, len(record.method.layers))

@@ -1,8 +1,17 @@
-"""What each method does, in a sentence, and what it looks at. Knows names; neither records nor how methods work."""
+"""Sentences on methods and objectives.
+
+What each method does, in a sentence, and what it looks at. Knows names; neither records nor how methods work.
+
+What each objective, each head and each loss is, in a sentence. Reads records; neither models nor losses.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hf_bico.reports.record import DataRecord, Record
+from hf_bico.reports.results import LOSS, is_trained
+
+
 
 
 @dataclass(frozen=True)
@@ -109,3 +118,79 @@ MATCHINGS = {
     "similarity": "matched by the similarity of what the blocks read (linear CKA)",
     "given": "as they were given",
 }
+
+_CLASSIFICATION = (
+    "the cross-entropy of a head on each pretrained model's own features, fitted in closed form (ridge regression) to "
+    "the calibration samples"
+)
+_UNNAMED = "The paper, which carries encoders of T5, does not name its loss"
+
+
+def objective_sentence(record: Record) -> str | None:
+    """What the loss is whose gradients were looked at; None where its name says it, or nobody knows."""
+    name, data = record.objective.name, record.data
+    if name == "language-modelling":
+        return f"the cross-entropy of {_learnt(data)}, summed over the tokens"
+    if name == "text-to-text":
+        answer = "the completion" if _has(data, "prompt") else "the word of the class"
+        return (
+            "the cross-entropy of an answer's tokens through each model's own decoder, summed; the answer is "
+            f"{answer}. {_UNNAMED}"
+        )
+    if name == "classification":
+        return _CLASSIFICATION
+    if name == "contrastive":
+        text = "its caption" if _has(data, "caption") else "the prompt of its class"
+        return f"each image against the texts of all pairs, and each text against all images; an image's text is {text}"
+    return None
+
+
+def head_sentence(record: Record) -> str | None:
+    """How a classifier's head came about; None where there is none."""
+    origin = record.objective.head
+    if origin == "carried":
+        said = (
+            "the fine-tuned source's, carried: W_head M, with the affine map M (ridge regression, no labels) of the "
+            "ported model's features to the fine-tuned source's, of the calibration samples. The untouched target is "
+            "measured with one that was carried in the same way to its own"
+        )
+    elif origin == "fitted" and is_trained(record):
+        said = (
+            "ridge regression on the features that the target had before it was trained, of the calibration samples; "
+            "training left it as it is"
+        )
+    elif origin == "fitted":
+        said = (
+            "logistic regression on the ported model's features of the calibration samples. The untouched target is "
+            "measured with one that was fitted in the same way to its own"
+        )
+    else:
+        return None
+    beside = record.output is not None and record.output.format == "delta"
+    return f"{said}. It is not in this change of weights." if beside else f"{said}."
+
+
+def loss_sentence(record: Record) -> str | None:
+    """What a measured loss is; None where none was."""
+    if not any(entry.metric == LOSS and entry.protocol is None for entry in record.evaluation):
+        return None
+    if record.objective.name == "contrastive":
+        return "The loss is the mean contrastive one of a pair among all of these, whose number it depends on."
+    tokens = {"language-modelling": _learnt(record.data), "text-to-text": "the answers' tokens"}
+    of = tokens.get(record.objective.name)
+    return None if of is None else f"The loss is the mean cross-entropy of {of}: lower is better."
+
+
+def uses_labels(record: Record) -> bool:
+    """Whether the objective looks at classes."""
+    return record.objective.name != "language-modelling"
+
+
+def _learnt(data: DataRecord | None) -> str:
+    if _has(data, "messages"):
+        return "the tokens of what the assistant says"
+    return "the answers' tokens, prompts left out" if _has(data, "prompt") else "the texts' tokens"
+
+
+def _has(data: DataRecord | None, role: str) -> bool:
+    return data is not None and role in data.columns

@@ -1,1 +1,0 @@
-"""Model cards: from the record alone to text and picture."""
