@@ -24,12 +24,12 @@ import torch
 from small_world import TASKS
 from torch import Tensor
 
+from hf_bico.alignment.objectives.base import LikelyLabels
+from hf_bico.alignment.statistics import Statistics
 from hf_bico.comparing import compare
 from hf_bico.comparison.cells import Cell
 from hf_bico.data import augmentation
 from hf_bico.demo.world import build
-from hf_bico.objectives.base import LikelyLabels
-from hf_bico.statistics import Statistics
 
 Labels = Callable[[Tensor], LikelyLabels]
 

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, LlamaConfig, LlamaForCausalLM
 
+from hf_bico.alignment.calibration_pass import pair_rows
+from hf_bico.alignment.procrustes import CUT, OrthogonalMap, polar
 from hf_bico.models.layout import Tokens
-from hf_bico.pairing import pair_rows
-from hf_bico.procrustes import CUT, OrthogonalMap, polar
 
 CLASSES = 10
 

@@ -10,12 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.budget import BATCH, BATCH_ON_CPU, MOST_SAMPLES, Fit, fit
+from hf_bico.alignment.matching import blocks_by_similarity
+from hf_bico.alignment.memory import (
+    BATCH,
+    BATCH_ON_CPU,
+    CAPTION_TOKENS,
+    MOST_SAMPLES,
+    USUAL_TOKENS,
+    Fit,
+    Held,
+    fit,
+    needs_of,
+)
+from hf_bico.alignment.methods.base import Carried, Pretrained
+from hf_bico.alignment.objectives.base import Classifier, Heads
+from hf_bico.alignment.similarity import linear_cka
+from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, Kind
+from hf_bico.alignment.transport import gather, site_delta
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import Drawn
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
-from hf_bico.matching import blocks_by_similarity
-from hf_bico.methods.base import Carried, Pretrained
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.base import Spread
 from hf_bico.models.families.blueprints import HEADS
@@ -24,18 +38,13 @@ from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.inference import Batched, features_of, logits_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.name_matching import align_names
-from hf_bico.needs import CAPTION_TOKENS, USUAL_TOKENS, Held, needs_of
-from hf_bico.objectives.base import Classifier, Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
 from hf_bico.plausibility import require_plausible
 from hf_bico.runtime.distributed import ALONE, Team
 from hf_bico.runtime.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.settings import Settings
-from hf_bico.similarity import linear_cka
-from hf_bico.statistics import OF_EXPECTED_LOSSES, Kind
 from hf_bico.task_vector import TaskVector
-from hf_bico.transport import gather, site_delta
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import size_text
 

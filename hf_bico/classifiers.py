@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bico.alignment.objectives.classification import ClassHead, in_form
 from hf_bico.errors import BrokenWeightsError, UnsupportedModelError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.adapter import Adapter
@@ -21,7 +22,6 @@ from hf_bico.models.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
 from hf_bico.models.families.modules import stored_names
 from hf_bico.models.families.pretrained import bare_model
 from hf_bico.models.model import Model
-from hf_bico.objectives.classification import ClassHead, in_form
 
 
 @dataclass(frozen=True)

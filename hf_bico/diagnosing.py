@@ -17,29 +17,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.calibration_pass import Shown, Side, show
+from hf_bico.alignment.memory import FLOAT64
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner
+from hf_bico.alignment.methods.base import Carrier
+from hf_bico.alignment.objectives.base import Head, Question
+from hf_bico.alignment.procrustes import polar
+from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, turned_away
+from hf_bico.alignment.statistics import Kind, key_of
+from hf_bico.alignment.transport import account
 from hf_bico.choosing import settled
-from hf_bico.collecting import Shown, Side, show
 from hf_bico.costs import cost_of
 from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness
 from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import HubReference, parse
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
-from hf_bico.methods.base import Carrier
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass, Trace
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import ModelReference
-from hf_bico.needs import FLOAT64
-from hf_bico.objectives.base import Head, Question
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.plans import Plan
 from hf_bico.preparing import Ready, prepare
-from hf_bico.procrustes import polar
 from hf_bico.rounds import Round, no_predictions
 from hf_bico.runtime.environment import (
     Stopwatch,
@@ -53,9 +56,6 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import METHOD_NAMES, Settings
-from hf_bico.similarity import Likeness, MeanOfRows, Moved, turned_away
-from hf_bico.statistics import Kind, key_of
-from hf_bico.transport import account
 from hf_bico.tuned import Tuned
 from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hf_bico.alignment.transport import changed_part
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.forms import make_form
 from hf_bico.hub.client import Hub, locate
@@ -13,7 +14,7 @@ from hf_bico.making import Course, Making, make_record
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.layout import Site
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.plausibility import changed_part, implausible
+from hf_bico.plausibility import implausible
 from hf_bico.recording import source_record, tensor_notices, typed_reference
 from hf_bico.reports.record import PartOfSum
 from hf_bico.resolving import base_of_source, open_source

@@ -10,38 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import sqrt
 
-from torch import Tensor
-
-from hf_bico.methods.base import SiteDelta, SiteDescent
-from hf_bico.models.low_rank import Change, Factors, energy
+from hf_bico.alignment.methods.base import SiteDescent
+from hf_bico.alignment.statistics import TaskSum
 from hf_bico.reports.record import ForesightRecord
-from hf_bico.statistics import Descent, TaskSum
 
 DOUBTFUL = 0.1
 """Below this outlook a port is called doubtful."""
-
-
-def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
-    """What a change of a site does to the loss that the gradient is of, to first order."""
-    change = own = 0.0
-    of_gradient = descent.energies[0]
-    if delta.weight is not None:
-        change += _inner(descent.weight.float(), delta.weight)
-        own = energy(delta.weight)
-    if delta.bias is not None:
-        gradient = descent.bias.float()
-        change += float((delta.bias.to(gradient) * gradient).sum())
-        own += energy(delta.bias)
-        of_gradient += descent.energies[1]  # where there is no bias, nothing learns this
-    return SiteDescent(change, of_gradient, own)
-
-
-def _inner(gradient: Tensor, change: Change) -> float:
-    """<gradient, change>; of factors without their product."""
-    if isinstance(change, Factors):
-        left, right = (part.to(gradient) for part in (change.left, change.right))
-        return float(((gradient @ right.T) * left).sum())
-    return float((gradient * change.to(gradient)).sum())
 
 
 def foresee(

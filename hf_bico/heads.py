@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
+from hf_bico.alignment.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
+from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
+from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
 from hf_bico.bench import Bench
 from hf_bico.classifiers import HeadForm, head_of, place_of
 from hf_bico.data.dataset import DataSet
@@ -16,12 +20,6 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import features_of
 from hf_bico.models.model import Model
-from hf_bico.objectives.base import Head, Heads
-from hf_bico.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
-from hf_bico.objectives.contrastive import ContrastHead, caption_head
-from hf_bico.objectives.language import AnswerHead, LanguageHead
-from hf_bico.objectives.own import OwnHead
-from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
 from hf_bico.outcomes import Outcome
 from hf_bico.rounds import Round
 from hf_bico.settings import Settings

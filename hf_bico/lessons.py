@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_bico.alignment.methods.training import Lesson
+from hf_bico.alignment.objectives.base import Head, Question
 from hf_bico.data.dataset import Samples
-from hf_bico.methods.training import Lesson
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.live import ImageModel, LiveModel
-from hf_bico.objectives.base import Head, Question
 
 LOOKED_AT = 64
 """So many samples are looked at to tell what they are from others; all of them by their rows and labels."""

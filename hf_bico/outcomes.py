@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hf_bico.alignment.methods.base import Carried, Carrier, Method, SiteDelta, Trainer
+from hf_bico.alignment.methods.training import Trained
+from hf_bico.alignment.readout import Readout
+from hf_bico.alignment.transport import account, gather
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.foresight import foresee
 from hf_bico.lessons import lesson_of
-from hf_bico.methods.base import Carried, Carrier, Method, SiteDelta, Trainer
-from hf_bico.methods.training import Trained
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import SitePair
-from hf_bico.readout import Readout
 from hf_bico.reports.record import ForesightRecord
 from hf_bico.reports.results import Report
 from hf_bico.rounds import Round
-from hf_bico.transport import account, gather
 
 
 @dataclass(frozen=True)

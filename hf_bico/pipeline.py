@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
+from hf_bico.alignment.methods.base import Method, Trainer
+from hf_bico.alignment.objectives.base import Batch, Classifier
 from hf_bico.classifiers import HeadForm
 from hf_bico.data.draw import Drawn, repeat_notices
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.forms import Form, make_form
 from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
-from hf_bico.methods.base import Method, Trainer
 from hf_bico.models.deltas import MADE_FROM, Deltas
 from hf_bico.models.model import ModelReference
-from hf_bico.objectives.base import Classifier
-from hf_bico.objectives.own import Batch
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.planning import plan
 from hf_bico.plans import Plan

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hf_bico.alignment.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.choosing import require_kin
 from hf_bico.errors import BaseMismatchError, EmptyTaskVectorError, ModelError, NotCachedError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.hub.retries import is_offline
-from hf_bico.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.generic import require_same_kind

@@ -12,14 +12,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_bico.budget import BATCH, BATCH_ON_CPU, Fit, Limits, fit
+from hf_bico.alignment.memory import (
+    BATCH,
+    BATCH_ON_CPU,
+    CAPTION_TOKENS,
+    FLOAT32,
+    USUAL_TOKENS,
+    Fit,
+    Held,
+    Limits,
+    fit,
+    needs_of,
+)
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
-from hf_bico.needs import CAPTION_TOKENS, FLOAT32, USUAL_TOKENS, Held, needs_of
 from hf_bico.resolving import Lineage
 from hf_bico.runtime.output import require_room
 from hf_bico.utils.progress import Progress, silent

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf, sqrt
 from statistics import median
-from typing import Any
 
 from torch import Tensor
 
+from hf_bico.alignment.transport import changed_part
 from hf_bico.errors import EmptyTaskVectorError, ImplausibleTaskVectorError
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.layout import Site, Slot
-from hf_bico.models.low_rank import Change, Factors, energy, is_zero
+from hf_bico.models.layout import Site
+from hf_bico.models.low_rank import Factors, energy
 
 IMPLAUSIBLE = 0.9
 """The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""
@@ -31,14 +31,6 @@ SUSPECT = 0.55
 """A site that went so far is looked for at other places of the base; of the honest ones above, none did."""
 LOOKED_AT = 64
 """So many rows and columns of a weight tell it from another: unrelated ones agree by about 1 / 64 there."""
-
-
-def changed_part(vector: Deltas, slot: Slot) -> Any:
-    """The change of one slot, factors where a weight has them; None where nothing changed."""
-    if slot.tensor not in vector:
-        return None
-    part: Change = slot.view(vector.change(slot.tensor))
-    return None if is_zero(part) else part
 
 
 def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:

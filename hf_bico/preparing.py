@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner
+from hf_bico.alignment.methods.base import Method, Trainer
+from hf_bico.alignment.objectives.base import Heads
 from hf_bico.bench import Bench, similar_blocks
 from hf_bico.choosing import settled, towers_of, without_labels
 from hf_bico.data.dataset import Samples
@@ -19,11 +23,7 @@ from hf_bico.data.draw import Drawn, draw, evaluation_samples
 from hf_bico.errors import DataUnknownError, EmptyTaskVectorError, UnsuitableMethodError, UsageError
 from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
-from hf_bico.methods.base import Method, Trainer
 from hf_bico.models.layout import TEXT_SIDE
-from hf_bico.objectives.base import Heads
 from hf_bico.planning import matched
 from hf_bico.plans import Plan
 from hf_bico.resolving import Lineage

@@ -5,24 +5,23 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner, BicoPath
+from hf_bico.alignment.methods.finetuning import Finetune
+from hf_bico.alignment.methods.naive import GradFix
+from hf_bico.alignment.methods.training import Trained
+from hf_bico.alignment.readout import Readout
 from hf_bico.choosing import TEXT_TO_TEXT
 from hf_bico.classifiers import place_of
 from hf_bico.data.draw import Drawn
 from hf_bico.doubts import chance_notice, lineage_doubts
 from hf_bico.heads import taken_in_order
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
-from hf_bico.methods.bico_path import BicoPath
-from hf_bico.methods.finetune import Finetune
-from hf_bico.methods.gradfix import GradFix
-from hf_bico.methods.training import Trained
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
 from hf_bico.plans import Plan
-from hf_bico.readout import Readout
 from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.comparing import compare
 from hf_bico.comparing.grid import takes_samples
 from hf_bico.comparison.cells import Refusal
@@ -19,8 +21,6 @@ from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
-from hf_bico.methods import METHODS
-from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.paper import PaperTable, Task, table, task
 from hf_bico.pipeline import port
 from hf_bico.reports.record import read_record

@@ -15,28 +15,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.calibration_pass import Shown, Side, collect, show
+from hf_bico.alignment.memory import Fit, solved_together
+from hf_bico.alignment.methods.base import Carried, Carrier, Seen
+from hf_bico.alignment.objectives.base import Classifier, Head, Heads, LikelyLabels, Question
+from hf_bico.alignment.objectives.clip import ZeroShotHead
+from hf_bico.alignment.readout import Readout, solve_readout
+from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
+from hf_bico.alignment.transport import descent_along, joined, site_delta
 from hf_bico.bench import Bench
-from hf_bico.budget import Fit
-from hf_bico.collecting import Shown, Side, collect, show
 from hf_bico.data.augmentation import Copies
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import Drawn
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
-from hf_bico.foresight import descent_along
-from hf_bico.methods.base import Carried, Carrier, Seen
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
 from hf_bico.models.layout import SitePair, descent_sites
-from hf_bico.needs import solved_together
-from hf_bico.objectives.base import Classifier, Head, Heads, LikelyLabels, Question
-from hf_bico.objectives.zero_shot import ZeroShotHead
-from hf_bico.readout import Readout, solve_readout
 from hf_bico.runtime.environment import Stopwatch, ahead, halving_batches
 from hf_bico.settings import Settings
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
-from hf_bico.transport import joined, site_delta
 
 Result = TypeVar("Result")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.inference import Batched, Prepared, Read, probe_accuracy
-from hf_bico.objectives.base import Head
-from hf_bico.objectives.own import OwnHead
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.rounds import Round
 from hf_bico.settings import PROBE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.budget import Limits
+from hf_bico.alignment.memory import FLOAT32, FLOAT64, Limits
 from hf_bico.edge.completing import complete_data, complete_folder, complete_model
 from hf_bico.edge.ending import Edge, edge
 from hf_bico.edge.options import (
@@ -41,7 +41,6 @@ from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPL
 from hf_bico.edge.several import go_on_alone, require_device_for_each
 from hf_bico.edge.unpushed import line_digest, note_line, noted_line
 from hf_bico.errors import LineageError
-from hf_bico.needs import FLOAT32, FLOAT64
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank, read_size
 
@@ -201,7 +200,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
         result.write(ported)
     at.interrupted = f"the result is in {result.folder}"
     if own_checkpoint:
-        from hf_bico.methods.finetune import remove_checkpoint
+        from hf_bico.alignment.methods.finetuning import remove_checkpoint
 
         remove_checkpoint(Path(str(settings.checkpoint)))
     if not silent:
@@ -324,7 +323,7 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
         if planned.lineage.data is not None:
             settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
-    from hf_bico.methods import METHODS
+    from hf_bico.alignment.methods import METHODS
     from hf_bico.preparing import require_possible
 
     if planned.lineage.data is not None:

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.base import Trainer
+from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.bench import Bench
 from hf_bico.choosing import settled
 from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
@@ -26,9 +29,6 @@ from hf_bico.comparison.log import CellLog
 from hf_bico.comparison.results import Comparison
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.hub.client import Hub
-from hf_bico.methods import METHODS
-from hf_bico.methods.base import Trainer
-from hf_bico.methods.finetune import remove_checkpoint
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.planning import matched, plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner
+from hf_bico.alignment.methods.base import Carrier, Trainer
 from hf_bico.comparison.cells import LOSS, CellKey
 from hf_bico.errors import UsageError
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
-from hf_bico.methods.base import Carrier, Trainer
 from hf_bico.settings import METHOD_NAMES, PROBE, Settings
 
 USUAL_METHODS = ("naive", "transfusion", "gradfix", "fewshot", "theseus", "bico", "bico-fisher", "bico-path")

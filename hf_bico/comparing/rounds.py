@@ -6,22 +6,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner
+from hf_bico.alignment.methods.base import Carrier, Trainer
+from hf_bico.alignment.objectives.base import Heads
+from hf_bico.alignment.statistics import Kind
 from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
 from hf_bico.comparison.cells import LOSS, Cell, CellKey
 from hf_bico.data.draw import Drawn
 from hf_bico.heads import heads_of, tuned_target_head
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
-from hf_bico.methods.base import Carrier, Trainer
-from hf_bico.objectives.base import Heads
 from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.rounds import Round
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import PROBE, Settings
-from hf_bico.statistics import Kind
 from hf_bico.task_vector import TaskVector
 from hf_bico.yardstick import Yardstick
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_bico.alignment.objectives.base import Heads
 from hf_bico.bench import Bench
 from hf_bico.comparing.grid import Draw, Grid
 from hf_bico.data.dataset import DataSet, Samples
@@ -18,7 +19,6 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
 from hf_bico.models.inference import Batched, Prepared
-from hf_bico.objectives.base import Heads
 from hf_bico.plans import Plan
 from hf_bico.preparing import training_samples
 from hf_bico.text_checks import require_readable

@@ -19,22 +19,38 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_bico
-from hf_bico.budget import BATCH, BATCH_ON_CPU, LEAST_ACTIVATIONS, MOST_SAMPLES, SPARE, WAYS, Fit, Limits, Way, fit
+from hf_bico.alignment.calibration_pass import Side, collect
+from hf_bico.alignment.matching import blocks_by_index, pair_sites
+from hf_bico.alignment.memory import (
+    BATCH,
+    BATCH_ON_CPU,
+    LEAST_ACTIVATIONS,
+    MOST_SAMPLES,
+    SPARE,
+    WAYS,
+    Fit,
+    Held,
+    Limits,
+    Needs,
+    Sample,
+    Way,
+    fit,
+    needs_of,
+    solved_together,
+    sum_bytes,
+)
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.base import Carried, Carrier
+from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.cli import main
-from hf_bico.collecting import Side, collect
 from hf_bico.errors import MemoryExhaustedError
-from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.methods import METHODS
-from hf_bico.methods.base import Carried, Carrier
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import Layout, Site, SitePair, Slot, Tokens, descent_sites
-from hf_bico.needs import Held, Needs, Sample, needs_of, solved_together, sum_bytes
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
 from hf_bico.runtime.environment import Stopwatch
-from hf_bico.statistics import Kind, Statistics
 from hf_bico.utils.text import size_text
 from support.rounds import PORTS, SAMPLES, make_round
 from support.scenes import Scene, make_scene

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 import hf_bico
+from hf_bico.alignment.calibration_pass import Side, collect
+from hf_bico.alignment.matching import blocks_by_index, pair_sites
+from hf_bico.alignment.memory import Fit
+from hf_bico.alignment.methods.aligned import Bico
+from hf_bico.alignment.methods.base import Seen
+from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.bench import Bench
-from hf_bico.budget import Fit
-from hf_bico.collecting import Side, collect
-from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.methods.base import Seen
-from hf_bico.methods.bico import Bico
 from hf_bico.models.families.base import Spread
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.plans import Plan
 from hf_bico.reports.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
-from hf_bico.statistics import Kind, Statistics
 
 pytestmark = [
     pytest.mark.cuda,
@@ -309,11 +309,11 @@ OF_ONE_SHAPE = ("transfusion", "gradfix")
 
 def outcome_on(device: str, name: str, **options: Any) -> Any:
     """What a method makes of the target on one device, in float64, with class embeddings made up."""
+    from hf_bico.alignment.methods import METHODS
+    from hf_bico.alignment.objectives.base import Heads
+    from hf_bico.alignment.objectives.clip import ZeroShotHead
     from hf_bico.bench import Bench
     from hf_bico.data.draw import draw
-    from hf_bico.methods import METHODS
-    from hf_bico.objectives.base import Heads
-    from hf_bico.objectives.zero_shot import ZeroShotHead
     from hf_bico.outcomes import outcome_of
     from hf_bico.rounds import Round
     from hf_bico.runtime.environment import Stopwatch

@@ -18,27 +18,28 @@ from torch.nn import functional
 
 import hf_bico
 from hf_bico import outcomes
+from hf_bico.alignment.calibration_pass import collect
+from hf_bico.alignment.memory import Fit
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.base import SiteDelta, SiteDescent
+from hf_bico.alignment.objectives.base import Question
+from hf_bico.alignment.objectives.clip import zero_shot_head
+from hf_bico.alignment.statistics import Descent, Kind, Statistics, TaskSum
+from hf_bico.alignment.transport import descent_along
 from hf_bico.bench import Bench
-from hf_bico.budget import Fit
 from hf_bico.cli import main
-from hf_bico.collecting import collect
-from hf_bico.foresight import DOUBTFUL, descent_along, foresee
-from hf_bico.methods import METHODS
-from hf_bico.methods.base import SiteDelta, SiteDescent
+from hf_bico.foresight import DOUBTFUL, foresee
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import Site, SitePair, Slot, descent_sites
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.objectives.base import Question
-from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.reports.record import ForesightRecord, read_record
 from hf_bico.reports.results import foresight_sentence
 from hf_bico.rounds import Round
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES
-from hf_bico.statistics import Descent, Kind, Statistics, TaskSum
 from support import reference
 from support.adapter_ports import forbid_dense, ported_as_dense, write_lora
 from support.adapter_ports import port as port_scene

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.polar import (
+    halley_image,
+    halley_inverse_image,
+    halley_inverses,
+    largest,
+    polynomials,
+    quintic,
+    seen_parts,
+)
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.isometries import seen_parts
-from hf_bico.iterations import halley_image, halley_inverse_image, halley_inverses, largest, polynomials, quintic
 
 pytestmark = pytest.mark.quick
 
@@ -146,8 +153,8 @@ def test_values_that_are_no_numbers_are_refused(bad: float) -> None:
 
 @pytest.mark.parametrize("size", [130, 1500])
 def test_inverses_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_bico.iterations.BLOCKED", 2)
-    monkeypatch.setattr("hf_bico.iterations.LEAF", 48)
+    monkeypatch.setattr("hf_bico.alignment.polar.BLOCKED", 2)
+    monkeypatch.setattr("hf_bico.alignment.polar.LEAF", 48)
     rows = frame(size, 60, 3)
     gram = rows @ rows.T
     found = halley_inverses(gram[None], 0.1)[0]

@@ -12,11 +12,11 @@ import torch
 
 import hf_bico
 from hf_bico import outcomes, preparing
+from hf_bico.alignment.methods.training import Lesson
+from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.data.draw import draw
 from hf_bico.lessons import lesson_of
-from hf_bico.methods.training import Lesson
 from hf_bico.models.model import Model
-from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 

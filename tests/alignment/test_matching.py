@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_bico.alignment.matching import blocks_by_index, blocks_by_similarity, require_blocks
 from hf_bico.errors import UsageError
-from hf_bico.matching import blocks_by_index, blocks_by_similarity, require_blocks
 
 pytestmark = pytest.mark.quick
 

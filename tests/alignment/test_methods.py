@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 import hf_bico
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.objectives.base import MOST_LABELS
+from hf_bico.alignment.objectives.clip import zero_shot_head
+from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.bench import Bench
 from hf_bico.data.augmentation import Copies
 from hf_bico.data.draw import draw
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.heads import heads_of
-from hf_bico.methods import METHODS
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.objectives.base import MOST_LABELS
-from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
-from hf_bico.statistics import Kind, Statistics
 from support import reference
 from support.adapter_ports import forbid_dense, ported_as_dense, write_lora
 from support.adapter_ports import port as port_scene
@@ -679,9 +679,9 @@ def test_alpha_scales_a_path_as_a_whole(plain: Case) -> None:
 
 def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     """With altered copies of each, too."""
+    from hf_bico.alignment.objectives.base import LikelyLabels
     from hf_bico.data.augmentation import Copies
     from hf_bico.models.inference import logits_of
-    from hf_bico.objectives.base import LikelyLabels
 
     round = plain.round(mispaired=True, method="bico-fisher", augment=2)
     turned = Copies(round.drawn_samples.rotated(7), 2, round.settings.seed)

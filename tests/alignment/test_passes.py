@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hf_bico
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.base import Carrier
 from hf_bico.bench import Bench
 from hf_bico.data.draw import draw
 from hf_bico.heads import heads_of
-from hf_bico.methods import METHODS
-from hf_bico.methods.base import Carrier
 from hf_bico.outcomes import outcome_of
 from hf_bico.planning import plan
 from hf_bico.rounds import Round

@@ -6,7 +6,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from hf_bico.procrustes import Rows, polar
+from hf_bico.alignment.procrustes import Rows, polar
 
 pytestmark = pytest.mark.quick
 

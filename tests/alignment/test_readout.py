@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.alignment.objectives.clip import ZeroShotHead
+from hf_bico.alignment.readout import STRENGTHS, Readout, left_out_residuals, solve_readout, wanted_moves
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.objectives.zero_shot import ZeroShotHead
-from hf_bico.readout import STRENGTHS, Readout, left_out_residuals, solve_readout, wanted_moves
 
 pytestmark = pytest.mark.quick
 

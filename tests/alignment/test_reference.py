@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hf_bico
+from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.models.model import Model
-from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
 from support.toys import CLASS_NAMES, WRITERS, Toy, fit, random_rows, random_state, weights_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.similarity import Likeness, MeanOfRows, Moved, linear_cka, turned_away
+from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, linear_cka, turned_away
 
 pytestmark = pytest.mark.quick
 

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_bico.collecting import Side, collect
+from hf_bico.alignment.calibration_pass import Side, collect, pair_rows
+from hf_bico.alignment.statistics import CrossCovariance, Kind
 from hf_bico.models.hooks import Losses, Trace
 from hf_bico.models.layout import Site, SitePair, Slot, Tokens
-from hf_bico.pairing import pair_rows
-from hf_bico.statistics import CrossCovariance, Kind
 
 pytestmark = pytest.mark.quick
 

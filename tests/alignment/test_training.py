@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_bico.alignment.methods import finetuning
+from hf_bico.alignment.methods.finetuning import CHECKPOINT_ENTRY, CHECKPOINT_FILE, Fewshot, Finetune, rate_of, split
+from hf_bico.alignment.methods.training import Lesson, Trained
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError, OutputError, UsageError
-from hf_bico.methods import finetune
-from hf_bico.methods.fewshot import Fewshot
-from hf_bico.methods.finetune import CHECKPOINT_ENTRY, CHECKPOINT_FILE, Finetune, rate_of, split
-from hf_bico.methods.training import Lesson, Trained
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import silent
 
@@ -441,7 +440,7 @@ def test_checkpoint_that_is_a_file_is_refused_before_training(tmp_path: Path) ->
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
 def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """The second of two saves fails: the first is still there, whole, and the training goes on from it."""
-    monkeypatch.setattr(finetune, "CHECKPOINT_EVERY", 10)
+    monkeypatch.setattr(finetuning, "CHECKPOINT_EVERY", 10)
     settings = options(train_steps=23, checkpoint=str(tmp_path))
     whole = Finetune(replace(settings, checkpoint=None)).train(Task().lesson(), silent)
     saves: list[Path] = []
@@ -458,7 +457,7 @@ def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pyte
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "save_file", half)
+        patch.setattr(finetuning, "save_file", half)
         patch.setattr(os, "fsync", lost)
         with pytest.raises(OutputError, match=r"cannot be written: .*(No space|Input/output)"):
             Finetune(settings).train(Task().lesson(), silent)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.matching import blocks_by_index, pair_sites
+from hf_bico.alignment.methods.base import Pretrained, Seen, SiteDelta
+from hf_bico.alignment.methods.transfusion import RESIDUAL, Matching, Term, TransFusion, assign, match_heads
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
-from hf_bico.matching import blocks_by_index, pair_sites
-from hf_bico.methods.base import Pretrained, Seen, SiteDelta
-from hf_bico.methods.transfusion import RESIDUAL, Matching, Term, TransFusion, assign, match_heads
 from hf_bico.models.checkpoints import MemoryCheckpoint
 from hf_bico.models.families.open_clip import OpenClip
 from hf_bico.models.families.transformers_clip import TransformersClip

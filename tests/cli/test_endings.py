@@ -181,7 +181,11 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
         "nothing was written",
     ),
     "apply": (["apply", "lora", "--to", "base", "-o", "OUT"], "hf_bico.making.write_card", "nothing was written"),
-    "eval": (["eval", "target", "--data", "pictures"], "hf_bico.objectives.base.logits_of", "nothing was written"),
+    "eval": (
+        ["eval", "target", "--data", "pictures"],
+        "hf_bico.alignment.objectives.base.logits_of",
+        "nothing was written",
+    ),
     "port, while writing": (
         ["port", *SMALL, "--no-eval", "-o", "OUT"],
         "hf_bico.ported.write_card",

@@ -9,13 +9,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.cli import GROUPS, main
 from hf_bico.edge.sections import SECTIONS, SectionedHelp
 from hf_bico.errors import RepoError
 from hf_bico.hub.client import Hub as HubClient
 from hf_bico.hub.references import HubReference
-from hf_bico.methods import METHODS
-from hf_bico.methods.aligning import Aligner
 from hf_bico.settings import OPTION_METHODS, Settings
 from support.hub import Hub
 from support.hub_scenes import DATA, SOURCE, TARGET, publish

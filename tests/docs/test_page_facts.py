@@ -8,9 +8,9 @@ import pytest
 
 import hf_bico
 from hf_bico import errors
+from hf_bico.alignment.statistics import OF_TARGET, Kind
 from hf_bico.models.adapters.config import BY_PEFT
 from hf_bico.models.families import FAMILIES
-from hf_bico.statistics import OF_TARGET, Kind
 from support import ROOT
 
 pytestmark = pytest.mark.quick

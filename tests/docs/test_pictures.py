@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_bico.procrustes import polar
+from hf_bico.alignment.procrustes import polar
 from support import ROOT, forks
 from support.measured import STAMP, drawn_here
 

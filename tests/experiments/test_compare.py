@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_bico
 import hf_bico.comparing.subjects
+from hf_bico.alignment.methods.training import Learner
 from hf_bico.cli import main
 from hf_bico.comparing import _Work
 from hf_bico.comparing.grid import Grid
@@ -30,7 +31,6 @@ from hf_bico.comparison.results import RESULT_FILES, Comparison
 from hf_bico.data.draw import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.hub.client import Hub
-from hf_bico.methods.training import Learner
 from hf_bico.models.model import Model
 from hf_bico.planning import plan
 from hf_bico.reports.record import EvaluationRecord

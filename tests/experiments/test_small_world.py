@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import hf_bico
-from hf_bico import isometries
+from hf_bico.alignment import polar
 from hf_bico.cli import main
 from hf_bico.demo import training
 from hf_bico.demo.digits import TASKS
@@ -77,7 +77,7 @@ def test_maps_without_singular_vectors_lose_no_accuracy(
     """As they are found on a GPU, beside those of the decomposition; mean over two tasks."""
     world, reached = worlds(0), dict[str, list[float]]()
     for way, smallest in (("svd", {}), ("iterated", {"cpu": 8})):
-        monkeypatch.setattr(isometries, "SMALLEST", smallest)
+        monkeypatch.setattr(polar, "SMALLEST", smallest)
         for task in TASK_NAMES[:2]:
             ported = hf_bico.port(
                 world.fine_tuned("narrow", task),

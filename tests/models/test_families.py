@@ -108,7 +108,7 @@ def test_site_weights_are_what_the_site_multiplies_by(library: str, tmp_path: Pa
 
 
 def test_zero_shot_logits_agree_between_libraries(tmp_path: Path) -> None:
-    from hf_bico.objectives.zero_shot import zero_shot_head
+    from hf_bico.alignment.objectives.clip import zero_shot_head
     from support.toys import CLASS_NAMES
 
     noise = torch.randint(0, 256, (TOY.image_size, TOY.image_size, 3), dtype=torch.uint8)
@@ -187,7 +187,7 @@ def test_zero_shot_head_is_open_clips_own(tmp_path: Path) -> None:
     """Several templates, and the bias of SigLIP-like models, against the library's classifier."""
     import open_clip
 
-    from hf_bico.objectives.zero_shot import zero_shot_head
+    from hf_bico.alignment.objectives.clip import zero_shot_head
     from support.toys import CLASS_NAMES
 
     live = load("open_clip", tmp_path)
@@ -253,7 +253,7 @@ def test_tokenizer_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
 
 
 def test_names_that_the_tokenizer_cannot_tell_apart(tmp_path: Path) -> None:
-    from hf_bico.objectives.zero_shot import zero_shot_head
+    from hf_bico.alignment.objectives.clip import zero_shot_head
 
     with pytest.raises(ClassNamesError, match="cannot tell their names apart"):
         zero_shot_head(load("open_clip", tmp_path), ["xylophone", "zebra"], ["a photo of a {}."])

@@ -18,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hf_bico
-from hf_bico.collecting import Side, collect
+from hf_bico.alignment.calibration_pass import Side, collect, pair_rows
+from hf_bico.alignment.matching import blocks_by_index, pair_sites
+from hf_bico.alignment.objectives.base import Batch
+from hf_bico.alignment.statistics import Kind
 from hf_bico.errors import (
     BrokenWeightsError,
     ModelError,
@@ -27,7 +30,6 @@ from hf_bico.errors import (
     UnknownFamilyError,
     UnsupportedModelError,
 )
-from hf_bico.matching import blocks_by_index, pair_sites
 from hf_bico.models import families
 from hf_bico.models.families.generic import Generic, require_same_kind
 from hf_bico.models.families.live import LiveModel
@@ -35,10 +37,7 @@ from hf_bico.models.families.modules import module_layout
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
 from hf_bico.models.model import Model
-from hf_bico.objectives.own import Batch
-from hf_bico.pairing import pair_rows
 from hf_bico.reports.results import MOST_ROLES, OTHER_ROLES, role_labels
-from hf_bico.statistics import Kind
 from hf_bico.utils.samples import TEXTS
 from support.rotated_clips import random_rotation, rotation_fixing_ones
 from support.toys import WRITERS, Toy, random_rows, random_state

@@ -20,6 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import hf_bico
+from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.cli import main
 from hf_bico.data import loading as data_files
 from hf_bico.data import remote_parquet
@@ -31,7 +32,6 @@ from hf_bico.hub.client import Hub as HubClient
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import accuracy, features_of, logits_of, probe_accuracy
 from hf_bico.models.model import Model
-from hf_bico.objectives.zero_shot import ZeroShotHead, zero_shot_head
 from hf_bico.utils.samples import IMAGES
 from support import forks
 from support.hub import Hub

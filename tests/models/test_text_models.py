@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.collecting import Side, collect
+from hf_bico.alignment.calibration_pass import Side, collect
+from hf_bico.alignment.objectives.base import Question
+from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
+from hf_bico.alignment.statistics import Kind
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import CausalModel, SequenceModel, mean_of_real
 from hf_bico.models.hooks import Losses, TextRows, Trace
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
-from hf_bico.objectives.base import Question
-from hf_bico.objectives.language import AnswerHead, LanguageHead
-from hf_bico.statistics import Kind
 from hf_bico.utils.samples import Text
 from support.language_toys import sentences, write_decoder, write_t5
 

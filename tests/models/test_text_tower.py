@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.collecting import Side, collect
-from hf_bico.contrastive import PairGradients, contrastive_losses, mean_contrastive_loss
+from hf_bico.alignment.calibration_pass import Side, collect
+from hf_bico.alignment.matching import pair_sites
+from hf_bico.alignment.methods.base import Pretrained, Seen
+from hf_bico.alignment.methods.transfusion import TransFusion
+from hf_bico.alignment.objectives.clip import PairGradients, contrastive_losses, mean_contrastive_loss
+from hf_bico.alignment.statistics import Kind
 from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
-from hf_bico.matching import pair_sites
-from hf_bico.methods.base import Pretrained, Seen
-from hf_bico.methods.transfusion import TransFusion
 from hf_bico.models.families.live import ClipModel
 from hf_bico.models.families.open_clip import OpenClip, OpenClipModel
 from hf_bico.models.hooks import Losses, Pass, TextRows
@@ -30,7 +31,6 @@ from hf_bico.models.model import Model
 from hf_bico.planning import UNMATCHED, matched
 from hf_bico.reports.pictures import record_picture
 from hf_bico.settings import Settings
-from hf_bico.statistics import Kind
 from support.toys import WRITERS, Toy, fingerprint, open_clip_config, random_state
 
 pytestmark = pytest.mark.quick

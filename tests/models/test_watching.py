@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import hf_bico
+from hf_bico.alignment.calibration_pass import Side, collect
+from hf_bico.alignment.objectives.base import OwnHead, Question
+from hf_bico.alignment.statistics import Kind
 from hf_bico.bench import Bench
 from hf_bico.cli import main
-from hf_bico.collecting import Side, collect
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel
@@ -28,10 +30,7 @@ from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.hooks import Losses, Stream, TextRows, kept_away
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
-from hf_bico.objectives.base import Question
-from hf_bico.objectives.own import OwnHead
 from hf_bico.runtime.environment import halving_batches
-from hf_bico.statistics import Kind
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, sentences, write_decoder, write_encoder, write_t5, write_vit
 from support.scenes import Scene, make_scene

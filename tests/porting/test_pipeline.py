@@ -338,7 +338,7 @@ def test_memory_that_runs_out_elsewhere_is_said(scene: Scene, monkeypatch: pytes
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 754.00 MiB.")
 
-    monkeypatch.setattr("hf_bico.methods.aligning.polar", exhausted)
+    monkeypatch.setattr("hf_bico.alignment.methods.aligned.polar", exhausted)
     result = CliRunner().invoke(main, ["port", *scene.arguments, "-o", str(tmp_path / "out"), "-q"])
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [

@@ -311,8 +311,8 @@ def test_a_training_on_the_command_line_goes_on_from_its_checkpoint(tmp_path: Pa
 
 
 def test_an_interrupted_training_goes_on_with_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_bico.methods import finetune
-    from hf_bico.methods.training import Learner
+    from hf_bico.alignment.methods import finetuning
+    from hf_bico.alignment.methods.training import Learner
 
     steps = ["--train-steps", "6", "--train-batch", "5", "--warmup", "1"]
     arguments = ["port", *words("--method", "finetune", *TRAINING, *steps)]
@@ -326,7 +326,7 @@ def test_an_interrupted_training_goes_on_with_the_same_command(tmp_path: Path, m
         taken.append("step")
         step(self, *how)
 
-    monkeypatch.setattr(finetune, "CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(finetuning, "CHECKPOINT_EVERY", 2)
     monkeypatch.setattr(Learner, "step", counted)
     result = run(*arguments, "-o", str(tmp_path / "out"))
     assert result.exit_code == 130

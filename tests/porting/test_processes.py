@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 import hf_bico
+from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.cli import main
 from hf_bico.errors import UsageError
 from hf_bico.runtime.distributed import ALONE, Team, is_first_process, join, local_device
-from hf_bico.statistics import Kind, Statistics
 from support import forks
 from support.scenes import Scene, make_scene
 

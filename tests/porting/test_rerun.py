@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import hf_bico
-from hf_bico import budget, rerunning
+from hf_bico import rerunning
+from hf_bico.alignment import memory
 from hf_bico.errors import RecordError, RepoNotFoundError
 from hf_bico.hub.push import PushOptions, push_folder
 from hf_bico.hub.references import recorded_folder
@@ -59,7 +60,7 @@ def test_batches_are_repeated_as_they_were(
 ) -> None:
     """Calibration chooses its own; the rest has those that were asked for, or the usual ones."""
     publish(hub, tmp_path / "scene")
-    monkeypatch.setattr(budget, "MOST_SAMPLES", 2)
+    monkeypatch.setattr(memory, "MOST_SAMPLES", 2)
     seen: list[Settings] = []
     carry_out = rerunning.carry_out
 

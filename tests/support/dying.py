@@ -11,7 +11,7 @@ CODE = """
 import os, signal, sys
 from hf_bico.cli import main
 from hf_bico.comparison import CellLog
-from hf_bico.methods import finetune
+from hf_bico.alignment.methods import finetune
 
 event, left, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 finetune.CHECKPOINT_EVERY = 10

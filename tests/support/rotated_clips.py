@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 import hf_bico
+from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.model import Model
-from hf_bico.objectives.zero_shot import zero_shot_head
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip

@@ -1,6 +1,10 @@
-"""GradFix: the task vector as it is, but only where its sign agrees with the target's own negative gradient.
+"""Naive, gradfix.
+
+GradFix: the task vector as it is, but only where its sign agrees with the target's own negative gradient.
 
 The gradient is the mean over the samples, or the sign that most of the samples' own gradients have.
+
+The task vector added as it is: cropped where the target is narrower, padded with zeros where it is wider.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_bico.methods.base import Carried, Carrier, Seen, SiteDelta, require_same_shapes
+from hf_bico.alignment.methods.base import Carried, Carrier, Seen, SiteDelta, require_same_shapes
+from hf_bico.alignment.statistics import Kind, ParameterGradient
 from hf_bico.models.layout import Layout, SitePair
-from hf_bico.models.low_rank import dense
-from hf_bico.statistics import Kind, ParameterGradient
+from hf_bico.models.low_rank import Change, Factors, dense
 
 
 class GradFix(Carrier):
@@ -41,3 +45,29 @@ def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
         return None
     change = change.to(signs.device)
     return torch.where(change.sign() * signs.to(change.dtype) < 0, change, 0.0)
+
+
+class Naive(Carrier):
+    looks_at_data = False
+
+    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+        """Nothing to prepare: no sample is looked at."""
+
+    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+        rows, columns = pair.target.shape
+        weight = None if delta.weight is None else _fit_weight(delta.weight, rows, columns)
+        bias = None if delta.bias is None else _fit(delta.bias, (rows,))
+        return Carried(SiteDelta(weight, bias))
+
+
+def _fit_weight(change: Change, rows: int, columns: int) -> Change:
+    if isinstance(change, Factors):
+        return Factors(_fit(change.left, (rows, change.rank)), _fit(change.right, (change.rank, columns)))
+    return _fit(change, (rows, columns))
+
+
+def _fit(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    fitted = tensor.new_zeros(shape)
+    shared = tuple(slice(min(have, want)) for have, want in zip(tensor.shape, shape, strict=True))
+    fitted[shared] = tensor[shared]
+    return fitted

@@ -1,7 +1,31 @@
-"""What the methods that turn a change through two maps have in common: tau_B = R_out^T tau_A R_in.
+"""Bico, bico-fisher, bico-path, theseus and the ablations.
+
+What the methods that turn a change through two maps have in common: tau_B = R_out^T tau_A R_in.
 
 Which rows the maps line up is all that these methods differ in. A low-rank tau_A = B A stays low-rank: its factors
 become R_out^T B and A R_in.
+
+BiCo without labels, every label counted by how likely it is.
+
+R_out lines up the gradients with every label in turn, weighted by the fine-tuned source's prediction p, the same for
+both models: polar(sum_i sum_c p(c | x_i) g_A(x_i, c)^T g_B(x_i, c)). R_in lines up the inputs, each row weighted by the
+norms of the layer's own gradients there: polar(sum_t |g_A,t| |g_B,t| x_A,t^T x_B,t).
+
+`bico-fisher` along the way from base to fine-tuned: the maps are found anew before each part of the change.
+
+tau_B^0 = 0; for k = 0 .. K-1, maps at (theta_A + (k/K) tau_A, theta_B + tau_B^k), and
+tau_B^{k+1} = tau_B^k + R_out^T (tau_A / K) R_in. Nothing is trained: K passes instead of one. The class embeddings
+that give the loss stay those of the pretrained models all along.
+
+Bilinear Coordinate Alignment: R_in from the layers' inputs, R_out from the gradients at their outputs.
+
+BiCo with gradients on both sides: R_in from what each layer passes back to its inputs, g W, and R_out from g.
+
+Half of BiCo: only the inputs are lined up; the output side is padded or cropped.
+
+Half of BiCo: only the output gradients are lined up; the input side is padded or cropped.
+
+THESEUS: activations on both sides, inputs and outputs as the layers give them; no labels, no gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +36,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_bico.methods.base import Carried, Carrier, MapFacts, Seen, SiteDelta
+from hf_bico.alignment.methods.base import Carried, Carrier, MapFacts, Seen, SiteDelta
+from hf_bico.alignment.procrustes import OrthogonalMap, polar
+from hf_bico.alignment.statistics import Kind, key_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.low_rank import between, energy
-from hf_bico.procrustes import OrthogonalMap, polar
-from hf_bico.statistics import Kind, key_of
 
 Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
 
@@ -75,3 +99,40 @@ def _matrices(found: OrthogonalMap | None, source: int, target: int, maps: Maps)
     other = next(one for one in maps if one is not None)
     identity = torch.eye(source, target, dtype=other.matrix.dtype, device=other.matrix.device)
     return identity, identity
+
+
+class BicoFisher(Aligner):
+    needs_predictions = True
+    input_kind = Kind.WEIGHTED_INPUTS
+    output_kind = Kind.EXPECTED_GRADIENTS
+
+
+class BicoPath(BicoFisher):
+    @property
+    def steps(self) -> int:
+        return self.settings.path_steps
+
+
+class Bico(Aligner):
+    input_kind = Kind.INPUTS
+    output_kind = Kind.GRADIENTS
+
+
+class GradientOnly(Aligner):
+    input_kind = Kind.INPUT_GRADIENTS
+    output_kind = Kind.GRADIENTS
+
+
+class InputOnly(Aligner):
+    input_kind = Kind.INPUTS
+    output_kind = None
+
+
+class OutputOnly(Aligner):
+    input_kind = None
+    output_kind = Kind.GRADIENTS
+
+
+class Theseus(Aligner):
+    input_kind = Kind.INPUTS
+    output_kind = Kind.OUTPUTS

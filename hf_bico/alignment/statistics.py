@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.procrustes import Rows
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
-from hf_bico.procrustes import Rows
 from hf_bico.runtime.environment import sent
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.layout import Layout, SitePair
 from hf_bico.models.low_rank import Change
 from hf_bico.settings import Settings
-from hf_bico.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
 from hf_bico.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from hf_bico.methods.training import Lesson, Trained
+    from hf_bico.alignment.methods.training import Lesson, Trained
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.objectives.clip import ZeroShotHead
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.objectives.zero_shot import ZeroShotHead
 
 STRENGTHS = tuple(10 ** (power / 2) for power in range(-8, 9))
 """The ridges that are tried, as shares of the Gram matrix's mean diagonal."""

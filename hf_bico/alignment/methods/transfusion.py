@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.methods.base import Carried, Carrier, Pretrained, Seen, SiteDelta
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
-from hf_bico.methods.base import Carried, Carrier, Pretrained, Seen, SiteDelta
 from hf_bico.models.layout import Layout, Site, SitePair
 from hf_bico.models.low_rank import Change, Factors
 from hf_bico.settings import Settings

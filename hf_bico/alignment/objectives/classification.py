@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.objectives.base import Classifier
 from hf_bico.errors import UnsuitableMethodError
-from hf_bico.objectives.base import Classifier
 
 STRENGTHS = tuple(10.0**power for power in range(-6, 4))
 """Of the ridge, as shares of the features' mean energy."""

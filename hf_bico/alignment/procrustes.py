@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_bico.isometries import SeenPart, decomposed, seen_parts
-from hf_bico.workspace import BATCH_BYTES
+from hf_bico.alignment.memory import BATCH_BYTES
+from hf_bico.alignment.polar import SeenPart, decomposed, seen_parts
 
 CUT = 1e-6
 """Singular values below this share of the largest count as unseen."""
@@ -26,7 +26,7 @@ class OrthogonalMap:
     `seen` is U V^T over the singular values above the cut, a partial isometry that is unique; `matrix` is what
     is applied: `seen` itself, or its arbitrary completion by the null space (`svd`). `score` is the sum of those
     singular values over |X_A| |X_B|: 1 when an orthogonal map carries the rows of A onto those of B exactly, up to
-    scale. `way` says how it was found, in the words of `hf_bico.isometries`.
+    scale. `way` says how it was found, in the words of `hf_bico.alignment.polar`.
     """
 
     matrix: Tensor

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.alignment.objectives.base import Head, Question
 from hf_bico.errors import ObjectiveError, UnreadableSampleError
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import CausalModel, SequenceModel
 from hf_bico.models.hooks import Losses
 from hf_bico.models.inference import Batched
 from hf_bico.models.tokenization import UNLEARNT, TokenBatch
-from hf_bico.objectives.base import Head, Question
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Answered, Text
 

@@ -1,7 +1,11 @@
-"""Fine-tuning of the target itself, as a reference: what training on all of the split gives.
+"""Fewshot, finetune.
+
+Fine-tuning of the target itself, as a reference: what training on all of the split gives.
 
 AdamW with a linear warm-up and a cosine decay to 0, on nine samples in ten. With a checkpoint, an interrupted training
 goes on where it was last saved, and ends as if nothing had happened.
+
+One step of fine-tuning on the calibration samples: what the same samples give without a source.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_bico.alignment.methods.base import Trainer
+from hf_bico.alignment.methods.training import Learner, Lesson, Trained, learning
 from hf_bico.errors import OutputError, UsageError
-from hf_bico.methods.base import Trainer
-from hf_bico.methods.training import Learner, Lesson, Trained, learning
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress
 
@@ -177,3 +181,15 @@ class SavedTraining:
     @property
     def _way_out(self) -> str:
         return "name another folder with --checkpoint, or remove that file to train from the beginning"
+
+
+class Fewshot(Trainer):
+    """One step of AdamW on the mean loss over all samples."""
+
+    whole_split: ClassVar[bool] = False
+
+    def train(self, lesson: Lesson, progress: Progress) -> Trained:
+        with learning(lesson, self.settings) as learner:
+            learner.step(range(lesson.size), self.settings.learning_rate)
+            progress("train", 1, 1)
+            return Trained(learner.changes(), steps=1, samples=lesson.size, validation=None)

@@ -9,17 +9,50 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hf_bico.methods.base import Carried, SiteDelta
+from hf_bico.alignment.methods.base import Carried, SiteDelta, SiteDescent
+from hf_bico.alignment.statistics import Descent
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import Site, SitePair, Slot
-from hf_bico.models.low_rank import Change, Factors, dense, energy, stacked, total
-from hf_bico.plausibility import changed_part
+from hf_bico.models.low_rank import Change, Factors, dense, energy, is_zero, stacked, total
 from hf_bico.reports.record import LeftRecord, SiteRecord
 from hf_bico.reports.results import Report
+
+
+def changed_part(vector: Deltas, slot: Slot) -> Any:
+    """The change of one slot, factors where a weight has them; None where nothing changed."""
+    if slot.tensor not in vector:
+        return None
+    part: Change = slot.view(vector.change(slot.tensor))
+    return None if is_zero(part) else part
+
+
+def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
+    """What a change of a site does to the loss that the gradient is of, to first order."""
+    change = own = 0.0
+    of_gradient = descent.energies[0]
+    if delta.weight is not None:
+        change += _inner(descent.weight.float(), delta.weight)
+        own = energy(delta.weight)
+    if delta.bias is not None:
+        gradient = descent.bias.float()
+        change += float((delta.bias.to(gradient) * gradient).sum())
+        own += energy(delta.bias)
+        of_gradient += descent.energies[1]  # where there is no bias, nothing learns this
+    return SiteDescent(change, of_gradient, own)
+
+
+def _inner(gradient: Tensor, change: Change) -> float:
+    """<gradient, change>; of factors without their product."""
+    if isinstance(change, Factors):
+        left, right = (part.to(gradient) for part in (change.left, change.right))
+        return float(((gradient @ right.T) * left).sum())
+    return float((gradient * change.to(gradient)).sum())
 
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:
