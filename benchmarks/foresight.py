@@ -93,13 +93,13 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
 
     from hf_bico.demo.world import build
     from hf_bico.hub.client import Hub
-    from hf_bico.outcomes import UNTOUCHED, outcome_of
-    from hf_bico.planning import plan
-    from hf_bico.preparing import prepare
-    from hf_bico.rounds import Round
+    from hf_bico.porting.calibration import Round
+    from hf_bico.porting.evaluate import Yardstick
+    from hf_bico.porting.planner import plan
+    from hf_bico.porting.prepare import prepare
+    from hf_bico.porting.transfer import UNTOUCHED, outcome_of
     from hf_bico.runtime.environment import Stopwatch
     from hf_bico.settings import Settings
-    from hf_bico.yardstick import Yardstick
 
     made = build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(), tasks=())
     models = (made.fine_tuned(source, task), made.base(target))
@@ -223,7 +223,7 @@ def picture(found: Sequence[Ported]) -> bytes:
 def draw(found: Sequence[Ported]) -> Figure:
     from matplotlib.figure import Figure
 
-    from hf_bico.foresight import DOUBTFUL
+    from hf_bico.porting.transfer import DOUBTFUL
     from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GRID, INK, ORANGE, RED, frame
 
     kinds = {

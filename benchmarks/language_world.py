@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from hf_bico.comparing import compare
 from hf_bico.comparison.results import Comparison
-from hf_bico.pipeline import port
+from hf_bico.porting.port import port
 from hf_bico.utils.text import format_table
 from support.language_world import PLAIN, STYLES, DecoderWorld, build_decoders
 from support.sequence_world import build_sequences

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from hf_bico.comparing import compare
 from hf_bico.demo.world import World, build
-from hf_bico.extracting import extract
 from hf_bico.models.checkpoints import is_adapter
 from hf_bico.models.low_rank import energy
-from hf_bico.pipeline import port
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.port import port
+from hf_bico.porting.task_arithmetic import extract
+from hf_bico.porting.task_vector import TaskVector
 from hf_bico.utils.text import format_table
 from support.transformers_world import LoraRecipe, as_transformers, train_lora
 

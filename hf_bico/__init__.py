@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.utils import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hf_bico.applying import apply as apply
     from hf_bico.comparing import compare as compare
     from hf_bico.comparison.results import Comparison as Comparison
     from hf_bico.diagnosing import diagnose as diagnose
     from hf_bico.diagnosis.results import Diagnosis as Diagnosis
     from hf_bico.errors import BicoError as BicoError
-    from hf_bico.evaluation import evaluate_model as evaluate_model
-    from hf_bico.extracting import extract as extract
     from hf_bico.hub.push import Pushed as Pushed
     from hf_bico.hub.push import PushOptions as PushOptions
-    from hf_bico.pipeline import port as port
-    from hf_bico.planning import plan as plan
-    from hf_bico.plans import Plan as Plan
-    from hf_bico.ported import Ported as Ported
+    from hf_bico.porting.evaluate import evaluate_model as evaluate_model
+    from hf_bico.porting.plan import Plan as Plan
+    from hf_bico.porting.planner import plan as plan
+    from hf_bico.porting.port import port as port
+    from hf_bico.porting.rerun import rerun as rerun
+    from hf_bico.porting.result import Ported as Ported
+    from hf_bico.porting.task_arithmetic import apply as apply
+    from hf_bico.porting.task_arithmetic import extract as extract
+    from hf_bico.porting.task_vector import TaskVector as TaskVector
     from hf_bico.reproducing import reproduce as reproduce
     from hf_bico.reproduction import Reproduction as Reproduction
-    from hf_bico.rerunning import rerun as rerun
     from hf_bico.settings import Settings as Settings
-    from hf_bico.task_vector import TaskVector as TaskVector
     from hf_bico.utils.progress import show_progress as show_progress
 
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
@@ -34,22 +34,22 @@ _HOMES = {
     "BicoError": "hf_bico.errors",
     "Comparison": "hf_bico.comparison.results",
     "Diagnosis": "hf_bico.diagnosis.results",
-    "Plan": "hf_bico.plans",
-    "Ported": "hf_bico.ported",
+    "Plan": "hf_bico.porting.plan",
+    "Ported": "hf_bico.porting.result",
     "PushOptions": "hf_bico.hub.push",
     "Pushed": "hf_bico.hub.push",
     "Reproduction": "hf_bico.reproduction",
     "Settings": "hf_bico.settings",
-    "TaskVector": "hf_bico.task_vector",
-    "apply": "hf_bico.applying",
+    "TaskVector": "hf_bico.porting.task_vector",
+    "apply": "hf_bico.porting.task_arithmetic",
     "compare": "hf_bico.comparing",
     "diagnose": "hf_bico.diagnosing",
-    "evaluate_model": "hf_bico.evaluation",
-    "extract": "hf_bico.extracting",
-    "plan": "hf_bico.planning",
-    "port": "hf_bico.pipeline",
+    "evaluate_model": "hf_bico.porting.evaluate",
+    "extract": "hf_bico.porting.task_arithmetic",
+    "plan": "hf_bico.porting.planner",
+    "port": "hf_bico.porting.port",
     "reproduce": "hf_bico.reproducing",
-    "rerun": "hf_bico.rerunning",
+    "rerun": "hf_bico.porting.rerun",
     "show_progress": "hf_bico.utils.progress",
 }
 

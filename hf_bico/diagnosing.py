@@ -26,8 +26,6 @@ from hf_bico.alignment.objectives.base import Head, Question
 from hf_bico.alignment.procrustes import polar
 from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, turned_away
 from hf_bico.alignment.statistics import Kind, key_of
-from hf_bico.alignment.transport import account
-from hf_bico.choosing import settled
 from hf_bico.costs import cost_of
 from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness
 from hf_bico.diagnosis.results import Diagnosis
@@ -39,11 +37,12 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass, Trace
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import ModelReference
-from hf_bico.outcomes import outcome_of
-from hf_bico.planning import plan
-from hf_bico.plans import Plan
-from hf_bico.preparing import Ready, prepare
-from hf_bico.rounds import Round, no_predictions
+from hf_bico.porting.calibration import Round, no_predictions
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import plan, settled
+from hf_bico.porting.prepare import Ready, prepare
+from hf_bico.porting.task_vector import Tuned
+from hf_bico.porting.transfer import account, outcome_of
 from hf_bico.runtime.environment import (
     Stopwatch,
     available_memory,
@@ -56,7 +55,6 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import METHOD_NAMES, Settings
-from hf_bico.tuned import Tuned
 from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent
 

@@ -17,8 +17,8 @@ from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
 from hf_bico.models.model import Model
 from hf_bico.paper import Task
+from hf_bico.porting.lineage import open_source
 from hf_bico.reproducing import Job
-from hf_bico.resolving import open_source
 from hf_bico.settings import Settings
 from hf_bico.utils.text import size_text
 

@@ -22,7 +22,7 @@ from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, Samp
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
 from hf_bico.paper import PaperTable, Task, table, task
-from hf_bico.pipeline import port
+from hf_bico.porting.port import port
 from hf_bico.reports.record import read_record
 from hf_bico.reproduction import Reproduction
 from hf_bico.runtime.library_errors import last_net

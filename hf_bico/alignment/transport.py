@@ -20,8 +20,6 @@ from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.low_rank import Change, Factors, dense, energy, is_zero, stacked, total
-from hf_bico.reports.record import LeftRecord, SiteRecord
-from hf_bico.reports.results import Report
 
 
 def changed_part(vector: Deltas, slot: Slot) -> Any:
@@ -58,11 +56,6 @@ def _inner(gradient: Tensor, change: Change) -> float:
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:
     """What the vector changes at one site."""
     return SiteDelta(changed_part(vector, site.weight), None if site.bias is None else changed_part(vector, site.bias))
-
-
-def _energy(vector: Deltas, slot: Slot) -> float:
-    change = changed_part(vector, slot)
-    return 0.0 if change is None else energy(change)
 
 
 def joined(parts: Sequence[Mapping[str, Carried]]) -> dict[str, Carried]:
@@ -107,33 +100,3 @@ def _put_together(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name
     for slot, change in parts:
         slot.view(whole).copy_(dense(change))
     return whole
-
-
-def account(
-    vector: Deltas, carried: Mapping[str, Carried], pairs: Iterable[SitePair], left: Mapping[str, str]
-) -> Report:
-    """Where the task vector's energy went: into which sites, how much unseen, and what stayed behind."""
-    energies = {name: vector.energy(name) for name in vector}
-    total = sum(energies.values()) or 1.0  # of a change that is none
-    sites = []
-    for pair in pairs:
-        result = carried[pair.target.name]
-        changed = [slot for slot in pair.source.slots if slot.tensor in vector]
-        r_in, r_out = result.input_map, result.output_map
-        sites.append(
-            SiteRecord(
-                name=pair.target.name,
-                role=pair.target.label,
-                source=pair.source.name,
-                shape_source=pair.source.shape,
-                shape_target=pair.target.shape,
-                energy=sum(energies[s.tensor] if s.rows is None else _energy(vector, s) for s in changed) / total,
-                rank_in=None if r_in is None else r_in.rank,
-                rank_out=None if r_out is None else r_out.rank,
-                score_in=None if r_in is None else r_in.score,
-                score_out=None if r_out is None else r_out.score,
-                unseen=result.unseen,
-            )
-        )
-    stayed = [LeftRecord(name, reason, energies[name] / total) for name, reason in left.items() if name in energies]
-    return Report(tuple(sites), tuple(stayed))

@@ -54,7 +54,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
         from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
-            from hf_bico.extracting import extract as take
+            from hf_bico.porting.task_arithmetic import extract as take
 
             take(finetuned, rank=wanted, progress=progress, **options).save(folder, overwrite)
         _show(folder, as_json, quiet)
@@ -107,7 +107,7 @@ def apply(
         from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
-            from hf_bico.applying import apply as add
+            from hf_bico.porting.task_arithmetic import apply as add
 
             add(vectors, weights=shares, rank=wanted, progress=progress, **options).save(folder, overwrite)
         _show(folder, as_json, quiet)

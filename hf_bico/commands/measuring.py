@@ -46,7 +46,7 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
     hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
     with edge():
         settings = read_settings({**options, "n": n})
-        from hf_bico.evaluation import evaluate_model
+        from hf_bico.porting.evaluate import evaluate_model
         from hf_bico.reports.results import value_text
 
         result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))

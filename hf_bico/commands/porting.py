@@ -47,8 +47,8 @@ from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, re
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
     from hf_bico.hub.push import PushOptions
-    from hf_bico.plans import Plan
-    from hf_bico.ported import Ported
+    from hf_bico.porting.plan import Plan
+    from hf_bico.porting.result import Ported
 
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
@@ -122,7 +122,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         settings = read_settings(options)
         require_used(settings.method)
         from hf_bico.hub.client import Hub
-        from hf_bico.planning import plan as make_plan
+        from hf_bico.porting.planner import plan as make_plan
 
         hub = Hub(token)
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
@@ -189,7 +189,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
     # what takes seconds to import comes after what a typo would stop
     from hf_bico.edge.bars import shown_with_words
     from hf_bico.edge.console import print_foresight, print_ported
-    from hf_bico.pipeline import carry_out
+    from hf_bico.porting.port import carry_out
     from hf_bico.reports.record import read_record
 
     with shown_with_words(silent) as (progress, say):
@@ -212,7 +212,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
     """Push what was written, if it is to be, and say so."""
     from hf_bico.edge.console import print_pushed
-    from hf_bico.hub.push import push_folder
+    from hf_bico.porting.publish import push_folder
     from hf_bico.reports.record import read_record
     from hf_bico.reports.results import headline, is_worse
 
@@ -262,7 +262,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
     command += ["--allow-pickle"] if options["allow_pickle"] else []
     with edge():
         from hf_bico.hub.client import Hub
-        from hf_bico.planning import plan as make_plan
+        from hf_bico.porting.planner import plan as make_plan
 
         hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
         planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
@@ -290,14 +290,14 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
       hf-bico rerun user/vit-b16-plus-eurosat
     """
     with edge():
-        from hf_bico import rerunning
         from hf_bico.edge.bars import shown_progress
         from hf_bico.edge.console import print_rerun
+        from hf_bico.porting import rerun
         from hf_bico.runtime.output import reserved
 
         place = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
         with place, shown_progress(options["quiet"] or options["as_json"]) as progress:
-            again = rerunning.rerun(
+            again = rerun.rerun(
                 ported,
                 folder=output,
                 overwrite=overwrite,
@@ -315,8 +315,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
 
 def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
-    from hf_bico.choosing import settled
-    from hf_bico.planning import matched
+    from hf_bico.porting.planner import matched, settled
 
     planned = matched(planned, settings.layers).within(_limits(settings))
     if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
@@ -324,7 +323,7 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
             settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
     from hf_bico.alignment.methods import METHODS
-    from hf_bico.preparing import require_possible
+    from hf_bico.porting.prepare import require_possible
 
     if planned.lineage.data is not None:
         settings = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)

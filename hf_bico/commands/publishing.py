@@ -58,7 +58,8 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
     with edge() as at:
         from hf_bico.edge.console import print_pushed
         from hf_bico.hub.client import Hub
-        from hf_bico.hub.push import PushOptions, push_folder
+        from hf_bico.hub.push import PushOptions
+        from hf_bico.porting.publish import push_folder
 
         at.interrupted = f"look at {repo} before you push again"
         pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))

@@ -19,8 +19,6 @@ import torch
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.base import Trainer
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
-from hf_bico.bench import Bench
-from hf_bico.choosing import settled
 from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
 from hf_bico.comparing.rounds import DrawnRounds
 from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
@@ -31,15 +29,15 @@ from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.model import Model, ModelReference
-from hf_bico.planning import matched, plan
-from hf_bico.plans import Plan
-from hf_bico.preparing import require_projection
-from hf_bico.rounds import require_enough_to_mispair
+from hf_bico.porting.calibration import require_enough_to_mispair
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import matched, plan, settled
+from hf_bico.porting.prepare import require_projection, require_tokenizers
+from hf_bico.porting.task_vector import Tuned, parts_of
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
-from hf_bico.text_checks import require_tokenizers
-from hf_bico.tuned import Tuned, parts_of
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent

@@ -11,19 +11,19 @@ from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.alignment.statistics import Kind
-from hf_bico.bench import Bench, similar_blocks
 from hf_bico.comparing.grid import Draw, Grid, Variant, takes_samples
 from hf_bico.comparing.subjects import Subject
 from hf_bico.comparison.cells import LOSS, Cell, CellKey
 from hf_bico.data.draw import Drawn
-from hf_bico.heads import heads_of, tuned_target_head
-from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.evaluate import Yardstick
+from hf_bico.porting.heads import heads_of, tuned_target_head
+from hf_bico.porting.model_pair import Bench, similar_blocks
+from hf_bico.porting.task_vector import TaskVector
+from hf_bico.porting.transfer import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.reports.record import EvaluationRecord
-from hf_bico.rounds import Round
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import PROBE, Settings
-from hf_bico.task_vector import TaskVector
-from hf_bico.yardstick import Yardstick
 
 
 @dataclass

@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_bico.alignment.objectives.base import Heads
-from hf_bico.bench import Bench
 from hf_bico.comparing.grid import Draw, Grid
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import EVALUATION_SPLITS, Drawn, calibration_split, draw_from, evaluation_samples, open_data
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
-from hf_bico.heads import heads_of
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
 from hf_bico.models.inference import Batched, Prepared
-from hf_bico.plans import Plan
-from hf_bico.preparing import training_samples
-from hf_bico.text_checks import require_readable
+from hf_bico.porting.heads import heads_of
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.prepare import require_readable, training_samples
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
 

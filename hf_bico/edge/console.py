@@ -33,9 +33,9 @@ from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_te
 if TYPE_CHECKING:
     from hf_bico.comparison.results import Comparison
     from hf_bico.hub.push import Pushed
-    from hf_bico.plans import Plan
+    from hf_bico.porting.plan import Plan
+    from hf_bico.porting.rerun import Rerun
     from hf_bico.reports.record import ForesightRecord, Made, Record
-    from hf_bico.rerunning import Rerun
 
 
 def print_plan(planned: Plan, command: str, needs_data: bool) -> None:

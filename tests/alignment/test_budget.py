@@ -48,8 +48,8 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import Layout, Site, SitePair, Slot, Tokens, descent_sites
-from hf_bico.planning import plan
-from hf_bico.rounds import Round
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.planner import plan
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.utils.text import size_text
 from support.rounds import PORTS, SAMPLES, make_round

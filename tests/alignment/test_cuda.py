@@ -23,11 +23,11 @@ from hf_bico.alignment.memory import Fit
 from hf_bico.alignment.methods.aligned import Bico
 from hf_bico.alignment.methods.base import Seen
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.bench import Bench
 from hf_bico.models.families.base import Spread
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
-from hf_bico.plans import Plan
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.plan import Plan
 from hf_bico.reports.record import ForesightRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 
@@ -224,7 +224,7 @@ def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.Monkey
         features = nn.functional.normalize(model(pixel_values=batch.pixels).image_embeds, dim=-1)
         return nn.functional.cross_entropy(10 * features[:, :CLASSES], batch.labels, reduction="sum")
 
-    monkeypatch.setattr("hf_bico.rounds.collect", strict)
+    monkeypatch.setattr("hf_bico.porting.calibration.collect", strict)
     base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
     hf_bico.port(
         fine_tuned(base).cuda(),
@@ -312,10 +312,10 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
     from hf_bico.alignment.methods import METHODS
     from hf_bico.alignment.objectives.base import Heads
     from hf_bico.alignment.objectives.clip import ZeroShotHead
-    from hf_bico.bench import Bench
     from hf_bico.data.draw import draw
-    from hf_bico.outcomes import outcome_of
-    from hf_bico.rounds import Round
+    from hf_bico.porting.calibration import Round
+    from hf_bico.porting.model_pair import Bench
+    from hf_bico.porting.transfer import outcome_of
     from hf_bico.runtime.environment import Stopwatch
 
     shapes = SAME if name in OF_ONE_SHAPE else SMALL
@@ -437,7 +437,7 @@ def test_weights_that_stay_in_main_memory_give_the_same(
     usual = decoder_port(decoders)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
     most = int(0.6 * (decoders[1] / "model.safetensors").stat().st_size)  # the embeddings and some blocks
-    monkeypatch.setattr("hf_bico.bench.Spread", lambda rule, _: Spread(rule, most))
+    monkeypatch.setattr("hf_bico.porting.model_pair.Spread", lambda rule, _: Spread(rule, most))
     benches: list[Bench] = []
     opened = Bench.open
 

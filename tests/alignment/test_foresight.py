@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hf_bico
-from hf_bico import outcomes
 from hf_bico.alignment.calibration_pass import collect
 from hf_bico.alignment.memory import Fit
 from hf_bico.alignment.methods import METHODS
@@ -26,18 +25,19 @@ from hf_bico.alignment.objectives.base import Question
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.statistics import Descent, Kind, Statistics, TaskSum
 from hf_bico.alignment.transport import descent_along
-from hf_bico.bench import Bench
 from hf_bico.cli import main
-from hf_bico.foresight import DOUBTFUL, foresee
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import Site, SitePair, Slot, descent_sites
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
+from hf_bico.porting import transfer
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.transfer import DOUBTFUL, foresee
 from hf_bico.reports.record import ForesightRecord, read_record
 from hf_bico.reports.results import foresight_sentence
-from hf_bico.rounds import Round
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
@@ -388,7 +388,7 @@ def test_altered_copies_are_samples_too(seen: Case, monkeypatch: pytest.MonkeyPa
         tasks.append(task)
         return foresee(sites, task, *others)
 
-    monkeypatch.setattr(outcomes, "foresee", noted)
+    monkeypatch.setattr(transfer, "foresee", noted)
     found, plain = seen.foresight(augment=2), seen.foresight()
     assert [task.answers for task in tasks] == [3 * SAMPLES, SAMPLES]
     assert found.loss != plain.loss
@@ -519,7 +519,7 @@ def test_a_control_does_not_show_in_what_is_foretold(scene: Scene) -> None:
 
 
 def test_an_objective_of_the_callers_own_has_no_answers(scene: Scene) -> None:
-    def total(module: nn.Module, batch: hf_bico.pipeline.Batch) -> Tensor:
+    def total(module: nn.Module, batch: hf_bico.porting.port.Batch) -> Tensor:
         return module.encode_image(batch.pixels).square().sum()  # type: ignore[operator, no-any-return]
 
     found = port_scene(scene, scene.tuned, objective=total, evaluate=False).record.foresight
@@ -652,8 +652,8 @@ def test_the_outlook_is_printed_before_the_results(ported: tuple[Result, Path]) 
 
 def test_the_outlook_is_told_before_anything_is_measured(scene: Scene) -> None:
     from hf_bico.hub.client import Hub
-    from hf_bico.pipeline import carry_out
-    from hf_bico.planning import plan
+    from hf_bico.porting.planner import plan
+    from hf_bico.porting.port import carry_out
     from hf_bico.settings import Settings
 
     told: list[object] = []

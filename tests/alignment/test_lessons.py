@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import hf_bico
-from hf_bico import outcomes, preparing
 from hf_bico.alignment.methods.training import Lesson
 from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.data.draw import draw
-from hf_bico.lessons import lesson_of
 from hf_bico.models.model import Model
+from hf_bico.porting import prepare, transfer
+from hf_bico.porting.transfer import lesson_of
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
@@ -54,9 +54,9 @@ def finetuned(models: dict[str, Path], data: Any, monkeypatch: pytest.MonkeyPatc
 
         return call
 
-    monkeypatch.setattr(outcomes, "lesson_of", spied(lesson_of, "trained", lambda given, _: set(given[2].indices)))
-    measured = spied(preparing._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
-    monkeypatch.setattr(preparing, "_held_out", measured)
+    monkeypatch.setattr(transfer, "lesson_of", spied(lesson_of, "trained", lambda given, _: set(given[2].indices)))
+    measured = spied(prepare._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
+    monkeypatch.setattr(prepare, "_held_out", measured)
     ported = hf_bico.port(
         models["tuned"], to=models["target"], base=models["base"], data=data, class_names=CLASS_NAMES, **options
     )

@@ -20,17 +20,17 @@ from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.objectives.base import MOST_LABELS
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.bench import Bench
 from hf_bico.data.augmentation import Copies
 from hf_bico.data.draw import draw
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.heads import heads_of
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.outcomes import outcome_of
-from hf_bico.planning import plan
-from hf_bico.rounds import Round
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.heads import heads_of
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.planner import plan
+from hf_bico.porting.transfer import outcome_of
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support import reference

@@ -12,12 +12,12 @@ import torch
 import hf_bico
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.base import Carrier
-from hf_bico.bench import Bench
 from hf_bico.data.draw import draw
-from hf_bico.heads import heads_of
-from hf_bico.outcomes import outcome_of
-from hf_bico.planning import plan
-from hf_bico.rounds import Round
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.heads import heads_of
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.planner import plan
+from hf_bico.porting.transfer import outcome_of
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from support.passes import CLASSES, ONE_PASS, counted

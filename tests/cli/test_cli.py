@@ -87,7 +87,7 @@ def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
 
 
 def test_a_plan_that_does_not_fit_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_bico.plans.machine_memory", lambda: 1000)
+    monkeypatch.setattr("hf_bico.porting.plan.machine_memory", lambda: 1000)
     text = run("plan", *scene.arguments[:-2]).stdout
     assert "does NOT fit this machine" in text
     assert "Not yet: the models do not fit this machine's memory." in text
@@ -524,8 +524,8 @@ def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
     """A real SIGINT, at a known moment: when calibration begins."""
     arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
     code = (
-        "import signal, hf_bico.rounds, hf_bico.cli\n"
-        "hf_bico.rounds.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "import signal, hf_bico.porting.calibration, hf_bico.cli\n"
+        "hf_bico.porting.calibration.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
         f"hf_bico.cli.main({arguments!r})"
     )
     process = forks.run(code=code)

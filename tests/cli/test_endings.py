@@ -169,18 +169,22 @@ def test_ctrl_c_before_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MOMENTS: dict[str, tuple[list[str], str, str]] = {
-    "plan": (["plan", *MODELS], "hf_bico.planning.make_plan", "nothing was written"),
+    "plan": (["plan", *MODELS], "hf_bico.porting.planner.make_plan", "nothing was written"),
     "extract": (
         ["extract", "tuned", "--base", "base", "-o", "OUT"],
-        "hf_bico.extracting.make_form",
+        "hf_bico.porting.task_arithmetic.make_form",
         "nothing was written",
     ),
     "extract, while writing": (
         ["extract", "tuned", "--base", "base", "-o", "OUT"],
-        "hf_bico.making.write_card",
+        "hf_bico.porting.result.write_card",
         "nothing was written",
     ),
-    "apply": (["apply", "lora", "--to", "base", "-o", "OUT"], "hf_bico.making.write_card", "nothing was written"),
+    "apply": (
+        ["apply", "lora", "--to", "base", "-o", "OUT"],
+        "hf_bico.porting.result.write_card",
+        "nothing was written",
+    ),
     "eval": (
         ["eval", "target", "--data", "pictures"],
         "hf_bico.alignment.objectives.base.logits_of",
@@ -188,11 +192,11 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
     ),
     "port, while writing": (
         ["port", *SMALL, "--no-eval", "-o", "OUT"],
-        "hf_bico.ported.write_card",
+        "hf_bico.porting.result.write_card",
         "nothing was written",
     ),
-    "rerun": (["rerun", "ported", "-o", "OUT"], "hf_bico.ported.write_card", "nothing was written"),
-    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.ported.write_form", "nothing was written"),
+    "rerun": (["rerun", "ported", "-o", "OUT"], "hf_bico.porting.result.write_card", "nothing was written"),
+    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.porting.result.write_form", "nothing was written"),
 }
 _INTERRUPT = (
     "import importlib, signal, sys\n"
@@ -376,5 +380,5 @@ def test_a_dry_run_says_the_form_that_a_port_writes(method: str, options: list[s
 def test_a_dry_run_of_bico_loads_no_torch() -> None:
     arguments = ["port", *MODELS, "--data", "pictures", "--dry-run"]
     code = f"import sys\nfrom hf_bico.cli import main\nmain({arguments!r}, standalone_mode=False)\n"
-    code += "assert 'hf_bico.planning' in sys.modules\nassert 'torch' not in sys.modules"
+    code += "assert 'hf_bico.porting.planner' in sys.modules\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -28,9 +28,9 @@ from hf_bico.errors import (
     UnreadableSampleError,
     UsageError,
 )
-from hf_bico.preparing import training_samples
-from hf_bico.recording import _data_record
-from hf_bico.rerunning import _sampling
+from hf_bico.porting.prepare import training_samples
+from hf_bico.porting.recording import _data_record
+from hf_bico.porting.rerun import _sampling
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import TEXTS, Answered, Captioned, Chat, Text
 from support.hub import Hub

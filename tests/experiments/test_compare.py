@@ -32,7 +32,7 @@ from hf_bico.data.draw import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.models.model import Model
-from hf_bico.planning import plan
+from hf_bico.porting.planner import plan
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.utils.progress import silent

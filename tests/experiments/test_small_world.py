@@ -17,7 +17,7 @@ from hf_bico.cli import main
 from hf_bico.demo import training
 from hf_bico.demo.digits import TASKS
 from hf_bico.demo.world import World, fine_tune, pretrain
-from hf_bico.evaluation import evaluate_model
+from hf_bico.porting.evaluate import evaluate_model
 from support.worlds import MORE_SMALL_SEEDS, SMALL_SEEDS
 
 TASK_NAMES = [task.name for task in TASKS]

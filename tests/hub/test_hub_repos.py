@@ -29,7 +29,7 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.client import Hub as Client
 from hf_bico.models.model import Model
-from hf_bico.planning import plan
+from hf_bico.porting.planner import plan
 from support import forks
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload

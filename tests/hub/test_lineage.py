@@ -18,7 +18,7 @@ from hf_bico.errors import (
     UnsupportedModelError,
 )
 from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
-from hf_bico.resolving import resolve
+from hf_bico.porting.lineage import resolve
 from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload

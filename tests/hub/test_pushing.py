@@ -19,7 +19,8 @@ from hf_bico.errors import (
     UsageError,
 )
 from hf_bico.hub.client import Hub as Client
-from hf_bico.hub.push import PushOptions, push_folder, require_pushable
+from hf_bico.hub.push import PushOptions, require_pushable
+from hf_bico.porting.publish import push_folder
 from hf_bico.reports.record import read_record
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_bico.errors import AdapterError
 from hf_bico.models.adapters.lora_names import require_targeted
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from support.adapters import CONFIG, WEIGHTS, Base, adapted, assert_same, by_peft, lora, saved, transformers_base
 
 pytestmark = pytest.mark.quick

@@ -27,7 +27,7 @@ from hf_bico.errors import (
 from hf_bico.hub.references import LOCAL
 from hf_bico.models.adapters.config import BY_PEFT, LORA
 from hf_bico.models.low_rank import Factors
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from support.adapters import (
     CONFIG,
     PREFIX,

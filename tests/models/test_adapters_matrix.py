@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from hf_bico.errors import BaseMismatchError
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from support.adapters import (
     PREFIX,
     READ_BY_PEFT,

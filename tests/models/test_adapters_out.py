@@ -24,7 +24,7 @@ from hf_bico.models.adapters.writing import Fitted
 from hf_bico.models.checkpoints import MemoryCheckpoint
 from hf_bico.models.low_rank import Factors, dense, energy
 from hf_bico.models.model import Model
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from support.hub import Hub
 from support.hub_scenes import BASE_CARD, upload
 from support.toys import CONTEXT_LENGTH, Toy, open_clip_config, random_state, write_open_clip, write_transformers

@@ -26,7 +26,7 @@ from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.families.text_models import CausalModel, EncoderModel, SequenceModel, TextModel
 from hf_bico.models.model import Model
 from hf_bico.models.tokenization import TokenBatch
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from hf_bico.utils.samples import IMAGES, TEXTS, Answered, Text
 from support.adapters import Base, adapted, assert_same, by_peft, lora, saved
 from support.language_toys import (

@@ -27,11 +27,11 @@ from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
-from hf_bico.evaluation import _probe_samples
 from hf_bico.hub.client import Hub as HubClient
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import accuracy, features_of, logits_of, probe_accuracy
 from hf_bico.models.model import Model
+from hf_bico.porting.evaluate import _probe_samples
 from hf_bico.utils.samples import IMAGES
 from support import forks
 from support.hub import Hub
@@ -218,7 +218,7 @@ def test_two_processes_with_one_new_cache(tmp_path: Path) -> None:
 
 
 def test_import_loads_neither_evaluate_nor_scikit_learn() -> None:
-    code = "import sys, hf_bico.models.inference, hf_bico.evaluation\nprint({'evaluate', 'sklearn'} & set(sys.modules))"
+    code = "import sys, hf_bico.porting.evaluate\nprint({'evaluate', 'sklearn'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

@@ -13,8 +13,8 @@ import hf_bico
 from hf_bico.alignment.objectives.base import Question
 from hf_bico.alignment.objectives.language import LanguageHead
 from hf_bico.errors import UnsupportedModelError
-from hf_bico.evaluation import evaluate_model
 from hf_bico.models.model import Model
+from hf_bico.porting.evaluate import evaluate_model
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder, write_t5
 

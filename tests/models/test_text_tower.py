@@ -28,7 +28,7 @@ from hf_bico.models.families.live import ClipModel
 from hf_bico.models.families.open_clip import OpenClip, OpenClipModel
 from hf_bico.models.hooks import Losses, Pass, TextRows
 from hf_bico.models.model import Model
-from hf_bico.planning import UNMATCHED, matched
+from hf_bico.porting.planner import UNMATCHED, matched
 from hf_bico.reports.pictures import record_picture
 from hf_bico.settings import Settings
 from support.toys import WRITERS, Toy, fingerprint, open_clip_config, random_state

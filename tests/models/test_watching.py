@@ -21,7 +21,6 @@ import hf_bico
 from hf_bico.alignment.calibration_pass import Side, collect
 from hf_bico.alignment.objectives.base import OwnHead, Question
 from hf_bico.alignment.statistics import Kind
-from hf_bico.bench import Bench
 from hf_bico.cli import main
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
 from hf_bico.models.deltas import Deltas
@@ -30,6 +29,7 @@ from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.hooks import Losses, Stream, TextRows, kept_away
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
+from hf_bico.porting.model_pair import Bench
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, sentences, write_decoder, write_encoder, write_t5, write_vit
@@ -393,7 +393,7 @@ def test_an_open_clip_model_is_not_spread(scene: Scene) -> None:
 
 
 def test_an_objective_may_look_inside_while_blocks_run_once_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def objective(module: Any, batch: hf_bico.pipeline.Batch) -> Tensor:
+    def objective(module: Any, batch: hf_bico.porting.port.Batch) -> Tensor:
         taken: list[Tensor] = []
         inner = module.visual.transformer.resblocks[0].mlp.c_fc
         handle = inner.register_forward_hook(lambda _, inputs, output: taken.append(output))

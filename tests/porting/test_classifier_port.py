@@ -20,7 +20,7 @@ from torch import Tensor
 import hf_bico
 from hf_bico.alignment.objectives.classification import ClassHead, carried_head, ridge_head
 from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodError, UnsupportedModelError
-from hf_bico.evaluation import evaluate_model
+from hf_bico.porting.evaluate import evaluate_model
 from support import language_reference as reference
 from support.adapters import Base, saved
 from support.language_toys import fine_tuned, sentences, write_encoder, write_vit

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico import yardstick
 from hf_bico.cli import main
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import (
@@ -27,8 +26,9 @@ from hf_bico.errors import (
     OutputError,
     UsageError,
 )
-from hf_bico.evaluation import evaluate_model
 from hf_bico.models.model import Model
+from hf_bico.porting import evaluate
+from hf_bico.porting.evaluate import evaluate_model
 from support import forks
 from support.scenes import SOURCE, Scene, make_scene
 from support.toys import CLASS_NAMES, build_tokenizer, random_rows
@@ -86,7 +86,7 @@ def test_images_are_read_once_for_all_models_unless_they_take_too_much(
     monkeypatch.setattr(Samples, "_image", counted)
     once = port(scene, evaluate=True).record.evaluation
     seldom = len(read)
-    monkeypatch.setattr(yardstick, "MOST_KEPT", 0)
+    monkeypatch.setattr(evaluate, "MOST_KEPT", 0)
     each_time = port(scene, evaluate=True, batch_size=5).record.evaluation
     assert each_time == once
     often = len(read) - seldom

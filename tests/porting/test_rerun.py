@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import hf_bico
-from hf_bico import rerunning
 from hf_bico.alignment import memory
 from hf_bico.errors import RecordError, RepoNotFoundError
-from hf_bico.hub.push import PushOptions, push_folder
+from hf_bico.hub.push import PushOptions
 from hf_bico.hub.references import recorded_folder
+from hf_bico.porting import rerun
+from hf_bico.porting.publish import push_folder
 from hf_bico.settings import Settings
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
@@ -62,14 +63,14 @@ def test_batches_are_repeated_as_they_were(
     publish(hub, tmp_path / "scene")
     monkeypatch.setattr(memory, "MOST_SAMPLES", 2)
     seen: list[Settings] = []
-    carry_out = rerunning.carry_out
+    carry_out = rerun.carry_out
 
     def watched(planned: Any, settings: Settings, *rest: Any) -> Any:
         seen.append(settings)
         return carry_out(planned, settings, *rest)
 
     ported = hf_bico.port(SOURCE, TARGET, device="cpu", n=9, readout=True, batch_size=asked)
-    monkeypatch.setattr(rerunning, "carry_out", watched)
+    monkeypatch.setattr(rerun, "carry_out", watched)
     assert hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu").same
     assert [(one.batch_size, one.calibration_batch) for one in seen] == [(asked, asked or 2)]
 

@@ -166,14 +166,14 @@ def test_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hf_bico.ported.write_card", full_disk)
+    monkeypatch.setattr("hf_bico.porting.result.write_card", full_disk)
     with pytest.raises(OutputError, match="No space left on device"):
         ported.save(place / "out")
     assert list(place.iterdir()) == []
     monkeypatch.undo()
     ported.save(place / "out")
     before = {file.name: file.read_bytes() for file in (place / "out").iterdir()}
-    monkeypatch.setattr("hf_bico.ported.write_card", full_disk)
+    monkeypatch.setattr("hf_bico.porting.result.write_card", full_disk)
     with pytest.raises(OutputError):
         ported.save(place / "out", overwrite=True)
     assert {file.name: file.read_bytes() for file in (place / "out").iterdir()} == before

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
 from hf_bico.models.checkpoints import FileCheckpoint, MemoryCheckpoint
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 
 pytestmark = pytest.mark.quick
 

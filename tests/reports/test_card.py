@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports import pictures
 from hf_bico.reports.model_cards import render_card, write_card
 from hf_bico.reports.model_cards.descriptions import METHODS
@@ -33,7 +34,6 @@ from hf_bico.reports.record import (
 )
 from hf_bico.reports.results import role_labels
 from hf_bico.settings import METHOD_NAMES
-from hf_bico.task_vector import TaskVector
 from hf_bico.utils.samples import PartRecord
 from hf_bico.utils.text import clean, code, fenced, literal, plain
 from support.hub import Hub

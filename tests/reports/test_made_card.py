@@ -16,8 +16,7 @@ from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_bico.applying import apply
-from hf_bico.extracting import extract
+from hf_bico.porting.task_arithmetic import apply, extract
 from hf_bico.reports.model_cards import render_card, write_card
 from hf_bico.reports.record import LayerRecord, LeftRecord, Made, MakingRecord, ModelRecord, OutputRecord, PartOfSum
 from support.hub import Hub

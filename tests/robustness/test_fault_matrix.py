@@ -16,8 +16,9 @@ from safetensors.torch import save
 from hf_bico.errors import HubUnavailableError, PushError, PushRefusedError, TokenError
 from hf_bico.hub import retries
 from hf_bico.hub.client import Hub as Client
-from hf_bico.hub.push import PushOptions, push_folder
+from hf_bico.hub.push import PushOptions
 from hf_bico.hub.references import HubReference
+from hf_bico.porting.publish import push_folder
 from support.fault_matrix import CIRCLES, FAULTS, Part, do
 from support.hub import Fault, Hub
 

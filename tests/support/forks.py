@@ -40,8 +40,8 @@ OURS = (
     "hf_bico.reports.pictures",
     "hf_bico.edge.bars",
     "hf_bico.edge.console",
-    "hf_bico.evaluation",
-    "hf_bico.pipeline",
+    "hf_bico.porting.evaluate",
+    "hf_bico.porting.port",
     "hf_bico.hub.push",
 )
 READ_ENVIRONMENT_ONCE = ("huggingface_hub.constants", "datasets.config", "evaluate.config")

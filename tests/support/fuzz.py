@@ -153,7 +153,7 @@ def _worker(reader: str, seconds: float, seed: int, keep: Path, current: Path, s
 def supervised(reader: str, seconds: float, seed: int, keep: Path) -> Report:
     """Fuzz in processes of their own: one that dies, or cannot even be interrupted, is a finding too."""
     import hf_bico.models.model
-    import hf_bico.task_vector  # noqa: F401  once for all processes
+    import hf_bico.porting.task_vector  # noqa: F401  once for all processes
 
     total = Report(0, 0.0, Counter(), [])
     end = time.monotonic() + seconds

@@ -95,7 +95,7 @@ def make_delta(folder: Path) -> Path:
     import torch
 
     from hf_bico.models.low_rank import Factors
-    from hf_bico.task_vector import TaskVector
+    from hf_bico.porting.task_vector import TaskVector
 
     folder.mkdir(parents=True)
     TaskVector({"a": torch.ones(2, 3), "b": Factors(torch.ones(4, 1), torch.ones(1, 2))}).save(folder, base="org/x")
@@ -268,14 +268,14 @@ def read_shards(folder: Path) -> object:
 
 
 def read_adapter(folder: Path) -> object:
-    from hf_bico.task_vector import TaskVector
+    from hf_bico.porting.task_vector import TaskVector
 
     vector = TaskVector.from_adapter(folder / "lora", base=folder / "base")
     return [change.shape for _, change in vector.changes()]
 
 
 def read_delta(folder: Path) -> object:
-    from hf_bico.task_vector import TaskVector
+    from hf_bico.porting.task_vector import TaskVector
 
     vector = TaskVector.load(folder)
     return [change.shape for _, change in (vector + vector).changes()], vector.made_from

@@ -19,8 +19,7 @@ from support.transformers_world import as_transformers
 
 if TYPE_CHECKING:
     from hf_bico.demo.world import World
-    from hf_bico.making import Making
-    from hf_bico.ported import Ported
+    from hf_bico.porting.result import Making, Ported
     from support.hub import Hub
 
 GALLERY = ROOT / "model_cards"
@@ -80,7 +79,7 @@ ENTRIES = (
 
 def publish(hub: Hub, world: World, folder: Path, transformers: bool = True) -> None:
     """The models of the small world as repos, and the data set; also in transformers' layout, with a LoRA of rank 4."""
-    from hf_bico.extracting import extract
+    from hf_bico.porting.task_arithmetic import extract
     from support.hub_scenes import upload
 
     data = f"{OWNER}/{TASK}"
@@ -102,7 +101,8 @@ def publish(hub: Hub, world: World, folder: Path, transformers: bool = True) -> 
 def make(entry: Entry, world: World, folder: Path) -> Path:
     """Port or extract, and push one entry; returns the folder that was pushed."""
     from hf_bico.hub.client import Hub as Client
-    from hf_bico.hub.push import PushOptions, push_folder
+    from hf_bico.hub.push import PushOptions
+    from hf_bico.porting.publish import push_folder
 
     made = _port(entry, world) if entry.target else _extract(entry)
     written = made.save(folder, repo=entry.repo)
@@ -121,7 +121,7 @@ def _port(entry: Entry, world: World) -> Ported:
 
 
 def _extract(entry: Entry) -> Making:
-    from hf_bico.extracting import extract
+    from hf_bico.porting.task_arithmetic import extract
 
     return extract(entry.source, device="cpu", **entry.options)
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import transformers
 
-from hf_bico.bench import Bench
-from hf_bico.choosing import settled
 from hf_bico.data.draw import draw
-from hf_bico.heads import heads_of
-from hf_bico.planning import plan
-from hf_bico.plans import Plan
-from hf_bico.rounds import Round
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.heads import heads_of
+from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import plan, settled
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from support.language_toys import fine_tuned, sentences, write_decoder, write_t5

@@ -22,8 +22,7 @@ from torch import Tensor
 import hf_bico
 from hf_bico.demo.world import World
 from hf_bico.errors import BicoError
-from hf_bico.making import Making
-from hf_bico.ported import Ported
+from hf_bico.porting.result import Making, Ported
 from hf_bico.reports.results import foresight_sentence
 
 TASK = "inverted"

@@ -127,7 +127,7 @@ def _written_port(stage: Stage) -> Path:
     Refused(PushError, "'open_clip_model.safetensors' in 'ported' is not the file that the record speaks of"),
 )
 def weights_changed_after_the_record(stage: Stage) -> Outcome:
-    from hf_bico.hub.push import push_folder
+    from hf_bico.porting.publish import push_folder
 
     folder = _written_port(stage)
     rewrite(folder / FILE, lambda state: {**state, "logit_scale": state["logit_scale"] + 1})

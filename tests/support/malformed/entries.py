@@ -16,7 +16,7 @@ from hf_bico.comparison.cells import Cell
 from hf_bico.comparison.log import CellLog
 from hf_bico.comparison.results import Comparison
 from hf_bico.diagnosis.results import Diagnosis
-from hf_bico.task_vector import TaskVector
+from hf_bico.porting.task_vector import TaskVector
 from support.adapters import Base, lora, other, saved
 from support.language_toys import answered_rows, chat_rows, labelled_rows, write_decoder
 from support.scenes import write_images

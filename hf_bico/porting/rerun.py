@@ -12,8 +12,8 @@ from hf_bico.data.columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, Place, locate
 from hf_bico.hub.references import recorded_folder
-from hf_bico.pipeline import carry_out
-from hf_bico.planning import plan
+from hf_bico.porting.planner import plan
+from hf_bico.porting.port import carry_out
 from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE, whole_folder

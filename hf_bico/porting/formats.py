@@ -1,10 +1,15 @@
-"""The forms in which a change of a model is written: the whole model, a PEFT adapter, or the change alone.
+"""Written as full model, adapter or delta.
+
+A full model on disk: the target's files, with the changed tensors overwritten in place.
+
+The forms in which a change of a model is written: the whole model, a PEFT adapter, or the change alone.
 
 Says what each form keeps of the change, and writes it. Knows models and adapters; not where the change came from.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +17,33 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_bico.classifiers import HeadForm, JoinedCheckpoint
 from hf_bico.errors import NonFiniteWeightsError, OutputError
 from hf_bico.models.adapters.writing import BaseName, Fitted, kept_of, write_adapter
-from hf_bico.models.checkpoints import Checkpoint, FileCheckpoint
+from hf_bico.models.checkpoints import Checkpoint, FileCheckpoint, tensor_offsets
 from hf_bico.models.deltas import Deltas, add_delta
 from hf_bico.models.layout import Site
 from hf_bico.models.low_rank import Change, energy, is_finite
 from hf_bico.models.model import Model
-from hf_bico.patching import write_full
-from hf_bico.task_vector import TaskVector, fit_to
+from hf_bico.porting.heads import HeadForm, JoinedCheckpoint
+from hf_bico.porting.task_vector import TaskVector, fit_to
+
+
+def write_full(target: FileCheckpoint, vector: Deltas, folder: Path) -> list[Path]:
+    """Copies of the target's files with the changed tensors overwritten in place.
+
+    Headers, order and every other tensor are the target's, bit for bit, and memory holds one tensor at a time.
+    """
+    written = [Path(shutil.copyfile(file, folder / file.name)) for file in target.files]
+    for file, copy in zip(target.files, written, strict=True):
+        offsets = tensor_offsets(file)
+        with copy.open("r+b") as stream:
+            for name in offsets.keys() & vector.keys():
+                changed = add_delta(target.tensor(name), vector[name], name)
+                stream.seek(offsets[name])
+                stream.write(changed.contiguous().flatten().view(torch.uint8).numpy().data)
+    if target.index is not None:
+        shutil.copyfile(target.index, folder / target.index.name)
+    return written
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,13 +1,17 @@
-"""TaskVector: what fine-tuning changed, taken from two models or an adapter, saved and loaded, pulled and pushed.
+"""TaskVector: from models or adapter, load, save, push.
+
+TaskVector: what fine-tuning changed, taken from two models or an adapter, saved and loaded, pulled and pushed.
 
 The arithmetic is that of `deltas`; here is how a task vector comes in and goes out.
+
+Another fine-tuned model over a model that is known: a checkpoint, or the target that was fine-tuned directly.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,19 +20,20 @@ from torch import Tensor, nn
 
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.hub.client import Hub, Place, locate
-from hf_bico.hub.push import Pushed, PushOptions, push_folder, require_pushable
+from hf_bico.hub.push import Pushed, PushOptions, require_pushable
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.writing import BaseName, Fitted, fit, write_adapter
-from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, is_adapter
+from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, digest_of, is_adapter
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
-from hf_bico.models.low_rank import Change
+from hf_bico.models.low_rank import Change, Factors
 from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
 from hf_bico.models.name_matching import Overlap, align_names
+from hf_bico.porting.lineage import base_of_source, find_base, open_source
+from hf_bico.porting.publish import push_folder
 from hf_bico.reports.model_cards import CARD_FILE
 from hf_bico.reports.model_cards.change_card import render_vector_card
 from hf_bico.reports.record import read_any
-from hf_bico.resolving import base_of_source, find_base
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.utils.files import expanded, sha256_of
@@ -329,3 +334,31 @@ def _opened(
     names = {file.name for file in checkpoint.files}
     layouts = [layout for layout, name in WEIGHT_FILES.items() if name in names]
     return checkpoint, {**about, "library": layouts[0]} if layouts else about
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What fine-tuning changed; `sha256` tells it from others: of its files, or of what it changes."""
+
+    name: str
+    vector: TaskVector
+    sha256: Any
+
+    @classmethod
+    def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> Tuned:
+        """A model or adapter, downloaded if it must be; `what` says its part in errors."""
+        place = locate(reference, what, hub) if isinstance(reference, str | Path) else None
+        tuned = open_source(reference, place, base.family.library, hub, allow_pickle).fetched()
+        try:
+            vector = TaskVector.over(tuned, base)
+        except BaseMismatchError as error:
+            raise BaseMismatchError(
+                f"{what} '{tuned.name}' is no fine-tune of '{base.name}': {error.cause}", f"name one of '{base.name}'"
+            ) from error
+        return cls(tuned.name, vector, tuned.sha256 or digest_of(parts_of(vector)))
+
+
+def parts_of(vector: Deltas) -> Iterator[Tensor]:
+    """Every tensor that a change is made of."""
+    for _, change in vector.changes():
+        yield from (change.left, change.right) if isinstance(change, Factors) else (change,)

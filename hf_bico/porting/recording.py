@@ -11,17 +11,16 @@ from hf_bico.alignment.methods.finetuning import Finetune
 from hf_bico.alignment.methods.naive import GradFix
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.alignment.readout import Readout
-from hf_bico.choosing import TEXT_TO_TEXT
-from hf_bico.classifiers import place_of
 from hf_bico.data.draw import Drawn
-from hf_bico.doubts import chance_notice, lineage_doubts
-from hf_bico.heads import taken_in_order
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
-from hf_bico.plans import Plan
+from hf_bico.porting.heads import place_of, taken_in_order
+from hf_bico.porting.lineage import Lineage, chance_notice, lineage_doubts
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import TEXT_TO_TEXT
 from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
@@ -36,7 +35,6 @@ from hf_bico.reports.record import (
     TrainingRecord,
 )
 from hf_bico.reports.results import Report
-from hf_bico.resolving import Lineage
 from hf_bico.settings import (
     DEFAULT_DOWNLOAD,
     DEFAULT_MEASURED,

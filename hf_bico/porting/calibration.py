@@ -23,7 +23,6 @@ from hf_bico.alignment.objectives.clip import ZeroShotHead
 from hf_bico.alignment.readout import Readout, solve_readout
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
 from hf_bico.alignment.transport import descent_along, joined, site_delta
-from hf_bico.bench import Bench
 from hf_bico.data.augmentation import Copies
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import Drawn
@@ -33,6 +32,7 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
 from hf_bico.models.layout import SitePair, descent_sites
+from hf_bico.porting.model_pair import Bench
 from hf_bico.runtime.environment import Stopwatch, ahead, halving_batches
 from hf_bico.settings import Settings
 

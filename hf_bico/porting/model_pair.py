@@ -38,13 +38,13 @@ from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.inference import Batched, features_of, logits_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.name_matching import align_names
-from hf_bico.planning import matched
-from hf_bico.plans import Plan
-from hf_bico.plausibility import require_plausible
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import matched
+from hf_bico.porting.plausibility import require_plausible
+from hf_bico.porting.task_vector import TaskVector
 from hf_bico.runtime.distributed import ALONE, Team
 from hf_bico.runtime.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.settings import Settings
-from hf_bico.task_vector import TaskVector
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import size_text
 

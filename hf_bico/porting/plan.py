@@ -30,7 +30,7 @@ from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
-from hf_bico.resolving import Lineage
+from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS

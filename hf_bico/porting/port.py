@@ -14,24 +14,25 @@ import torch
 
 from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Batch, Classifier
-from hf_bico.classifiers import HeadForm
 from hf_bico.data.draw import Drawn, repeat_notices
 from hf_bico.errors import UnsupportedModelError
-from hf_bico.forms import Form, make_form
-from hf_bico.heads import WrittenHead, head_form, written_head
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
 from hf_bico.models.model import ModelReference
-from hf_bico.outcomes import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.planning import plan
-from hf_bico.plans import Plan
-from hf_bico.ported import Ported, with_held
-from hf_bico.preparing import measures, prepare, training_samples
-from hf_bico.recording import Findings, make_record
+from hf_bico.porting.calibration import Round
+from hf_bico.porting.evaluate import Yardstick
+from hf_bico.porting.formats import Form, make_form
+from hf_bico.porting.heads import HeadForm, WrittenHead, head_form, written_head
+from hf_bico.porting.lineage import Lineage
+from hf_bico.porting.plan import Plan
+from hf_bico.porting.planner import plan
+from hf_bico.porting.prepare import measures, prepare, training_samples, uses_template
+from hf_bico.porting.recording import Findings, make_record
+from hf_bico.porting.result import Ported, with_held
+from hf_bico.porting.task_vector import TaskVector
+from hf_bico.porting.transfer import UNTOUCHED, Outcome, outcome_of, with_readout
 from hf_bico.reports.record import EvaluationRecord, ForesightRecord, RunRecord
 from hf_bico.reports.results import LOSS
-from hf_bico.resolving import Lineage
-from hf_bico.rounds import Round
 from hf_bico.runtime.distributed import ALONE, Team, join, local_device
 from hf_bico.runtime.environment import (
     Stopwatch,
@@ -44,10 +45,7 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import last_net
 from hf_bico.settings import Settings
-from hf_bico.task_vector import TaskVector
-from hf_bico.text_checks import uses_template
 from hf_bico.utils.progress import Progress, silent
-from hf_bico.yardstick import Yardstick
 
 __all__ = ["Batch", "carry_out", "port"]
 

@@ -1,0 +1,107 @@
+"""Push of a folder with a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hf_bico.errors import (
+    OutputError,
+    PushError,
+    PushRefusedError,
+)
+from hf_bico.hub.client import MAIN, Hub
+from hf_bico.hub.push import (
+    Pushed,
+    PushOptions,
+    _goes_on,
+    _push,
+    _told_how_to_go_on,
+    push_line,
+    require_pushable,
+    restricted_among,
+)
+from hf_bico.hub.references import LOCAL, RepoName
+from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
+from hf_bico.reports.record import Made, Record, read_any
+from hf_bico.reports.results import headline, is_worse
+from hf_bico.utils.files import sha256_of
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    options: PushOptions | None = None,
+    hub: Hub | None = None,
+    *,
+    made_from: Sequence[RepoName] | None = None,
+    kept: bool = True,
+) -> Pushed:
+    """Push a folder that this tool wrote; the same push twice changes nothing.
+
+    `made_from` are the Hub repos behind it where the folder has no record; a folder that is not `kept` cannot be
+    pushed again later.
+    """
+    options, hub = options or PushOptions(), hub or Hub()
+    if not folder.is_dir():
+        raise PushError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
+    record = read_any(folder) if made_from is None else None
+    if record is not None:
+        _require_whole(folder, record)
+        made_from = _repos_of(record)
+        if isinstance(record, Record) and is_worse(record) and not options.force:
+            line = push_line(folder, repo_id, replace(options, force=True))
+            raise PushRefusedError(
+                f"{headline(record)} It is not pushed.", f"insist with: {line}" if kept else "insist with force=True"
+            )
+    with _told_how_to_go_on(push_line(folder, repo_id, options) if kept else None):
+        whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
+    replaces = not options.create_pr and options.revision in (None, MAIN)
+    if replaces and record is not None and any(name.lower() == whole.lower() for _, name in made_from or ()):
+        raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
+    edited = record is not None and not _made_for(whole, options.revision, record, folder)
+    restricted = restricted_among(made_from or [LOCAL], hub)
+    with _goes_on(whole, options, push_line(folder, whole, options) if kept else None):
+        pushed = _push(folder, whole, options, restricted, hub)
+    because = ", ".join(restricted) + " behind it is not public"
+    unasked = pushed.private and options.private is None and restricted
+    return replace(pushed, because=because if unasked else None, edited_card=edited)
+
+
+def _require_whole(folder: Path, record: Record | Made) -> None:
+    """The folder must hold the weights that its record speaks of."""
+    files = record.output.files if record.output is not None else {}
+    for name, digest in files.items():
+        file = folder / Path(name).name
+        if not file.is_file() or sha256_of([file])[file.name] != digest:
+            raise PushError(
+                f"'{name}' in '{folder.name}' is not the file that the record speaks of",
+                "port again, or get it from where the folder was copied",
+            )
+
+
+def _repos_of(record: Record | Made) -> list[RepoName]:
+    """The Hub repos that a result was made from, with their types."""
+    data = record.data if isinstance(record, Record) else None
+    repos = [("model", model.id) for model in record.models if model.commit is not None]
+    if data is not None and data.commit is not None:
+        repos.append(("dataset", data.id))
+    local = any(model.commit is None for model in record.models) or (data is not None and data.commit is None)
+    return [*repos, LOCAL] if local else repos
+
+
+def _made_for(repo_id: str, revision: str | None, record: Record | Made, folder: Path) -> bool:
+    """Put the repo's name into record and card; False for a card that somebody edited, which stays as it is."""
+    card, output = folder / CARD_FILE, record.output
+    ours = not card.is_file() or card.read_bytes() == render_card(record).encode()
+    if output is None or (output.repo, output.revision) == (repo_id, revision):
+        return ours
+    named = replace(record, output=replace(output, repo=repo_id, revision=revision))
+    try:
+        if ours:
+            write_card(named, folder)
+        named.write(folder)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"'{folder.name}' cannot be written: {error}", "push a copy of the folder") from error
+    return ours
