@@ -26,10 +26,10 @@ from torch import Tensor
 
 from hf_bico.alignment.objectives.base import LikelyLabels
 from hf_bico.alignment.statistics import Statistics
-from hf_bico.comparing import compare
-from hf_bico.comparison.cells import Cell
 from hf_bico.data import augmentation
-from hf_bico.demo.world import build
+from hf_bico.experiments.compare.cells import Cell
+from hf_bico.experiments.compare.run import compare
+from hf_bico.experiments.demo.world import build
 
 Labels = Callable[[Tensor], LikelyLabels]
 

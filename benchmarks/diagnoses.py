@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 import click
 
-from hf_bico.demo import training
-from hf_bico.demo.world import build, fine_tune
-from hf_bico.diagnosing import diagnose
-from hf_bico.diagnosis.pictures import drift_picture, initial_picture, outputs_picture, similarity_picture
-from hf_bico.diagnosis.results import Diagnosis
+from hf_bico.experiments.demo import training
+from hf_bico.experiments.demo.world import build, fine_tune
+from hf_bico.experiments.diagnose.diagnosis import Diagnosis
+from hf_bico.experiments.diagnose.pictures import drift_picture, initial_picture, outputs_picture, similarity_picture
+from hf_bico.experiments.diagnose.run import diagnose
 
 TASKS = ("inverted", "rotated-90", "inverted-rotated-180", "rotated-270")
 STEPS = (5, 10, 20, 30, 45)

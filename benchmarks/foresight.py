@@ -91,7 +91,7 @@ def _rounded(numbers: dict[str, Any]) -> dict[str, Any]:
 def _ports(folder: Path, world: int, source: str, target: str, task: str, draws: int) -> Iterator[Ported]:
     import torch
 
-    from hf_bico.demo.world import build
+    from hf_bico.experiments.demo.world import build
     from hf_bico.hub.client import Hub
     from hf_bico.porting.calibration import Round
     from hf_bico.porting.evaluate import Yardstick
@@ -133,7 +133,7 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
 
 
 def train(folder: Path, world: int, shape: str) -> None:
-    from hf_bico.demo.world import build
+    from hf_bico.experiments.demo.world import build
 
     build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(shape,) if shape else (), tasks=TASKS)
 

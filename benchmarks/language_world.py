@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hf_bico.comparing import compare
-from hf_bico.comparison.results import Comparison
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.experiments.compare.run import compare
 from hf_bico.porting.port import port
 from hf_bico.utils.text import format_table
 from support.language_world import PLAIN, STYLES, DecoderWorld, build_decoders

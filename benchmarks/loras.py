@@ -29,8 +29,8 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hf_bico.comparing import compare
-from hf_bico.demo.world import World, build
+from hf_bico.experiments.compare.run import compare
+from hf_bico.experiments.demo.world import World, build
 from hf_bico.models.checkpoints import is_adapter
 from hf_bico.models.low_rank import energy
 from hf_bico.porting.port import port

@@ -21,8 +21,8 @@ from typing import Any
 
 import click
 
-from hf_bico.comparison.results import Comparison
-from hf_bico.comparison.rows import Row
+from hf_bico.experiments.compare.cells import Row
+from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.utils.text import format_table
 
 PAIRS = {
@@ -53,8 +53,8 @@ class Job:
     draws: int
 
     def run(self) -> Comparison:
-        from hf_bico.comparing import compare
-        from hf_bico.demo.world import build
+        from hf_bico.experiments.compare.run import compare
+        from hf_bico.experiments.demo.world import build
 
         source, target = PAIRS[self.pair]
         made = build(self.folder / "worlds" / f"seed-{self.world}", seed=self.world, shapes=(), tasks=())
@@ -73,7 +73,7 @@ class Job:
 
 
 def train(folder: Path, world: int, shape: str) -> None:
-    from hf_bico.demo.world import build
+    from hf_bico.experiments.demo.world import build
 
     build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(shape,), tasks=TASKS)
 
@@ -99,7 +99,7 @@ def jobs(folder: Path, worlds: int, draws: int) -> Iterator[Job]:
 def main(folder: Path, worlds: int, draws: int, workers: int, docs: Path | None) -> None:
     shapes = sorted({shape for pair in PAIRS.values() for shape in pair})
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        from hf_bico.demo.world import build
+        from hf_bico.experiments.demo.world import build
 
         for world in range(worlds):
             build(folder / "worlds" / f"seed-{world}", seed=world, shapes=(), tasks=TASKS)

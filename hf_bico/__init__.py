@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.utils import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hf_bico.comparing import compare as compare
-    from hf_bico.comparison.results import Comparison as Comparison
-    from hf_bico.diagnosing import diagnose as diagnose
-    from hf_bico.diagnosis.results import Diagnosis as Diagnosis
     from hf_bico.errors import BicoError as BicoError
+    from hf_bico.experiments.compare.comparison import Comparison as Comparison
+    from hf_bico.experiments.compare.run import compare as compare
+    from hf_bico.experiments.diagnose.diagnosis import Diagnosis as Diagnosis
+    from hf_bico.experiments.diagnose.run import diagnose as diagnose
+    from hf_bico.experiments.reproduce.reproduction import Reproduction as Reproduction
+    from hf_bico.experiments.reproduce.run import reproduce as reproduce
     from hf_bico.hub.push import Pushed as Pushed
     from hf_bico.hub.push import PushOptions as PushOptions
     from hf_bico.porting.evaluate import evaluate_model as evaluate_model
@@ -24,31 +26,29 @@ if TYPE_CHECKING:
     from hf_bico.porting.task_arithmetic import apply as apply
     from hf_bico.porting.task_arithmetic import extract as extract
     from hf_bico.porting.task_vector import TaskVector as TaskVector
-    from hf_bico.reproducing import reproduce as reproduce
-    from hf_bico.reproduction import Reproduction as Reproduction
     from hf_bico.settings import Settings as Settings
     from hf_bico.utils.progress import show_progress as show_progress
 
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
 _HOMES = {
     "BicoError": "hf_bico.errors",
-    "Comparison": "hf_bico.comparison.results",
-    "Diagnosis": "hf_bico.diagnosis.results",
+    "Comparison": "hf_bico.experiments.compare.comparison",
+    "Diagnosis": "hf_bico.experiments.diagnose.diagnosis",
     "Plan": "hf_bico.porting.plan",
     "Ported": "hf_bico.porting.result",
     "PushOptions": "hf_bico.hub.push",
     "Pushed": "hf_bico.hub.push",
-    "Reproduction": "hf_bico.reproduction",
+    "Reproduction": "hf_bico.experiments.reproduce.reproduction",
     "Settings": "hf_bico.settings",
     "TaskVector": "hf_bico.porting.task_vector",
     "apply": "hf_bico.porting.task_arithmetic",
-    "compare": "hf_bico.comparing",
-    "diagnose": "hf_bico.diagnosing",
+    "compare": "hf_bico.experiments.compare.run",
+    "diagnose": "hf_bico.experiments.diagnose.run",
     "evaluate_model": "hf_bico.porting.evaluate",
     "extract": "hf_bico.porting.task_arithmetic",
     "plan": "hf_bico.porting.planner",
     "port": "hf_bico.porting.port",
-    "reproduce": "hf_bico.reproducing",
+    "reproduce": "hf_bico.experiments.reproduce.run",
     "rerun": "hf_bico.porting.rerun",
     "show_progress": "hf_bico.utils.progress",
 }

@@ -18,7 +18,7 @@ from support.reached_errors import ReachedErrors
 from support.unchanged import Unchanged
 
 if TYPE_CHECKING:
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
     from support.hub import Hub
 
 

@@ -27,7 +27,7 @@ from hf_bico.edge.sections import MEASURING, METHOD, MODELS, OUTPUT, RUNNING, SA
 from hf_bico.errors import UsageError
 
 if TYPE_CHECKING:
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
 
 
 @click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
@@ -89,9 +89,9 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
             name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
         }
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
-        from hf_bico.comparing import compare as run
         from hf_bico.edge.bars import shown_comparison
         from hf_bico.edge.console import print_compared
+        from hf_bico.experiments.compare.run import compare as run
 
         at.interrupted = "nothing was measured yet"
         silent = quiet or as_json

@@ -19,7 +19,7 @@ from hf_bico.edge.options import output_options
 from hf_bico.edge.sections import RUNNING, SectionedHelp
 
 if TYPE_CHECKING:
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
 
 SIZE, DRAWS = 100, 3
 METHODS = "naive,theseus,bico,bico-fisher,bico-path"
@@ -44,9 +44,9 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
     """
     silent = as_json or quiet
     with edge() as at:
-        from hf_bico.demo.digits import EASY_TASK, TASKS
-        from hf_bico.demo.world import build
         from hf_bico.edge.bars import shown_training
+        from hf_bico.experiments.demo.digits import EASY_TASK, TASKS
+        from hf_bico.experiments.demo.world import build
 
         at.interrupted = "the same command goes on from what is made"
         hard, easy = TASKS[0].name, EASY_TASK.name
@@ -86,7 +86,7 @@ def _models(task: str) -> list[str]:
 
 def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
     """What was measured on both tasks, where to look, and what to try."""
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
     from hf_bico.reports.record import read_record
 
     compared = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
@@ -122,7 +122,7 @@ def _activation() -> str:
 
 def _side_by_side(compared: Mapping[str, Comparison]) -> str:
     """A column a task: the target, what each method makes of it, and the target fine-tuned directly."""
-    from hf_bico.comparison.cells import LABELS
+    from hf_bico.experiments.compare.cells import LABELS
     from hf_bico.utils.text import format_table
 
     shown = ("target", *METHODS.split(","), "target fine-tuned")

@@ -98,13 +98,13 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
         methods = read_methods(options.pop("methods"))
         settings = read_settings(options)
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
-        from hf_bico.diagnosis.results import Diagnosis, require_own
+        from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own
 
         require_own(folder, overwrite)
         others = [Diagnosis.load(place) for place in beside]
-        from hf_bico.diagnosing import diagnose as look
-        from hf_bico.diagnosis.tables import seconds_line
         from hf_bico.edge.bars import shown_progress
+        from hf_bico.experiments.diagnose.diagnosis import seconds_line
+        from hf_bico.experiments.diagnose.run import diagnose as look
         from hf_bico.runtime.output import claimed
 
         asked = {name: value for name, value in vars(settings).items() if name != "evaluate"}

@@ -25,7 +25,7 @@ from hf_bico.errors import UsageError
 from hf_bico.settings import read_size
 
 if TYPE_CHECKING:
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")
@@ -69,7 +69,7 @@ def reproduce(table: str | None, **options: Any) -> None:
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with edge() as at:
-        from hf_bico import paper
+        from hf_bico.experiments.reproduce import paper
 
         if table is None:
             _list(as_json)
@@ -87,8 +87,7 @@ def reproduce(table: str | None, **options: Any) -> None:
 
         settings, folder = Settings(**options), Path(output or "reproduced").expanduser()
         paper.table(table)  # what is mistyped is said before what takes seconds to import
-        from hf_bico.estimating import estimate
-        from hf_bico.reproducing import Given, Job, carry_out
+        from hf_bico.experiments.reproduce.run import Given, Job, carry_out, estimate
 
         job = Job.of(table, tasks, folder, Given(*given.values()), seeds, train_target)
         expected = estimate(job, settings, token, allow_pickle)
@@ -96,7 +95,7 @@ def reproduce(table: str | None, **options: Any) -> None:
         if not silent:
             click.echo("\n".join(expected.lines()), err=not dry_run)
         if dry_run:
-            from hf_bico.reproduction import Reproduction
+            from hf_bico.experiments.reproduce.reproduction import Reproduction
 
             known = Reproduction(job.table, tuple(one.name for one in job.tasks))
             if as_json:
@@ -121,7 +120,7 @@ def reproduce(table: str | None, **options: Any) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from hf_bico import paper
+    from hf_bico.experiments.reproduce import paper
 
     tables = [paper.table(name) for name in paper.TABLES]
     if as_json:

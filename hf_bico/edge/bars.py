@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from hf_bico.comparison.cells import cell_line
 from hf_bico.edge.screen import console_of, is_screen
+from hf_bico.experiments.compare.cells import cell_line
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.text import size_text
 
 if TYPE_CHECKING:
-    from hf_bico.comparison.cells import CellKey
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.cells import CellKey
+    from hf_bico.experiments.compare.comparison import Comparison
 
 
 class ShowsComparison(Protocol):
@@ -84,7 +84,7 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, ShowsComparison]]:
     from rich.console import Group
     from rich.live import Live
 
-    from hf_bico.comparison.tables import live_table
+    from hf_bico.experiments.compare.comparison import live_table
 
     bars = _bars()
     with Live(bars, console=console_of(sys.stderr), transient=True) as live:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hf_bico.comparison.tables import LESS_IS_BETTER, text_table
 from hf_bico.edge.screen import console_of, is_screen
+from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, text_table
 from hf_bico.reports.record import JOINED
 from hf_bico.reports.results import (
     Report,
@@ -31,7 +31,7 @@ from hf_bico.reports.results import (
 from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_text
 
 if TYPE_CHECKING:
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
     from hf_bico.hub.push import Pushed
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.rerun import Rerun
@@ -101,7 +101,7 @@ def _marks(record: Record) -> list[str]:
 
 
 def print_compared(comparison: Comparison, folder: Path) -> None:
-    from hf_bico.comparison.tables import live_table
+    from hf_bico.experiments.compare.comparison import live_table
 
     click.echo(f"{comparison.title}\n")
     table = live_table(comparison.rows(), comparison.data_sets)

@@ -24,15 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.errors import (
-    BicoError,
-    PushError,
-    PushRefusedError,
-    RemoteExistsError,
-    RepoError,
-    TokenError,
-    UsageError,
-)
+from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
 from hf_bico.hub.retries import LOG_IN, PASSING, again, failures, is_offline, translated

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hf_bico.errors import (
-    OutputError,
-    PushError,
-    PushRefusedError,
-)
+from hf_bico.errors import OutputError, PushError, PushRefusedError
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.push import (
     Pushed,

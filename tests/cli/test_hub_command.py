@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from support import forks
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, publish_world

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_bico.alignment.methods import METHODS
-from hf_bico.comparison.cells import LABELS
+from hf_bico.experiments.compare.cells import LABELS
 from hf_bico.reports.model_cards.descriptions import METHODS as TOLD
 from hf_bico.settings import METHOD_NAMES, SAMPLINGS
 from support import ROOT

@@ -22,8 +22,8 @@ from nbformat import NotebookNode
 from transformers import CLIPModel, CLIPVisionModel
 
 import hf_bico
-from hf_bico.demo.world import World
 from hf_bico.errors import PickledWeightsError
+from hf_bico.experiments.demo.world import World
 from support import notebooks
 from support.hub import Hub
 from support.hub_scenes import upload

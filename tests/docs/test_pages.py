@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 import hf_bico
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from support import ROOT
 from support.command_reference import PAGE as REFERENCE
 from support.command_reference import command_reference

@@ -20,16 +20,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-import hf_bico.comparing.subjects
+import hf_bico.experiments.compare.measurements
 from hf_bico.alignment.methods.training import Learner
 from hf_bico.cli import main
-from hf_bico.comparing import _Work
-from hf_bico.comparing.grid import Grid
-from hf_bico.comparison.cells import CellKey
-from hf_bico.comparison.log import LOG_FILE
-from hf_bico.comparison.results import RESULT_FILES, Comparison
 from hf_bico.data.draw import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
+from hf_bico.experiments.compare.cells import CellKey
+from hf_bico.experiments.compare.comparison import RESULT_FILES, Comparison
+from hf_bico.experiments.compare.log import LOG_FILE
+from hf_bico.experiments.compare.measurements import Grid
+from hf_bico.experiments.compare.run import _Work
 from hf_bico.hub.client import Hub
 from hf_bico.models.model import Model
 from hf_bico.porting.planner import plan
@@ -272,7 +272,7 @@ def test_no_sample_that_any_draw_took_is_measured_on(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_pictures(tmp_path / "pictures", splits={"train": TRAINED})
-    asked, seen = hf_bico.comparing.subjects.evaluation_samples, list[set[int]]()
+    asked, seen = hf_bico.experiments.compare.measurements.evaluation_samples, list[set[int]]()
 
     def noted(*arguments: Any) -> Any:
         split, samples = asked(*arguments)
@@ -280,7 +280,7 @@ def test_no_sample_that_any_draw_took_is_measured_on(
         seen.append(set(samples.indices))
         return split, samples
 
-    monkeypatch.setattr("hf_bico.comparing.subjects.evaluation_samples", noted)
+    monkeypatch.setattr("hf_bico.experiments.compare.measurements.evaluation_samples", noted)
     comparison = compared(scene, data=data, methods=["bico"], n=SIZES, seeds=2)
     draws: list[Drawn] = [draw(data, Settings(n=n, seed=seed)) for n in SIZES for seed in SEEDS]
     drawn = {index for one in draws for index in one.samples.indices}
@@ -404,7 +404,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
     arguments = ["compare", *typed(scene), *GRID, "-o", str(out), "-q"]
     code = (
         "import signal, hf_bico.cli\n"
-        "from hf_bico.comparison import CellLog\n"
+        "from hf_bico.experiments.compare import CellLog\n"
         "add = CellLog.add\n"
         "def interrupted(log, cell):\n"
         "    add(log, cell)\n"

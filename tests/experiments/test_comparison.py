@@ -16,11 +16,10 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from hf_bico.comparison.cells import Cell, CellKey, Refusal
-from hf_bico.comparison.log import LOG_FILE, CellLog
-from hf_bico.comparison.results import Comparison
-from hf_bico.comparison.tables import live_table
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
+from hf_bico.experiments.compare.cells import Cell, CellKey, Refusal
+from hf_bico.experiments.compare.comparison import Comparison, live_table
+from hf_bico.experiments.compare.log import LOG_FILE, CellLog
 from support import forks
 
 METHODS = ("gradfix", "theseus", "bico", "bico-path")
@@ -368,7 +367,7 @@ def test_a_start_that_was_cut_short_is_no_obstacle(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from hf_bico.comparison import Cell, CellLog
+from hf_bico.experiments.compare import Cell, CellLog
 log = CellLog.open(sys.argv[1], {"target": "B"})
 log.add(Cell("x", "bico", 0.5, n=10, seed=0))
 print("held", flush=True)
@@ -395,7 +394,7 @@ def test_two_processes_cannot_have_one_folder_and_a_killed_one_lets_go(tmp_path:
 def test_a_full_disk_leaves_whole_lines_and_an_error(tmp_path: Path) -> None:
     script = f"""
 import resource, signal, sys
-from hf_bico.comparison import Cell, CellLog
+from hf_bico.experiments.compare import Cell, CellLog
 from hf_bico.errors import OutputError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = CellLog.open({str(tmp_path)!r}, {{"target": "B"}})
@@ -418,7 +417,8 @@ log.add(Cell("x", "bico", 0.6, n=10, seed=1))
 
 
 def test_a_comparison_needs_no_torch() -> None:
-    script = "import sys, hf_bico.comparison; assert not {'torch', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)"
+    heavy = {"torch", "matplotlib", "numpy", "rich"}
+    script = f"import sys, hf_bico.experiments.compare.comparison; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from hf_bico.cli import main
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from support import forks
 
 

@@ -19,11 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPModel
 
 import hf_bico
 from hf_bico.cli import main
-from hf_bico.costs import cost_of
-from hf_bico.diagnosing import COMPARED, _affordable
-from hf_bico.diagnosis.findings import OutputLikeness, Place, by_place
-from hf_bico.diagnosis.results import INITIAL_FILE, JSON_FILE, MARKDOWN_FILE, PICTURES, Diagnosis
-from hf_bico.diagnosis.tables import NOT_DEFINED, block_rows, cost_lines, output_rows
 from hf_bico.errors import (
     BaseMismatchError,
     MemoryExhaustedError,
@@ -32,6 +27,19 @@ from hf_bico.errors import (
     UnsuitableMethodError,
     UsageError,
 )
+from hf_bico.experiments.diagnose.diagnosis import (
+    INITIAL_FILE,
+    JSON_FILE,
+    MARKDOWN_FILE,
+    NOT_DEFINED,
+    PICTURES,
+    Diagnosis,
+    block_rows,
+    cost_lines,
+    output_rows,
+)
+from hf_bico.experiments.diagnose.findings import OutputLikeness, Place, by_place, cost_of
+from hf_bico.experiments.diagnose.run import COMPARED, _affordable
 from hf_bico.models.layout import Site, SitePair, Slot
 from support import hub_scenes, reference
 from support.hub import Hub

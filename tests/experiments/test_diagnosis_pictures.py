@@ -16,17 +16,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hf_bico.comparison.picture import STYLES
-from hf_bico.diagnosis import pictures
-from hf_bico.diagnosis.findings import Cost, Drift, InputLikeness, OutputLikeness, Place, by_place
-from hf_bico.diagnosis.pictures import (
+from hf_bico.experiments.compare.picture import STYLES
+from hf_bico.experiments.diagnose import pictures
+from hf_bico.experiments.diagnose.diagnosis import Diagnosis
+from hf_bico.experiments.diagnose.findings import Cost, Drift, InputLikeness, OutputLikeness, Place, by_place
+from hf_bico.experiments.diagnose.pictures import (
     drift_picture,
     initial_picture,
     outputs_picture,
     similarity_picture,
     sites_picture,
 )
-from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.reports.pictures import alignment_picture, png
 from hf_bico.reports.record import SiteRecord
 
@@ -211,8 +211,8 @@ def test_names_of_any_kind_and_length_are_drawn_within_the_picture(wider: bool) 
 
 
 def test_importing_the_module_is_light() -> None:
-    code = "import sys, hf_bico.diagnosis.pictures; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, hf_bico.experiments.diagnose.pictures as _; print({'torch', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(24, 15), (48, 11), (80, 11)])

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 
-from hf_bico import paper
 from hf_bico.alignment.methods import METHODS
 from hf_bico.data.columns import known_task
 from hf_bico.errors import UsageError
+from hf_bico.experiments.reproduce import paper
 from hf_bico.models.tokenization import text_to_text
 from hf_bico.settings import SAMPLINGS, Settings
 from hf_bico.utils.samples import Text

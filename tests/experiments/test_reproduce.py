@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 import hf_bico
-from hf_bico import paper
-from hf_bico.comparison.cells import Cell
-from hf_bico.comparison.results import Comparison
 from hf_bico.edge.bars import shown_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
-from hf_bico.estimating import estimate
+from hf_bico.experiments.compare.cells import Cell
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.experiments.reproduce import paper
+from hf_bico.experiments.reproduce.reproduction import Reproduction
+from hf_bico.experiments.reproduce.run import Given, Job, estimate
 from hf_bico.reports.record import read_record
-from hf_bico.reproducing import Given, Job
-from hf_bico.reproduction import Reproduction
 from hf_bico.settings import Settings
 from support.dying import kill
 from support.forks import Running, start

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 import hf_bico
 from hf_bico.alignment import polar
 from hf_bico.cli import main
-from hf_bico.demo import training
-from hf_bico.demo.digits import TASKS
-from hf_bico.demo.world import World, fine_tune, pretrain
+from hf_bico.experiments.demo import training
+from hf_bico.experiments.demo.digits import TASKS
+from hf_bico.experiments.demo.world import World, fine_tune, pretrain
 from hf_bico.porting.evaluate import evaluate_model
 from support.worlds import MORE_SMALL_SEEDS, SMALL_SEEDS
 

@@ -22,8 +22,8 @@ from hf_bico.alignment.methods.base import Pretrained, Seen
 from hf_bico.alignment.methods.transfusion import TransFusion
 from hf_bico.alignment.objectives.clip import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.alignment.statistics import Kind
-from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
+from hf_bico.experiments.demo.digits import CONTEXT_LENGTH, build_tokenizer
 from hf_bico.models.families.live import ClipModel
 from hf_bico.models.families.open_clip import OpenClip, OpenClipModel
 from hf_bico.models.hooks import Losses, Pass, TextRows

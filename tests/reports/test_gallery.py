@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.pictures import record_picture
 from hf_bico.reports.record import Record, read_any

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from support.fine.cases import CASES, Case, Stage
 from support.looks_fine import PAGE, page
 

@@ -10,7 +10,7 @@ from support import forks
 CODE = """
 import os, signal, sys
 from hf_bico.cli import main
-from hf_bico.comparison import CellLog
+from hf_bico.experiments.compare import CellLog
 from hf_bico.alignment.methods import finetune
 
 event, left, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]

@@ -36,7 +36,7 @@ from typing import IO, Any, NoReturn
 WARM = ("datasets", "evaluate", "matplotlib.figure", "open_clip", "peft", "sklearn.linear_model", "transformers")
 OURS = (
     "hf_bico.cli",
-    "hf_bico.demo.world",
+    "hf_bico.experiments.demo.world",
     "hf_bico.reports.pictures",
     "hf_bico.edge.bars",
     "hf_bico.edge.console",

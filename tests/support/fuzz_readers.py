@@ -218,8 +218,8 @@ def _gallery(name: str, folder: Path) -> Path:
 
 
 def make_comparison(folder: Path) -> Path:
-    from hf_bico.comparison.cells import Cell, Refusal
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.cells import Cell, Refusal
+    from hf_bico.experiments.compare.comparison import Comparison
 
     cells = [Cell("digits", "bico", 0.75, n=100, seed=seed) for seed in (0, 1)]
     cells += [Cell("digits", "target", 0.5), Cell("digits", "theseus", 0.6, n=10, seed=0)]
@@ -229,8 +229,8 @@ def make_comparison(folder: Path) -> Path:
 
 
 def make_log(folder: Path) -> Path:
-    from hf_bico.comparison.cells import Cell
-    from hf_bico.comparison.log import CellLog
+    from hf_bico.experiments.compare.cells import Cell
+    from hf_bico.experiments.compare.log import CellLog
 
     with CellLog.open(folder, {"target": {"id": "b"}}) as log:
         log.refer("fine_tuned", {"id": "c"})
@@ -324,15 +324,15 @@ def read_record(folder: Path) -> object:
 
 
 def read_comparison(folder: Path) -> object:
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
 
     found = Comparison.load(folder)
     return found.table(), found.to_markdown(), found.to_csv(), found.to_json()
 
 
 def read_log(folder: Path) -> object:
-    from hf_bico.comparison.log import CellLog
-    from hf_bico.comparison.results import Comparison
+    from hf_bico.experiments.compare.comparison import Comparison
+    from hf_bico.experiments.compare.log import CellLog
 
     with CellLog.open(folder, {"target": {"id": "b"}}) as log:
         return Comparison("a", "b", log.cells).to_markdown()

@@ -18,7 +18,7 @@ from support.loopback import HUB, TOKEN
 from support.transformers_world import as_transformers
 
 if TYPE_CHECKING:
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
     from hf_bico.porting.result import Making, Ported
     from support.hub import Hub
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hf_bico.demo.world import World
+from hf_bico.experiments.demo.world import World
 from support.hub import Hub
 from support.scenes import Scene, make_scene
 

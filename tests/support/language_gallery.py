@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_bico.demo.training import quiet_torch
+from hf_bico.experiments.demo.training import quiet_torch
 from support.language_toys import answered_rows, labelled_rows, sentences, write_decoder, write_encoder, write_t5
 from support.language_world import build_decoders
 from support.sequence_world import build_sequences

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_bico.demo.training import quiet_torch
+from hf_bico.experiments.demo.training import quiet_torch
 from support.language_toys import CHARACTERS, text_tokenizer, vocabulary_size
 
 PLAIN = "plain"

@@ -25,7 +25,7 @@ from support.measured import stamp
 from support.transformers_world import LoraRecipe, as_transformers, train_lora
 
 if TYPE_CHECKING:
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
 
 FOLDER = ROOT / "notebooks"
 OWNER, TASK = "small-world", "inverted"

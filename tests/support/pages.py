@@ -33,7 +33,7 @@ from support.measured import STAMP, drawn_here, is_as_shown, measured_here, stam
 from support.page_text import Block, Shown, read_blocks, read_sh, read_transcript
 
 if TYPE_CHECKING:
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
 
 COLUMNS = 100
 """The width of the terminal in which the commands of the pages run."""
@@ -265,7 +265,7 @@ def _fill_hub(world: World, scratch: Path, loras: bool) -> None:
 
 def world_of_pages(folder: Path) -> World:
     """The part of the small world that the pages speak of, as `hf-bico demo` makes it."""
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
     from support.worlds import small_world
 
     whole = small_world(0)

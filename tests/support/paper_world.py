@@ -13,7 +13,7 @@ from PIL.Image import fromarray
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
-from hf_bico import paper
+from hf_bico.experiments.reproduce import paper
 from support.hub import Hub
 from support.hub_scenes import upload
 from support.language_toys import pair_rows, text_tokenizer, write_t5

@@ -15,7 +15,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features
 from PIL import Image
 
-from hf_bico.demo.digits import no_progress_bars
+from hf_bico.experiments.demo.digits import no_progress_bars
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
 
 Pictures = dict[tuple[str, int], Image.Image]

@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_bico.demo.training import quiet_torch
+from hf_bico.experiments.demo.training import quiet_torch
 
 VERBS = {
     "entailment": "sees spots notices watches views finds meets greets knows",

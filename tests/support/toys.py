@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_bico.demo.captions import CONTEXT_LENGTH, build_tokenizer
+from hf_bico.experiments.demo.digits import CONTEXT_LENGTH, build_tokenizer
 
 CLASS_NAMES = ("zero", "one", "two", "three")
 TEXT_WIDTH = 16

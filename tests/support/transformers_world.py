@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from hf_bico.demo.captions import PROMPT
-from hf_bico.demo.digits import CLASS_NAMES, find_task, load_splits, normalise
-from hf_bico.demo.training import FINE_TUNING_BATCH, FINE_TUNING_RATE, FINE_TUNING_STEPS, quiet_torch
+from hf_bico.experiments.demo.digits import CLASS_NAMES, PROMPT, find_task, load_splits, normalise
+from hf_bico.experiments.demo.training import FINE_TUNING_BATCH, FINE_TUNING_RATE, FINE_TUNING_STEPS, quiet_torch
 from support.toys import to_transformers
 
 

@@ -29,7 +29,7 @@ from filelock import FileLock
 from support import KEPT, ROOT
 
 if TYPE_CHECKING:
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
     from support.language_gallery import Repos
     from support.language_world import DecoderWorld
     from support.sequence_world import SequenceWorld
@@ -41,7 +41,7 @@ MORE_SMALL_SEEDS, MORE_DECODER_SEEDS, MORE_SEQUENCE_SEEDS = (0, 1, 2), (0, 1, 2)
 PLACE = KEPT / "worlds"
 _LIST = "kept.json"
 _SUPPORT = Path(__file__).parent
-_DEMO = tuple(sorted((ROOT / "hf_bico" / "demo").glob("*.py")))
+_DEMO = tuple(sorted((ROOT / "hf_bico" / "experiments" / "demo").glob("*.py")))
 _LIBRARIES = ("torch", "numpy", "transformers", "tokenizers", "open_clip_torch", "peft", "datasets", "scikit-learn")
 
 
@@ -92,7 +92,7 @@ def encoder_recipe() -> Recipe:
 @cache
 def small_world(seed: int) -> World:
     """The small world of `hf-bico demo`, with every task."""
-    from hf_bico.demo.world import World
+    from hf_bico.experiments.demo.world import World
 
     return World(small_recipe(seed).kept())
 
@@ -120,8 +120,8 @@ def encoders() -> Repos:
 
 
 def _make_small_world(folder: Path, seed: int) -> None:
-    from hf_bico.demo.digits import EASY_TASK, TASKS
-    from hf_bico.demo.world import build
+    from hf_bico.experiments.demo.digits import EASY_TASK, TASKS
+    from hf_bico.experiments.demo.world import build
 
     build(folder, seed=seed, tasks=[task.name for task in (*TASKS, EASY_TASK)])
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.demo.world import World
 from hf_bico.errors import BicoError
+from hf_bico.experiments.demo.world import World
 from hf_bico.porting.result import Making, Ported
 from hf_bico.reports.results import foresight_sentence
 

@@ -11,8 +11,8 @@ import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
 from PIL import Image as Pillow
 
-from hf_bico.demo.digits import CLASS_NAMES
 from hf_bico.errors import ClassNamesError, UnreadableSampleError
+from hf_bico.experiments.demo.digits import CLASS_NAMES
 from support.fine.cases import Outcome, Refused, Right, Said, Stage, State, case, reconfigure, rewrite
 
 LABELS = "Labels and classes"

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import hf_bico
-from hf_bico.comparison.cells import Cell
-from hf_bico.comparison.log import CellLog
-from hf_bico.comparison.results import Comparison
-from hf_bico.diagnosis.results import Diagnosis
+from hf_bico.experiments.compare.cells import Cell
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.experiments.compare.log import CellLog
+from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 from hf_bico.porting.task_vector import TaskVector
 from support.adapters import Base, lora, other, saved
 from support.language_toys import answered_rows, chat_rows, labelled_rows, write_decoder

@@ -19,13 +19,24 @@ import torch
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.base import Trainer
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
-from hf_bico.comparing.grid import BY_LOSS, USUAL_METHODS, USUAL_SEEDS, Draw, Grid, Variant
-from hf_bico.comparing.rounds import DrawnRounds
-from hf_bico.comparing.subjects import Subject, digest, drawn_from, opened, subject_of
-from hf_bico.comparison.cells import CellKey, Refusal
-from hf_bico.comparison.log import CellLog
-from hf_bico.comparison.results import Comparison
 from hf_bico.errors import UnsuitableMethodError, UsageError
+from hf_bico.experiments.compare.cells import CellKey, Refusal
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.experiments.compare.log import CellLog
+from hf_bico.experiments.compare.measurements import (
+    BY_LOSS,
+    USUAL_METHODS,
+    USUAL_SEEDS,
+    Draw,
+    DrawnRounds,
+    Grid,
+    Subject,
+    Variant,
+    digest,
+    drawn_from,
+    opened,
+    subject_of,
+)
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.model import Model, ModelReference

@@ -17,8 +17,20 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
-from hf_bico.demo.captions import CONTEXT_LENGTH, POLARITIES, PROMPT, ROTATIONS, Wording
-from hf_bico.demo.digits import CLASS_NAMES, DOMAINS, IMAGE_SIZE, PLAIN, Digits, Domain, normalise
+from hf_bico.experiments.demo.digits import (
+    CLASS_NAMES,
+    CONTEXT_LENGTH,
+    DOMAINS,
+    IMAGE_SIZE,
+    PLAIN,
+    POLARITIES,
+    PROMPT,
+    ROTATIONS,
+    Digits,
+    Domain,
+    Wording,
+    normalise,
+)
 
 IMAGES_PER_MODEL = 900
 PLAIN_SHARE = 0.4

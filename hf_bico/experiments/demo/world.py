@@ -19,10 +19,19 @@ from open_clip.transform import PreprocessCfg
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from hf_bico.demo import digits, training
-from hf_bico.demo.captions import CONTEXT_LENGTH, Wording, build_tokenizer
-from hf_bico.demo.digits import IMAGE_SIZE, PIXEL_MEAN, PIXEL_STD, TASKS, find_task, load_splits
 from hf_bico.errors import OutputError, OutputExistsError
+from hf_bico.experiments.demo import digits, training
+from hf_bico.experiments.demo.digits import (
+    CONTEXT_LENGTH,
+    IMAGE_SIZE,
+    PIXEL_MEAN,
+    PIXEL_STD,
+    TASKS,
+    Wording,
+    build_tokenizer,
+    find_task,
+    load_splits,
+)
 from hf_bico.models.checkpoints import save_tensors
 from hf_bico.runtime.output import whole_folder
 from hf_bico.utils.progress import Progress, silent

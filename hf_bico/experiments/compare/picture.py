@@ -11,14 +11,14 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.comparison.cells import LOSS, CellKey, label
-from hf_bico.comparison.rows import Row
+from hf_bico.experiments.compare.cells import LOSS, CellKey, Row, label
 from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, YELLOW, frame, png
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 # the same in every picture, so that a method is known again; the markers tell them apart in grey
 STYLES = {

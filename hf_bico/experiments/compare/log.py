@@ -15,9 +15,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_bico.comparison.cells import Cell, CellKey
-from hf_bico.comparison.results import RESULT_FILES
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
+from hf_bico.experiments.compare.cells import Cell, CellKey
+from hf_bico.experiments.compare.comparison import RESULT_FILES
 from hf_bico.runtime.output import require_free
 from hf_bico.utils.files import from_plain, parse_json
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_bico.comparison.cells import LABELS
-from hf_bico.comparison.results import Comparison
-from hf_bico.comparison.rows import Row, Spread
-from hf_bico.paper import PaperRow, PaperTable, task
+from hf_bico.experiments.compare.cells import LABELS, Row, Spread
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.experiments.reproduce.paper import PaperRow, PaperTable, task
 from hf_bico.runtime.output import write_files
 from hf_bico.settings import PROBE
 from hf_bico.utils.text import Markdown, format_table, markdown_table, plain

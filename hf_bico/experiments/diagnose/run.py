@@ -26,10 +26,9 @@ from hf_bico.alignment.objectives.base import Head, Question
 from hf_bico.alignment.procrustes import polar
 from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, turned_away
 from hf_bico.alignment.statistics import Kind, key_of
-from hf_bico.costs import cost_of
-from hf_bico.diagnosis.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness
-from hf_bico.diagnosis.results import Diagnosis
 from hf_bico.errors import UnsuitableMethodError, UsageError
+from hf_bico.experiments.diagnose.diagnosis import Diagnosis
+from hf_bico.experiments.diagnose.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness, cost_of
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.models.deltas import Deltas

@@ -1,0 +1,1 @@
+"""A diagnosis: what was found between two models, as data, tables and pictures. Measures nothing."""
