@@ -1,5 +1,5 @@
 """`python -m hf_bico`."""
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 
 main()

@@ -42,7 +42,7 @@ from hf_bico.alignment.memory import (
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.base import Carried, Carrier
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import MemoryExhaustedError
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.transformers_clip import TransformersClip

@@ -25,7 +25,7 @@ from hf_bico.alignment.objectives.base import Question
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.statistics import Descent, Kind, Statistics, TaskSum
 from hf_bico.alignment.transport import descent_along
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Losses

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from support import forks
 from support.scenes import Scene, make_scene, write_images
 
@@ -41,7 +41,7 @@ def loaded_modules(code: str) -> set[str]:
 def calling(*commands: list[str]) -> str:
     """Code that runs these commands one after the other."""
     calls = f"for command in {commands!r}:\n    with suppress(SystemExit):\n        main(command)"
-    return f"from contextlib import suppress\nfrom hf_bico.cli import main\n{calls}"
+    return f"from contextlib import suppress\nfrom hf_bico.cli.main import main\n{calls}"
 
 
 def test_help_and_version_load_nothing_heavy() -> None:
@@ -65,7 +65,7 @@ def test_import_of_the_package_loads_nothing_heavy() -> None:
 
 def test_plan_loads_no_torch_and_reads_no_weight(scene: Scene) -> None:
     arguments = ["plan", str(scene.tuned), "--base", str(scene.base), "--to", str(scene.target)]
-    code = f"from hf_bico.cli import main\nmain({arguments!r}, standalone_mode=False)"
+    code = f"from hf_bico.cli.main import main\nmain({arguments!r}, standalone_mode=False)"
     assert "torch" not in loaded_modules(code)
 
 
@@ -524,7 +524,7 @@ def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
     """A real SIGINT, at a known moment: when calibration begins."""
     arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
     code = (
-        "import signal, hf_bico.porting.calibration, hf_bico.cli\n"
+        "import signal, hf_bico.porting.calibration, hf_bico.cli.main\n"
         "hf_bico.porting.calibration.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
         f"hf_bico.cli.main({arguments!r})"
     )

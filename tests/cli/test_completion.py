@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hf_bico.cli import main
-from hf_bico.commands.completion import SHELLS
+from hf_bico.cli.first_steps import SHELLS
+from hf_bico.cli.main import main
 from support import forks
 
 BIN = Path(sys.executable).parent
@@ -97,7 +97,7 @@ def test_folders_go_deeper_and_hidden_ones_are_asked_for(here: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
 def test_the_cache_is_where_the_hub_client_looks(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_bico.edge.completing import cached_ids
+    from hf_bico.cli.completion import cached_ids
 
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
@@ -114,7 +114,7 @@ def test_the_cache_is_where_the_hub_client_looks(name: str, here: Path, monkeypa
 
 def test_a_completion_imports_nothing_heavy(here: Path) -> None:
     code = (
-        "import sys\nfrom hf_bico.cli import main\n"
+        "import sys\nfrom hf_bico.cli.main import main\n"
         "try:\n    main(prog_name='hf-bico')\nexcept SystemExit:\n    pass\n"
         f"print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
     )

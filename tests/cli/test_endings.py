@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 import hf_bico
 from hf_bico import errors
-from hf_bico.cli import main
-from hf_bico.edge.ending import tell
+from hf_bico.cli.exit import tell
+from hf_bico.cli.main import main
 from support import forks
 from support.hub import Hub
 from support.loopback import TOKEN
@@ -206,7 +206,7 @@ _INTERRUPT = (
     "target = importlib.import_module(place)\n"
     "assert hasattr(target, name)\n"
     "setattr(target, name, stopped)\n"
-    "from hf_bico.cli import main\n"
+    "from hf_bico.cli.main import main\n"
     "main({arguments!r}, prog_name='hf-bico')\n"
 )
 
@@ -244,7 +244,7 @@ def test_a_real_interrupt_of_a_push_takes_the_empty_repo_back(hub: Hub, scene: S
 
 _LOST = """
 import signal, sys, time, weakref
-from hf_bico.edge.several import take_part
+from hf_bico.cli.exit import take_part
 class Thing: pass
 take_part(lambda: None)
 thing = Thing()
@@ -315,8 +315,8 @@ def test_a_command_that_runs_another_ends_for_both(monkeypatch: pytest.MonkeyPat
     """As the demo does."""
     import click
 
-    from hf_bico.edge.ending import edge
-    from hf_bico.edge.options import output_options
+    from hf_bico.cli.exit import edge
+    from hf_bico.cli.options import output_options
 
     @click.command()
     @output_options
@@ -379,6 +379,6 @@ def test_a_dry_run_says_the_form_that_a_port_writes(method: str, options: list[s
 
 def test_a_dry_run_of_bico_loads_no_torch() -> None:
     arguments = ["port", *MODELS, "--data", "pictures", "--dry-run"]
-    code = f"import sys\nfrom hf_bico.cli import main\nmain({arguments!r}, standalone_mode=False)\n"
+    code = f"import sys\nfrom hf_bico.cli.main import main\nmain({arguments!r}, standalone_mode=False)\n"
     code += "assert 'hf_bico.porting.planner' in sys.modules\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.aligned import Aligner
-from hf_bico.cli import GROUPS, main
-from hf_bico.edge.sections import SECTIONS, SectionedHelp
+from hf_bico.cli.main import GROUPS, main
+from hf_bico.cli.options import SECTIONS, SectionedHelp
 from hf_bico.errors import RepoError
 from hf_bico.hub.client import Hub as HubClient
 from hf_bico.hub.references import HubReference

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.utils.text import BEST, WORSE, Line, Table
 from support.scenes import Scene, make_scene
 from support.terminals import Seen, run_in_terminal
@@ -108,7 +108,7 @@ def test_no_color_reaches_all_that_click_prints(monkeypatch: pytest.MonkeyPatch)
         click.secho("red", fg="red")
 
     monkeypatch.setitem(main.commands, "coloured", coloured)
-    monkeypatch.setattr("hf_bico.edge.screen.is_screen", lambda stream: True)
+    monkeypatch.setattr("hf_bico.cli.console.is_screen", lambda stream: True)
     assert CliRunner().invoke(main, ["coloured"], color=True).output == "\x1b[31mred\x1b[0m\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert CliRunner().invoke(main, ["coloured"], color=True).output == "red\n"

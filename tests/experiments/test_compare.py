@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import hf_bico
 import hf_bico.experiments.compare.measurements
 from hf_bico.alignment.methods.training import Learner
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.data.draw import Drawn, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import CellKey
@@ -403,7 +403,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
     out = tmp_path / "out"
     arguments = ["compare", *typed(scene), *GRID, "-o", str(out), "-q"]
     code = (
-        "import signal, hf_bico.cli\n"
+        "import signal, hf_bico.cli.main\n"
         "from hf_bico.experiments.compare import CellLog\n"
         "add = CellLog.add\n"
         "def interrupted(log, cell):\n"

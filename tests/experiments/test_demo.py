@@ -15,7 +15,7 @@ from statistics import fmean
 import pytest
 from click.testing import CliRunner
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.experiments.demo.world import World
 from support import forks
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPModel
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import (
     BaseMismatchError,
     MemoryExhaustedError,

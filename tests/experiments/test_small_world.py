@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import hf_bico
 from hf_bico.alignment import polar
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.experiments.demo import training
 from hf_bico.experiments.demo.digits import TASKS
 from hf_bico.experiments.demo.world import World, fine_tune, pretrain

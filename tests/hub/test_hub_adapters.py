@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from transformers import CLIPModel
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.models.model import Model
 from support import forks
 from support.hub import Hub

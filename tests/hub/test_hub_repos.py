@@ -266,7 +266,7 @@ def test_a_plan_of_large_repos_costs_under_a_megabyte_and_no_torch(hub: Hub, tmp
     hub.create(DATA, type="dataset").commit({"data/train.parquet": b"0" * 1000})
     hub.clear_log()
     code = (
-        "import sys, json\nfrom hf_bico.cli import main\n"
+        "import sys, json\nfrom hf_bico.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )

@@ -569,7 +569,7 @@ def test_folder_to_folder_keeps_every_tensor_that_was_not_touched(tmp_path: Path
 def test_plan_prints_no_tokens(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from hf_bico.cli import main
+    from hf_bico.cli.main import main
 
     for name, build in (("base", lambda: vit(16, 2)), ("tuned", lambda: vit(16, 2)), ("target", lambda: vit(24, 3))):
         made(build).save_pretrained(tmp_path / name)  # type: ignore[operator]

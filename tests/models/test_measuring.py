@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 import hf_bico
 from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.data import loading as data_files
 from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet, Samples

@@ -21,7 +21,7 @@ import hf_bico
 from hf_bico.alignment.calibration_pass import Side, collect
 from hf_bico.alignment.objectives.base import OwnHead, Question
 from hf_bico.alignment.statistics import Kind
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import EmptyTaskVectorError, UsageError
 from hf_bico.hub.client import locate
 from hf_bico.models.adapters.adapter import Adapter

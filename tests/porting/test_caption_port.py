@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.edge.console import print_ported
+from hf_bico.cli.console import print_ported
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
 from hf_bico.reports.results import headline, left_behind
 from support import language_reference as reference

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import (
     MissingProcessorError,
     TokenizersDifferError,
@@ -694,7 +694,7 @@ def test_a_port_as_json_is_one_object(shell: Shell) -> None:
 
 def test_a_plan_of_a_decoder_loads_no_torch(shell: Shell) -> None:
     code = (
-        "import sys\nfrom hf_bico.cli import main\n"
+        "import sys\nfrom hf_bico.cli.main import main\n"
         "main(['plan', 'lora', '--base', 'base', '--to', 'target', '--data', 'texts'], standalone_mode=False)\n"
         "print('torch' in sys.modules)"
     )

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError
 from hf_bico.models.checkpoints import open_safetensors
 from hf_bico.models.low_rank import Factors

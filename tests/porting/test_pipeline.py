@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import (
     BaseMismatchError,
@@ -47,7 +47,7 @@ def port(scene: Scene, **options: object) -> hf_bico.Ported:
 TWICE = """
 import sys
 from hf_bico import TaskVector
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 
 tuned, base, folder, *words = sys.argv[1:]
 TaskVector.from_models(tuned, base=base).save_adapter(f"{folder}/adapter", 0.8, everything=True)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from click.testing import CliRunner, Result
 
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.settings import METHOD_NAMES, Settings
 from support.scenes import SOURCE, Scene, make_scene, write_images
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import hf_bico
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.errors import UsageError
 from hf_bico.runtime.distributed import ALONE, Team, is_first_process, join, local_device
 from support import forks
@@ -213,14 +213,14 @@ def test_two_processes_port_as_one_does(scene: Scene, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-import hf_bico.edge.bars
-from hf_bico.cli import main
+import hf_bico.cli.console
+from hf_bico.cli.main import main
 
 def deadly(stage, done, total):
     if stage == "calibrate" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 
-hf_bico.edge.bars.silent = deadly
+hf_bico.cli.console.silent = deadly
 main(sys.argv[1:], prog_name="hf-bico")
 """
 
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_ends_the_job(scene: Scene, tmp_path: Path) -> 
 
 STUCK = """
 import ctypes, os, signal, threading
-from hf_bico.edge.ending import edge, whole_process
+from hf_bico.cli.exit import edge, whole_process
 
 mutex = ctypes.create_string_buffer(64)
 with whole_process(as_json=True), edge():
@@ -264,8 +264,8 @@ def test_one_that_waits_where_no_exception_reaches_it_ends_when_it_is_told_to() 
 BOTH = """
 import os, signal, sys, time
 from pathlib import Path
-import hf_bico.edge.several as several
-from hf_bico.cli import main
+import hf_bico.cli.exit as several
+from hf_bico.cli.main import main
 
 waits, at_signals = Path(os.environ["TMPDIR"], "waits"), several._at_signals
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.edge.console import _marks, print_ported
+from hf_bico.cli.console import _marks, print_ported
 from hf_bico.reports.record import EvaluationRecord, Record
 from hf_bico.reports.results import Report, control_sentence, gap_closed, headline, is_worse, readout_sentence, results
 from support.records import a_path_record, a_record, a_trained_record, measured

@@ -236,11 +236,11 @@ STOPS: dict[str, tuple[int, int, str, int]] = {
 """The signal, the exit code, how the line begins, and at how many moments."""
 SIGNALLED = """
 import signal, sys
-import hf_bico.edge.bars
-from hf_bico.cli import main
+import hf_bico.cli.console
+from hf_bico.cli.main import main
 
 moment, number, *words = sys.argv[1:]
-announced, calls = hf_bico.edge.bars._announced, 0
+announced, calls = hf_bico.cli.console._announced, 0
 
 def signalled(stage, done, total):
     global calls
@@ -249,7 +249,7 @@ def signalled(stage, done, total):
     if calls == int(moment):
         signal.raise_signal(int(number))
 
-hf_bico.edge.bars._announced = signalled
+hf_bico.cli.console._announced = signalled
 try:
     main(words, prog_name="hf-bico")
 finally:

@@ -13,7 +13,7 @@ WIDTH = 100
 
 def command_reference() -> str:
     """The page, from what `--help` prints now."""
-    from hf_bico.cli import main
+    from hf_bico.cli.main import main
 
     names = main.list_commands(click.Context(main))
     about = {name: main.commands[name].get_short_help_str(limit=200) for name in names}
@@ -30,7 +30,7 @@ def command_reference() -> str:
 
 
 def _help(command: list[str]) -> str:
-    from hf_bico.cli import main
+    from hf_bico.cli.main import main
 
     result = CliRunner().invoke(
         main, [*command, "--help"], prog_name="hf-bico", terminal_width=WIDTH, color=False, catch_exceptions=False

@@ -9,7 +9,7 @@ from support import forks
 
 CODE = """
 import os, signal, sys
-from hf_bico.cli import main
+from hf_bico.cli.main import main
 from hf_bico.experiments.compare import CellLog
 from hf_bico.alignment.methods import finetune
 

@@ -221,7 +221,7 @@ CIRCLES = (
 
 def run(line: str) -> Ending:
     """A command line in this process."""
-    from hf_bico.cli import main
+    from hf_bico.cli.main import main
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -35,11 +35,11 @@ from typing import IO, Any, NoReturn
 
 WARM = ("datasets", "evaluate", "matplotlib.figure", "open_clip", "peft", "sklearn.linear_model", "transformers")
 OURS = (
-    "hf_bico.cli",
+    "hf_bico.cli.main",
     "hf_bico.experiments.demo.world",
     "hf_bico.reports.pictures",
-    "hf_bico.edge.bars",
-    "hf_bico.edge.console",
+    "hf_bico.cli.console",
+    "hf_bico.cli.console",
     "hf_bico.porting.evaluate",
     "hf_bico.porting.port",
     "hf_bico.hub.push",
@@ -281,7 +281,7 @@ def _run(asked: dict[str, Any], files: list[int], counted: str) -> NoReturn:
         if asked.get("counts") or asked.get("dies_at"):
             _watch_files(asked["cwd"], counted, asked.get("dies_at"))
         if asked["code"] is None:
-            from hf_bico.cli import main
+            from hf_bico.cli.main import main
 
             main(list(asked["words"]), prog_name="hf-bico")
         else:

@@ -209,7 +209,7 @@ def dead_links(page: Path) -> list[str]:
 
 def unknown_options(text: str) -> list[str]:
     """Options, and values of options with a fixed choice, that a page names and the command line does not have."""
-    from hf_bico.cli import main
+    from hf_bico.cli.main import main
 
     unknown = []
     for code in commands(text):

@@ -179,7 +179,7 @@ def _call(command: str, run: PageRun, place: str) -> str | None:
     run.commands += 1
     words = shlex.split(command, comments=True)
     if words and words[0] == "hf-bico":
-        from hf_bico.cli import main
+        from hf_bico.cli.main import main
 
         result = CliRunner().invoke(main, words[1:], prog_name="hf-bico")
         code, out, error = result.exit_code, result.stdout, result.stderr

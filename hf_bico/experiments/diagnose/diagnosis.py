@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import LABELS
-from hf_bico.experiments.diagnose.findings import (
-    SCHEMA as SCHEMA,
-)
+from hf_bico.experiments.diagnose.findings import SCHEMA as SCHEMA
 from hf_bico.experiments.diagnose.findings import (
     UNTOUCHED,
     Cost,

@@ -208,7 +208,7 @@ def command(*words: str) -> Callable[[Path, Path], None]:
         from click.testing import CliRunner
 
         from hf_bico import errors
-        from hf_bico.cli import main
+        from hf_bico.cli.main import main
 
         done = CliRunner().invoke(main, [*(word.format(scene=scene, out=out) for word in words), "--json"])
         if done.exit_code == 0:

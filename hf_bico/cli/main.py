@@ -8,19 +8,14 @@ from typing import Any
 
 import click
 
-from hf_bico.commands.changing import apply, extract
-from hf_bico.commands.comparing import compare
-from hf_bico.commands.completion import completion
-from hf_bico.commands.demonstrating import demo
-from hf_bico.commands.diagnosing import diagnose
-from hf_bico.commands.measuring import evaluate
-from hf_bico.commands.porting import plan, port, rerun
-from hf_bico.commands.publishing import card, push
-from hf_bico.commands.reproducing import reproduce
-from hf_bico.edge.ending import FAILED, STOPPED, TERMINATED, WRONG, whole_process
-from hf_bico.edge.screen import is_plain
-from hf_bico.edge.sections import SectionedHelp
-from hf_bico.edge.several import require_together
+from hf_bico.cli.change import apply, extract
+from hf_bico.cli.console import is_plain
+from hf_bico.cli.exit import FAILED, STOPPED, TERMINATED, WRONG, require_together, whole_process
+from hf_bico.cli.first_steps import completion, demo
+from hf_bico.cli.measure import compare, diagnose, evaluate, reproduce
+from hf_bico.cli.options import SectionedHelp
+from hf_bico.cli.port import plan, port, rerun
+from hf_bico.cli.publish import card, push
 from hf_bico.utils import __version__
 from hf_bico.utils.text import near
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import click
 
-from hf_bico.edge.completing import complete_model
-from hf_bico.edge.ending import edge
-from hf_bico.edge.options import (
+from hf_bico.cli.completion import complete_model
+from hf_bico.cli.exit import edge
+from hf_bico.cli.options import (
+    METHOD,
+    MODELS,
+    OUTPUT,
     Choice,
+    SectionedHelp,
     base_option,
     device_option,
     folder_option,
@@ -21,7 +25,6 @@ from hf_bico.edge.options import (
     output_options,
     rank_option,
 )
-from hf_bico.edge.sections import METHOD, MODELS, OUTPUT, SectionedHelp
 from hf_bico.errors import UsageError
 from hf_bico.settings import FORMATS, read_rank, require_rank
 
@@ -50,7 +53,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
     with edge():
         wanted = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
-        from hf_bico.edge.bars import shown_progress
+        from hf_bico.cli.console import shown_progress
         from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
@@ -103,7 +106,7 @@ def apply(
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
         shares = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
-        from hf_bico.edge.bars import shown_progress
+        from hf_bico.cli.console import shown_progress
         from hf_bico.runtime.output import reserved
 
         with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
@@ -124,7 +127,7 @@ def _numbers(text: str, count: int) -> list[float]:
 
 
 def _show(folder: Path, as_json: bool, quiet: bool) -> None:
-    from hf_bico.edge.console import print_made
+    from hf_bico.cli.console import print_made
     from hf_bico.reports.record import read_made
 
     record = read_made(folder)

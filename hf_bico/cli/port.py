@@ -1,23 +1,38 @@
-"""Commands that carry a task vector: port, plan and rerun."""
+"""Port, plan, rerun.
+
+A port that was stopped before or while it was pushed: known by the line that made it, and then pushed as it is.
+
+Commands that carry a task vector: port, plan and rerun.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, Limits
-from hf_bico.edge.completing import complete_data, complete_folder, complete_model
-from hf_bico.edge.ending import Edge, edge
-from hf_bico.edge.options import (
+from hf_bico.cli.completion import complete_data, complete_folder, complete_model
+from hf_bico.cli.exit import Edge, edge, go_on_alone, require_device_for_each
+from hf_bico.cli.options import (
     CALIBRATION_DATA,
+    HUB,
+    MEASURING,
+    METHOD,
+    OUTPUT,
+    RUNNING,
+    SAMPLES,
+    TRAINING,
     Choice,
+    SectionedHelp,
     base_option,
     data_options,
     device_option,
@@ -37,11 +52,9 @@ from hf_bico.edge.options import (
     target_option,
     typed_line,
 )
-from hf_bico.edge.sections import HUB, MEASURING, METHOD, OUTPUT, RUNNING, SAMPLES, TRAINING, SectionedHelp
-from hf_bico.edge.several import go_on_alone, require_device_for_each
-from hf_bico.edge.unpushed import line_digest, note_line, noted_line
 from hf_bico.errors import LineageError
 from hf_bico.runtime.distributed import is_first_process
+from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank, read_size
 
 if TYPE_CHECKING:
@@ -49,6 +62,38 @@ if TYPE_CHECKING:
     from hf_bico.hub.push import PushOptions
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
+
+
+_LINE_FILE = ".hf-bico-line"
+"""Hidden: it is not pushed."""
+
+
+class Known(Protocol):
+    """A model by what tells it from others: a commit, or else the digests of its files."""
+
+    @property
+    def commit(self) -> str | None: ...
+    @property
+    def sha256(self) -> dict[str, str]: ...
+
+
+def line_digest(typed: str, models: Iterable[Known]) -> str:
+    """What tells one port from another: the line that was typed, and the very models that it names."""
+    known = [model.commit or sorted(model.sha256.items()) for model in models]
+    return hashlib.sha256(json.dumps([typed, *known]).encode()).hexdigest()
+
+
+def note_line(folder: Path, digest: str) -> None:
+    """Let a folder know which line made it."""
+    (folder / _LINE_FILE).write_text(f"{digest}\n", encoding="ascii")
+
+
+def noted_line(folder: Path) -> str | None:
+    """The line that a folder was made by, if it was to be pushed."""
+    file = folder / _LINE_FILE
+    if not file.is_file() or not (folder / RECORD_FILE).is_file():
+        return None
+    return file.read_text(encoding="ascii", errors="replace").strip()
 
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
@@ -187,8 +232,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
         settings = replace(settings, checkpoint=f"{result.folder}.training")
         at.interrupted = "the same command goes on with the training"
     # what takes seconds to import comes after what a typo would stop
-    from hf_bico.edge.bars import shown_with_words
-    from hf_bico.edge.console import print_foresight, print_ported
+    from hf_bico.cli.console import print_foresight, print_ported, shown_with_words
     from hf_bico.porting.port import carry_out
     from hf_bico.reports.record import read_record
 
@@ -211,7 +255,7 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
 
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
     """Push what was written, if it is to be, and say so."""
-    from hf_bico.edge.console import print_pushed
+    from hf_bico.cli.console import print_pushed
     from hf_bico.porting.publish import push_folder
     from hf_bico.reports.record import read_record
     from hf_bico.reports.results import headline, is_worse
@@ -290,8 +334,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
       hf-bico rerun user/vit-b16-plus-eurosat
     """
     with edge():
-        from hf_bico.edge.bars import shown_progress
-        from hf_bico.edge.console import print_rerun
+        from hf_bico.cli.console import print_rerun, shown_progress
         from hf_bico.porting import rerun
         from hf_bico.runtime.output import reserved
 
@@ -341,7 +384,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
-    from hf_bico.edge.console import print_plan
+    from hf_bico.cli.console import print_plan
 
     if needs_data and planned.lineage.data is None:
         command += " --data DATA"

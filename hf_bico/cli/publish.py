@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from hf_bico.edge.completing import complete_folder
-from hf_bico.edge.ending import edge
-from hf_bico.edge.options import output_options, push_options, token_option
-from hf_bico.edge.sections import HUB, SectionedHelp
+from hf_bico.cli.completion import complete_folder
+from hf_bico.cli.exit import edge
+from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
 from hf_bico.errors import RepoNotFoundError
 
 
@@ -56,7 +55,7 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
       hf-bico push out user/vit-b16-plus-eurosat --create-pr
     """
     with edge() as at:
-        from hf_bico.edge.console import print_pushed
+        from hf_bico.cli.console import print_pushed
         from hf_bico.hub.client import Hub
         from hf_bico.hub.push import PushOptions
         from hf_bico.porting.publish import push_folder

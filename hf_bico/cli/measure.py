@@ -1,0 +1,393 @@
+"""Eval, compare, diagnose, reproduce.
+
+The command that repeats the paper's experiments: reproduce.
+
+The command that compares methods: compare.
+
+The command that looks at two models layer by layer: diagnose.
+
+The command that measures: eval.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
+from hf_bico.cli.exit import edge
+from hf_bico.cli.options import (
+    CALIBRATION_DATA,
+    MEASURING,
+    METHOD,
+    MODELS,
+    OUTPUT,
+    RUNNING,
+    SAMPLES,
+    TRAINING,
+    Choice,
+    SectionedHelp,
+    aligning_options,
+    base_option,
+    data_options,
+    device_option,
+    dtype_option,
+    eval_samples_option,
+    folder_option,
+    hub_options,
+    last_name,
+    limit_options,
+    memory_options,
+    method_options,
+    output_options,
+    read_methods,
+    read_settings,
+    target_option,
+    training_options,
+)
+from hf_bico.errors import UsageError
+from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, read_size
+
+if TYPE_CHECKING:
+    from hf_bico.experiments.compare.comparison import Comparison
+
+
+@click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")
+@click.argument("table", required=False)
+@SAMPLES.option("--tasks", help="Some of the table's, such as eurosat,mnist; all by default.")
+@SAMPLES.option("--seeds", type=int, help="Draws of the samples; by default as many as the paper has.")
+@MODELS.option(
+    "--source-of",
+    multiple=True,
+    metavar="TASK=MODEL",
+    shell_complete=complete_model,
+    help="A fine-tuned source for a task; what is not given is fine-tuned by the paper's recipe.",
+)
+@MODELS.option(
+    "--target-of", multiple=True, metavar="TASK=MODEL", help="A target that was fine-tuned directly, for its own line."
+)
+@SAMPLES.option("--data-of", multiple=True, metavar="TASK=DATA", help="Another copy of a task's data set.")
+@TRAINING.option("--train-target", is_flag=True, help="Fine-tune the target too, for its own line.")
+@training_options
+@SAMPLES.option("--max-download", default="20GB", show_default=True, help="Most to download of a data set.")
+@eval_samples_option
+@memory_options
+@device_option
+@dtype_option
+@folder_option("Folder of all tables and fine-tunes; ./reproduced by default.")
+@RUNNING.option("--dry-run", is_flag=True, help="Only show the table, and what it would take.")
+@hub_options
+@output_options
+def reproduce(table: str | None, **options: Any) -> None:
+    """Repeat one of the paper's tables, 1 to 5 or A to H, on its own models and data sets.
+
+    First says what it will download and about how long it will take. Everything is kept as it comes: the same command
+    goes on with an interrupted run, and tables share the models that were fine-tuned. Without TABLE, lists the tables.
+
+    \b
+    Examples:
+      hf-bico reproduce
+      hf-bico reproduce 1 --tasks eurosat,mnist --dry-run
+      hf-bico reproduce 1 --tasks eurosat,mnist
+      hf-bico reproduce 3 --source-of eurosat=user/vit-b16-datacomp-eurosat --tasks eurosat
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    with edge() as at:
+        from hf_bico.experiments.reproduce import paper
+
+        if table is None:
+            _list(as_json)
+            return
+        output, dry_run = options.pop("output"), options.pop("dry_run")
+        token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
+        tasks = None if options["tasks"] is None else [word.strip() for word in options["tasks"].split(",")]
+        given = {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
+        seeds, train_target = options.pop("seeds"), options.pop("train_target")
+        options.pop("tasks")
+        for name in ("max_download", "memory"):
+            if options[name] is not None:
+                options[name] = read_size(options[name], f"--{name.replace('_', '-')}")
+        from hf_bico.settings import Settings
+
+        settings, folder = Settings(**options), Path(output or "reproduced").expanduser()
+        paper.table(table)  # what is mistyped is said before what takes seconds to import
+        from hf_bico.experiments.reproduce.run import Given, Job, carry_out, estimate
+
+        job = Job.of(table, tasks, folder, Given(*given.values()), seeds, train_target)
+        expected = estimate(job, settings, token, allow_pickle)
+        silent = quiet or as_json
+        if not silent:
+            click.echo("\n".join(expected.lines()), err=not dry_run)
+        if dry_run:
+            from hf_bico.experiments.reproduce.reproduction import Reproduction
+
+            known = Reproduction(job.table, tuple(one.name for one in job.tasks))
+            if as_json:
+                click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(known.to_json())}))
+            elif not quiet:
+                click.echo(f"\n{known.text()}")
+            return
+        from hf_bico.cli.console import shown_comparison
+
+        at.interrupted = "nothing was measured yet"
+        with shown_comparison(silent) as (progress, show):
+
+            def measured(part: str, comparison: Comparison) -> None:
+                at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+                show(comparison, part)
+
+            found = carry_out(job, settings, token, allow_pickle, progress, measured)
+        if as_json:
+            click.echo(json.dumps({"folder": str(job.results), "reproduction": json.loads(found.to_json())}))
+        elif not quiet:
+            click.echo(f"{found.text()}\n\nWritten to {job.results}")
+
+
+def _list(as_json: bool) -> None:
+    from hf_bico.experiments.reproduce import paper
+
+    tables = [paper.table(name) for name in paper.TABLES]
+    if as_json:
+        fields = ("name", "title", "source", "target", "tasks", "protocol", "seeds")
+        click.echo(json.dumps({"tables": [{name: getattr(one, name) for name in fields} for one in tables]}))
+        return
+    click.echo("\n".join(f"{one.name}  {one.title}" for one in tables))
+    click.echo("\nNext: hf-bico reproduce TABLE --dry-run")
+
+
+def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
+    """What is typed as TASK=NAME."""
+    found = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name or not value:
+            raise UsageError(f"--{option.replace('_', '-')} is '{text}'", "give TASK=NAME, such as eurosat=user/model")
+        found[name.strip()] = value.strip()
+    return found
+
+
+@click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
+@click.argument("source", shell_complete=complete_model)
+@target_option
+@base_option
+@SAMPLES.option(
+    "--data",
+    multiple=True,
+    shell_complete=complete_data,
+    help="Data set to calibrate and measure on; repeat it for several.",
+)
+@SAMPLES.option("--split", help="Split to calibrate on; train by default.")
+@METHOD.option(
+    "--methods",
+    shell_complete=complete_methods,
+    help="Such as naive,theseus,bico; or all. By default those of the paper, and our own.",
+)
+@SAMPLES.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
+@SAMPLES.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
+@SAMPLES.option("--seeds", default=3, show_default=True, help="Draws of the samples, for means and deviations.")
+@MODELS.option(
+    "--fine-tuned",
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="The target fine-tuned directly, as a reference.",
+)
+@MEASURING.option("--with-base", is_flag=True, help="Measure the source before it was fine-tuned, too.")
+@data_options
+@limit_options
+@method_options
+@METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
+@MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
+@folder_option("Output folder; ./SOURCE-to-TARGET-compared by default.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Start anew in the folder of another comparison.")
+@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@hub_options
+@output_options
+def compare(source: str, target: str, base: str | None, data: tuple[str, ...], **options: Any) -> None:
+    """Measure methods side by side on your models: the target, every method, and the fine-tuned references.
+
+    Every number is kept as it comes: the same command goes on with an interrupted comparison, and more methods add to
+    it; so do more sizes and seeds, if the data has a test split. The folder gets comparison.csv, .json, .md and .png.
+
+    \b
+    Examples:
+      hf-bico compare user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods theseus,bico -n 10,100 --seeds 5
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    output, fine_tuned = options.pop("output"), options.pop("fine_tuned")
+    job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds", "with_base")}
+    methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
+    with edge() as at:
+        settings = read_settings(options)
+        chosen = {} if methods is None else {"methods": read_methods(methods)}
+        sizes = {
+            name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
+        }
+        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
+        from hf_bico.cli.console import print_compared, shown_comparison
+        from hf_bico.experiments.compare.run import compare as run
+
+        at.interrupted = "nothing was measured yet"
+        silent = quiet or as_json
+        asked: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
+        asked |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
+        with shown_comparison(silent) as (progress, show):
+
+            def measured(so_far: Comparison) -> None:
+                at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+                show(so_far)
+
+            found = run(source, target, data=list(data) or None, progress=progress, shown=measured, **asked)
+        if as_json:
+            click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(found.to_json())}))
+        elif not quiet:
+            print_compared(found, folder)
+
+
+def _numbers(text: str | None, option: str) -> list[int] | None:
+    """Numbers as they are typed: 10,20,50."""
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option} is '{text}'", "give whole numbers, such as 10,20,50") from None
+
+
+@click.command(cls=SectionedHelp, short_help="Look at two models layer by layer, before and after alignment.")
+@click.argument("source", shell_complete=complete_model)
+@target_option
+@base_option
+@MODELS.option(
+    "--fine-tuned",
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="The target fine-tuned directly: every layer's outputs are held against its own.",
+)
+@MODELS.option(
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    metavar="MODEL",
+    shell_complete=complete_model,
+    help="A checkpoint of the fine-tuning, to see how layers drift; repeat it, in their order.",
+)
+@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
+@SAMPLES.option("--split", help="Split to calibrate on; train by default.")
+@SAMPLES.option("-n", "n", type=int, help=f"Samples in all; {DEFAULT_SAMPLES} by default.")
+@SAMPLES.option("-k", "per_class", type=int, help="Samples of each class, instead of -n.")
+@METHOD.option(
+    "--method", default="bico", show_default=True, type=Choice(METHOD_NAMES), help="Whose maps are looked at."
+)
+@METHOD.option(
+    "--methods",
+    default="input-only,theseus,bico",
+    show_default=True,
+    shell_complete=complete_methods,
+    help="With --fine-tuned: the methods whose models are held against it.",
+)
+@METHOD.option("--tower", type=Choice(TOWERS), help="Of a CLIP: which tower; by default what the source changed.")
+@data_options
+@limit_options
+@aligning_options
+@OUTPUT.option(
+    "--beside",
+    multiple=True,
+    metavar="FOLDER",
+    shell_complete=complete_folder,
+    help="An earlier diagnosis, to be drawn in one picture with this one; repeat it for several.",
+)
+@folder_option("Output folder; ./SOURCE-to-TARGET-diagnosed by default.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Replace an earlier diagnosis.")
+@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@hub_options
+@output_options
+def diagnose(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+    """Look at two models layer by layer: how alike they see the samples, and what becomes of the task vector.
+
+    Linear CKA and cosine of what every layer reads, before and after the input-side map; ranks, scores, energies; how
+    far layers drift in fine-tuning; the cost. The folder gets diagnosis.json, .md and the pictures. Two models of which
+    none was fine-tuned are compared by giving the first as SOURCE and as --base.
+
+    \b
+    Examples:
+      hf-bico diagnose user/vit-b16-eurosat --to laion/ViT-B-16-plus
+      hf-bico diagnose my-finetune --base model-A --to model-B --data eurosat --fine-tuned model-B-eurosat
+      hf-bico diagnose my-finetune --base model-A --to model-B --data eurosat --checkpoint step-1 --checkpoint step-2
+      hf-bico diagnose model-A --base model-A --to model-B --data eurosat --beside other-diagnosis
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    output, overwrite, beside = options.pop("output"), options.pop("overwrite"), options.pop("beside")
+    job = {name: options.pop(name) for name in ("fine_tuned", "checkpoints", "token", "allow_pickle")}
+    with edge():
+        methods = read_methods(options.pop("methods"))
+        settings = read_settings(options)
+        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
+        from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own
+
+        require_own(folder, overwrite)
+        others = [Diagnosis.load(place) for place in beside]
+        from hf_bico.cli.console import shown_progress
+        from hf_bico.experiments.diagnose.diagnosis import seconds_line
+        from hf_bico.experiments.diagnose.run import diagnose as look
+        from hf_bico.runtime.output import claimed
+
+        asked = {name: value for name, value in vars(settings).items() if name != "evaluate"}
+        with claimed(folder), shown_progress(quiet or as_json) as progress:
+            found = look(source, target, base=base, data=data, methods=methods, progress=progress, **job, **asked)
+            found.save(folder, others, overwrite)
+        if as_json:
+            click.echo(json.dumps({"folder": str(folder), "diagnosis": json.loads(found.to_json())}))
+        elif not quiet:
+            click.echo(f"{found.title}: {found.samples} samples of {found.data}\n\n{found.table()}\n")
+            click.echo(seconds_line(found.cost), err=True)  # what is on stdout is the same every time
+            click.echo(f"Written to {folder}")
+
+
+@click.command("eval", cls=SectionedHelp, short_help="Measure a model: accuracy, or loss.")
+@click.argument("model", shell_complete=complete_model)
+@SAMPLES.option(
+    "--data",
+    shell_complete=complete_data,
+    help="A Hub id, or a folder of images, parquet, JSON, CSV or text files; by default what record or card say.",
+)
+@MODELS.option(
+    "--base",
+    shell_complete=complete_model,
+    help="The whole model, where MODEL is a vision tower, a task vector or an adapter.",
+)
+@SAMPLES.option("--split", help="Split to measure on; test by default, else validation, else train.")
+@SAMPLES.option("-n", "n", type=int, help="Samples at most to measure on; all of the split by default.")
+@MEASURING.option(
+    "--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split."
+)
+@data_options
+@hub_options
+@output_options
+def evaluate(model: str, data: str | None, base: str | None, n: int | None, probe: int | None, **options: Any) -> None:
+    """Measure MODEL: a CLIP zero-shot, a classifier by its head, a language model by its loss; or by a linear probe.
+
+    \b
+    Examples:
+      hf-bico eval user/vit-b16-plus-eurosat
+      hf-bico eval my-delta --base model-B --data eurosat
+      hf-bico eval my-vision-tower --data eurosat --probe 100
+    """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
+    with edge():
+        settings = read_settings({**options, "n": n})
+        from hf_bico.porting.evaluate import evaluate_model
+        from hf_bico.reports.results import value_text
+
+        result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))
+        if as_json:
+            click.echo(json.dumps({name: value for name, value in vars(result).items() if value is not None}))
+        elif not quiet:
+            how = "" if result.trained_on is None else f"by a linear probe on {result.trained_on} samples "
+            measured_on = f"{result.n} samples of split {result.split} of {result.data}"
+            click.echo(f"{result.metric} {value_text(result)} {how}({measured_on})")

@@ -1,1 +1,0 @@
-"""The commands, by what they do: parse, call, print. Each imports what it needs when it runs."""
