@@ -93,11 +93,11 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
 
     from hf_bico.experiments.demo.world import build
     from hf_bico.hub.client import Hub
-    from hf_bico.porting.calibration import Round
-    from hf_bico.porting.evaluate import Yardstick
+    from hf_bico.porting.calibration import Calibration
+    from hf_bico.porting.evaluate import HeldOutEvaluation
     from hf_bico.porting.planner import plan
     from hf_bico.porting.prepare import prepare
-    from hf_bico.porting.transfer import UNTOUCHED, outcome_of
+    from hf_bico.porting.transfer import UNTOUCHED, transfer
     from hf_bico.runtime.environment import Stopwatch
     from hf_bico.settings import Settings
 
@@ -111,18 +111,18 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
             ready = prepare(planned, settings, Hub(), Stopwatch(), torch.device("cpu"))
             assert ready.drawn is not None
             assert ready.held_out is not None
-            yardstick = Yardstick(task, *ready.held_out, ready.drawn.samples, "zero-shot", 256)
+            evaluator = HeldOutEvaluation(task, *ready.held_out, ready.drawn.samples, "zero-shot", 256)
             for mispaired in (False, True):
-                how = (ready.bench, ready.drawn, ready.heads, Stopwatch(), ready.settings)
-                round = Round(*how, mispaired=mispaired, keeps=False, foretells=True)
+                how = (ready.models, ready.drawn, ready.heads, Stopwatch(), ready.settings)
+                calibration = Calibration(*how, mispaired=mispaired, keeps=False, forecasts=True)
                 if before is None:
-                    before = yardstick.measure_target("target", round, UNTOUCHED.changes)[0].value
-                outcome = outcome_of(ready.method, round)
-                seen = outcome.foresight
+                    before = evaluator.measure_target("target", calibration, UNTOUCHED.changes)[0].value
+                result = transfer(ready.method, calibration)
+                seen = result.foresight
                 assert seen is not None
-                after = yardstick.measure_target("ported", round, outcome.changes)[0].value
+                after = evaluator.measure_target("ported", calibration, result.changes)[0].value
                 scores = [
-                    sum(site.energy * (getattr(site, name) or 0.0) for site in outcome.report.sites)
+                    sum(site.energy * (getattr(site, name) or 0.0) for site in result.report.sites)
                     for name in ("score_in", "score_out")
                 ]
                 yield Ported(

@@ -26,7 +26,7 @@ from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_TARGET, OF_TASK_
 from hf_bico.errors import ModelError, ObjectiveError
 from hf_bico.models.hooks import Heard, Losses, Observable, Pass, Stream, TextRows
 from hf_bico.models.layout import Site, SitePair, Tokens
-from hf_bico.runtime.environment import exact_float32, sent
+from hf_bico.runtime.environment import exact_float32, to_device
 
 
 def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
@@ -432,7 +432,7 @@ class _Batch:
         if site.text and text is not None:
             inputs, gradients = (_by_text(rows, text) for rows in (inputs, gradients))
             if gradients.ndim == 3:
-                gradients = gradients * sent(text.mask, gradients.device, gradients.dtype).unsqueeze(-1)
+                gradients = gradients * to_device(text.mask, gradients.device, gradients.dtype).unsqueeze(-1)
         self._own.add_own(site.name, inputs, gradients)
         if self._is_last(Kind.DESCENT, site.input, self.asked.own_inputs):
             del self._target_inputs[site.input]
@@ -455,7 +455,7 @@ class _Batch:
         if len(places) == len(rows):
             return rows
         if (side, rows.device) not in self._places:
-            self._places[side, rows.device] = sent(places, rows.device)
+            self._places[side, rows.device] = to_device(places, rows.device)
         return rows[self._places[side, rows.device]]
 
 

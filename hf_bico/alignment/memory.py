@@ -66,7 +66,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """What a port needs, in bytes: models, the sums of each group of pairs, one sample, and the carried change."""
 
     weights: tuple[int, int]
@@ -162,7 +162,7 @@ def _covariances(pairs: Sequence[SitePair], kinds: Collection[str]) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelFootprint:
     """One of the two models as the budget sees it: its tensors, its precision, and how many rows a sample has."""
 
     layout: Layout
@@ -225,14 +225,14 @@ class Held:
 
 def needs_of(
     pairs: Sequence[SitePair],
-    source: Held,
-    target: Held,
+    source: ModelFootprint,
+    target: ModelFootprint,
     *,
     kinds: Collection[str] = USUAL_KINDS,
     ranks: Mapping[str, int] | None = None,
     both_graphs: bool = False,
     language: bool = False,
-) -> Needs:
+) -> MemoryNeeds:
     """What carrying these pairs needs, by sums of these kinds.
 
     `ranks` are those of a LoRA by the source's tensors, and `language` says whether the loss is over a vocabulary.
@@ -242,7 +242,7 @@ def needs_of(
     adding = (
         FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
     )
-    return Needs(
+    return MemoryNeeds(
         weights=(source.weights, target.weights),
         sums=tuple(sum_bytes(group, kinds, descent_sites(pairs)) for group in groups),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
@@ -288,7 +288,7 @@ SPARE = 0.05
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """What is asked for: the most memory, the batch size, the tokens of a text, and the bytes of a number."""
 
     memory: int | None = None
@@ -297,7 +297,7 @@ class Limits:
     itemsize: int = FLOAT32
 
 
-class Way(NamedTuple):
+class MemoryMode(NamedTuple):
     """What is kept of a batch: what enters each block, or its MLP, or all; and of one model at a time, or of both."""
 
     checkpointing: bool = False
@@ -305,11 +305,16 @@ class Way(NamedTuple):
     at_once: bool = False
 
 
-WAYS = (Way(), Way(lean=True), Way(checkpointing=True), Way(checkpointing=True, at_once=True))
+WAYS = (
+    MemoryMode(),
+    MemoryMode(lean=True),
+    MemoryMode(checkpointing=True),
+    MemoryMode(checkpointing=True, at_once=True),
+)
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryPlan:
     """How a port is done within a limit, and what it is expected to take at its peak."""
 
     batch_size: int
@@ -343,13 +348,13 @@ class Fit:
         return self.passes * forward_and_back * (1 + self.batch_cost / self.batch_size)
 
 
-def fit(
-    needs: Needs,
+def plan_memory(
+    needs: MemoryNeeds,
     limit: int | None = None,
     batch_size: int | None = None,
     turns: Sequence[bool] = (False, True),
     batch_cost: float = BATCH,
-) -> Fit:
+) -> MemoryPlan:
     """The quickest way to do it within the limit, or the leanest where none fits.
 
     The choice is between smaller batches, several passes over the samples and activation checkpointing; a batch size
@@ -357,7 +362,7 @@ def fit(
     there in turn: in the order in which that is tried.
     """
     room = None if limit is None else int(limit * (1 - SPARE))
-    ways: list[Fit] = []
+    ways: list[MemoryPlan] = []
     for alternating in [False] if needs.both_graphs else turns:
         found = [
             replace(_fit(needs, room, size, alternating, way), batch_cost=batch_cost)
@@ -375,14 +380,14 @@ def fit(
     return min(ways, key=lambda one: one.bytes)
 
 
-def _sizes(needs: Needs, asked: int | None, way: Way, halved: bool) -> list[int]:
+def _sizes(needs: MemoryNeeds, asked: int | None, way: MemoryMode, halved: bool) -> list[int]:
     """The batch sizes that come into question, the largest first."""
     room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))))
     size = asked or max(1, min(MOST_SAMPLES, room // needs.of_sample(*way)))
     return [size >> step for step in range(size.bit_length())] if halved else [size]
 
 
-def _fit(needs: Needs, room: int | None, size: int, alternating: bool, way: Way) -> Fit:
+def _fit(needs: MemoryNeeds, room: int | None, size: int, alternating: bool, way: MemoryMode) -> MemoryPlan:
     models, activations = needs.of_models(alternating), size * needs.of_sample(*way)
     sums, waiting = sum(needs.sums), 0
     groups: tuple[int, ...] = (len(needs.sums),)
@@ -397,7 +402,7 @@ def _fit(needs: Needs, room: int | None, size: int, alternating: bool, way: Way)
         groups = _groups(needs.sums, room - models - waiting - max(activations, needs.solver))
         sums = max(_in_groups(needs.sums, groups), default=0)
     fits = room is None or peak() <= room
-    return Fit(size, groups, alternating, way.checkpointing, peak(), fits, way.lean, way.at_once)
+    return MemoryPlan(size, groups, alternating, way.checkpointing, peak(), fits, way.lean, way.at_once)
 
 
 def _groups(sums: Sequence[int], room: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from hf_bico.alignment.procrustes import Rows
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
-from hf_bico.runtime.environment import sent
+from hf_bico.runtime.environment import to_device
 
 
 class Kind(StrEnum):
@@ -170,7 +170,7 @@ class ParameterGradient:
 
 
 @dataclass
-class Descent:
+class LossGradient:
     """The gradient of a site's weight (out, in) and bias (out,), summed over samples, in float32.
 
     Once all is added up, a GPU keeps it in bfloat16: what is foretold from it needs no more. `energies` are theirs.
@@ -181,7 +181,7 @@ class Descent:
     energies: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
-    def zeros(cls, rows: int, columns: int, device: torch.device) -> Descent:
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> LossGradient:
         return cls(torch.zeros((rows, columns), device=device), torch.zeros(rows, device=device))
 
     def add(self, inputs: Tensor, gradients: Tensor) -> None:
@@ -195,7 +195,7 @@ class Descent:
 
 
 @dataclass
-class TaskSum:
+class TaskLossTotals:
     """How the target does on the samples, summed: the loss, the answers that it is of, and how many are wrong.
 
     Where right and wrong cannot be told, there are no answers. The loss means nothing where it `stands_in` for another.
@@ -205,7 +205,7 @@ class TaskSum:
     stands_in: bool = False
 
     @classmethod
-    def zeros(cls, device: torch.device) -> TaskSum:
+    def zeros(cls, device: torch.device) -> TaskLossTotals:
         return cls(torch.zeros(3, dtype=torch.float64, device=device))
 
     def add(self, losses: Losses) -> None:
@@ -228,7 +228,7 @@ class TaskSum:
 
 
 def _number(part: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like[0]) if part is None else sent(part, like.device, like.dtype)
+    return torch.zeros_like(like[0]) if part is None else to_device(part, like.device, like.dtype)
 
 
 def signs(gradient: Tensor, least: Tensor) -> Tensor:
@@ -242,8 +242,8 @@ class Statistics:
 
     sums: dict[Kind, dict[Any, CrossCovariance]] = field(default_factory=dict)
     target_gradients: dict[str, ParameterGradient] = field(default_factory=dict)
-    descents: dict[str, Descent] = field(default_factory=dict)
-    task: TaskSum | None = None
+    descents: dict[str, LossGradient] = field(default_factory=dict)
+    task: TaskLossTotals | None = None
     """Where descents are asked for."""
 
     @classmethod
@@ -258,7 +258,7 @@ class Statistics:
         # in one order for all processes, which add them up: that of a set is each process's own
         found = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
         if Kind.DESCENT in kinds:
-            found.task = TaskSum.zeros(device)
+            found.task = TaskLossTotals.zeros(device)
         for pair in pairs:
             for kind, sums in found.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
@@ -268,7 +268,7 @@ class Statistics:
             if Kind.TARGET_GRADIENTS in kinds:
                 found.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
             if Kind.DESCENT in kinds and (descents_of is None or pair.target.name in descents_of):
-                found.descents[pair.target.name] = Descent.zeros(*pair.target.shape, device)
+                found.descents[pair.target.name] = LossGradient.zeros(*pair.target.shape, device)
         return found
 
     @property
@@ -321,7 +321,7 @@ class Statistics:
         energies = torch.stack(found).square().unflatten(0, (-1, 2)).tolist() if found else []
         for (name, one), (of_weight, of_bias) in zip(self.descents.items(), energies, strict=True):
             kept = torch.bfloat16 if one.weight.is_cuda else torch.float32
-            self.descents[name] = Descent(one.weight.to(kept), one.bias.to(kept), (of_weight, of_bias))
+            self.descents[name] = LossGradient(one.weight.to(kept), one.bias.to(kept), (of_weight, of_bias))
 
     def drop(self, pairs: Iterable[SitePair]) -> None:
         """Forget the sums of these pairs, which no other pair may read."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carried, SiteDelta, SiteDescent
-from hf_bico.alignment.statistics import Descent
+from hf_bico.alignment.methods.base import SiteDelta, SiteLossChange, TransportedSite
+from hf_bico.alignment.statistics import LossGradient
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import Site, SitePair, Slot
@@ -30,7 +30,7 @@ def changed_part(vector: Deltas, slot: Slot) -> Any:
     return None if is_zero(part) else part
 
 
-def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
+def descent_along(delta: SiteDelta, descent: LossGradient) -> SiteLossChange:
     """What a change of a site does to the loss that the gradient is of, to first order."""
     change = own = 0.0
     of_gradient = descent.energies[0]
@@ -42,7 +42,7 @@ def descent_along(delta: SiteDelta, descent: Descent) -> SiteDescent:
         change += float((delta.bias.to(gradient) * gradient).sum())
         own += energy(delta.bias)
         of_gradient += descent.energies[1]  # where there is no bias, nothing learns this
-    return SiteDescent(change, of_gradient, own)
+    return SiteLossChange(change, of_gradient, own)
 
 
 def _inner(gradient: Tensor, change: Change) -> float:
@@ -58,12 +58,12 @@ def site_delta(vector: Deltas, site: Site) -> SiteDelta:
     return SiteDelta(changed_part(vector, site.weight), None if site.bias is None else changed_part(vector, site.bias))
 
 
-def joined(parts: Sequence[Mapping[str, Carried]]) -> dict[str, Carried]:
+def joined(parts: Sequence[Mapping[str, TransportedSite]]) -> dict[str, TransportedSite]:
     """What was carried in several parts, as one; with the maps of the first, and the mean of what went unseen."""
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
 
-def _joined(parts: Sequence[Carried]) -> Carried:
+def _joined(parts: Sequence[TransportedSite]) -> TransportedSite:
     if len(parts) == 1:
         return parts[0]
     deltas = [part.delta for part in parts]
@@ -76,7 +76,9 @@ def _joined(parts: Sequence[Carried]) -> Carried:
     return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None, descent=descent)
 
 
-def gather(carried: Mapping[str, Carried], pairs: Iterable[SitePair], target: Checkpoint, alpha: float) -> Deltas:
+def gather(
+    carried: Mapping[str, TransportedSite], pairs: Iterable[SitePair], target: Checkpoint, alpha: float
+) -> Deltas:
     """alpha times the carried changes, put into the target's tensors."""
     parts: dict[str, list[tuple[Slot, Change]]] = defaultdict(list)
     for pair in pairs:

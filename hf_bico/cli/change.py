@@ -128,9 +128,9 @@ def _numbers(text: str, count: int) -> list[float]:
 
 def _show(folder: Path, as_json: bool, quiet: bool) -> None:
     from hf_bico.cli.console import print_made
-    from hf_bico.reports.record import read_made
+    from hf_bico.reports.record import read_change_record
 
-    record = read_made(folder)
+    record = read_change_record(folder)
     if as_json:
         click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
     elif quiet:

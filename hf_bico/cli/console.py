@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hf_bico.hub.push import Pushed
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.rerun import Rerun
-    from hf_bico.reports.record import ForesightRecord, Made, Record
+    from hf_bico.reports.record import ChangeRecord, ForecastRecord, Record
 
 
 def is_screen(stream: TextIO | None) -> bool:
@@ -82,7 +82,7 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
 
 
-def print_foresight(foresight: ForesightRecord, say: Callable[[str], None]) -> None:
+def print_foresight(foresight: ForecastRecord, say: Callable[[str], None]) -> None:
     """What calibration says, while measuring takes its time; a reader that went away stops no job."""
     with suppress(BrokenPipeError):
         say(foresight_sentence(foresight) + "\n")
@@ -163,7 +163,7 @@ def print_pushed(pushed: Pushed) -> None:
         click.echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
 
 
-def print_made(record: Made, folder: Path) -> None:
+def print_made(record: ChangeRecord, folder: Path) -> None:
     click.echo(_sum(record) if record.job == "apply" else f"{record.parts[0].model.id} over {record.target.id}:")
     if record.output.energy_kept is not None:
         _print_held(record)
@@ -173,12 +173,12 @@ def print_made(record: Made, folder: Path) -> None:
     click.echo(f"Written to {folder} ({size_text(size)})" if size else f"Written to {folder}")
 
 
-def _sum(record: Made) -> str:
+def _sum(record: ChangeRecord) -> str:
     parts = [(part.weight * record.alpha, part.model.id) for part in record.parts]
     return f"{record.target.id}" + "".join(f" + {weight:g} x {name}" for weight, name in parts)
 
 
-def _print_held(record: Made) -> None:
+def _print_held(record: ChangeRecord) -> None:
     """What an adapter holds of the layers, what it leaves out, and both together."""
     ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
     spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"

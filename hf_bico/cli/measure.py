@@ -114,7 +114,7 @@ def reproduce(table: str | None, **options: Any) -> None:
 
         settings, folder = Settings(**options), Path(output or "reproduced").expanduser()
         paper.table(table)  # what is mistyped is said before what takes seconds to import
-        from hf_bico.experiments.reproduce.run import Given, Job, carry_out, estimate
+        from hf_bico.experiments.reproduce.run import Given, Job, estimate, run_job
 
         job = Job.of(table, tasks, folder, Given(*given.values()), seeds, train_target)
         expected = estimate(job, settings, token, allow_pickle)
@@ -139,7 +139,7 @@ def reproduce(table: str | None, **options: Any) -> None:
                 at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
                 show(comparison, part)
 
-            found = carry_out(job, settings, token, allow_pickle, progress, measured)
+            found = run_job(job, settings, token, allow_pickle, progress, measured)
         if as_json:
             click.echo(json.dumps({"folder": str(job.results), "reproduction": json.loads(found.to_json())}))
         elif not quiet:
@@ -334,10 +334,10 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
         from hf_bico.cli.console import shown_progress
         from hf_bico.experiments.diagnose.diagnosis import seconds_line
         from hf_bico.experiments.diagnose.run import diagnose as look
-        from hf_bico.runtime.output import claimed
+        from hf_bico.runtime.output import locked_folder
 
         asked = {name: value for name, value in vars(settings).items() if name != "evaluate"}
-        with claimed(folder), shown_progress(quiet or as_json) as progress:
+        with locked_folder(folder), shown_progress(quiet or as_json) as progress:
             found = look(source, target, base=base, data=data, methods=methods, progress=progress, **job, **asked)
             found.save(folder, others, overwrite)
         if as_json:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from hf_bico.alignment.memory import FLOAT32, FLOAT64, Limits
+from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
 from hf_bico.cli.completion import complete_data, complete_folder, complete_model
 from hf_bico.cli.exit import Edge, edge, go_on_alone, require_device_for_each
 from hf_bico.cli.options import (
@@ -210,9 +210,9 @@ class _Result:
     typed: str
 
     def write(self, ported: Ported) -> None:
-        from hf_bico.runtime.output import whole_folder
+        from hf_bico.runtime.output import atomic_folder
 
-        with whole_folder(self.folder, self.overwrite) as scratch:
+        with atomic_folder(self.folder, self.overwrite) as scratch:
             ported.write(scratch, repo=self.repo, revision=self.push.revision)
             if self.repo is not None:
                 note_line(scratch, line_digest(self.typed, ported.record.models))
@@ -358,18 +358,18 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
 
 def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
-    from hf_bico.porting.planner import matched, settled
+    from hf_bico.porting.planner import matched, with_model_defaults
 
     planned = matched(planned, settings.layers).within(_limits(settings))
     if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
         if planned.lineage.data is not None:
-            settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+            with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
     from hf_bico.alignment.methods import METHODS
     from hf_bico.porting.prepare import require_possible
 
     if planned.lineage.data is not None:
-        settings = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+        settings = with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
     method = METHODS[settings.method](settings)
     with suppress(LineageError):  # that no data is known yet is part of the verdict
         require_possible(planned, settings, method)
@@ -377,10 +377,10 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     return planned.in_form(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
 
 
-def _limits(settings: Settings) -> Limits:
+def _limits(settings: Settings) -> MemoryLimits:
     """What the plan's estimate of memory reads of the settings."""
     size = {"float64": FLOAT64, "bfloat16": FLOAT64 // 4}.get(settings.dtype, FLOAT32)
-    return Limits(settings.memory, settings.batch_size, settings.max_length, size)
+    return MemoryLimits(settings.memory, settings.batch_size, settings.max_length, size)
 
 
 def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:

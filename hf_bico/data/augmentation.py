@@ -26,7 +26,7 @@ NOISE = 0.05
 
 
 @dataclass(frozen=True)
-class Copies:
+class AugmentedSamples:
     """Samples, each followed by so many altered copies of it.
 
     A copy depends on the seed, its row and its number alone, so that it is the same whatever else was drawn.

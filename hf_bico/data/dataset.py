@@ -22,7 +22,7 @@ from hf_bico.data.remote_parquet import UNLABELLED
 from hf_bico.data.sampling import draw_order
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
 from hf_bico.hub.client import HubRepo
-from hf_bico.utils.samples import Answered, Captioned, Chat, PartRecord, Text, TextSample
+from hf_bico.utils.samples import Answered, Captioned, Chat, FilePart, Text, TextSample
 
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """What others call the two who speak."""
@@ -118,7 +118,7 @@ class DataSet:
     """Whether it was opened by a name, and not passed as rows."""
     repo: HubRepo | None = None
     config: str | None = None
-    parts: Mapping[str, list[PartRecord]] = field(default_factory=dict)
+    parts: Mapping[str, list[FilePart]] = field(default_factory=dict)
     """The row groups that the rows of a split are, where it was not read whole."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
     _chosen: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)

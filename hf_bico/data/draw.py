@@ -46,7 +46,7 @@ EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CalibrationDraw:
     """Calibration samples, and where they come from.
 
     Where it `needs_features`, the samples are only candidates, of which `chosen` takes those that were asked for.
@@ -60,7 +60,7 @@ class Drawn:
     strategy: Strategy = field(default_factory=Strategy)
     needs_features: bool = False
 
-    def chosen(self, features: Tensor) -> Drawn:
+    def chosen(self, features: Tensor) -> CalibrationDraw:
         """The samples that were asked for, by the candidates' features: one row for each, in their order."""
         if not self.needs_features:
             return self
@@ -71,7 +71,7 @@ class Drawn:
         rows = self.strategy.by_centroid(self.samples.indices, labels, sizes, features)
         return replace(self, samples=self.data.samples(self.split, rows), needs_features=False)
 
-    def with_labels(self, labels: Sequence[int]) -> Drawn:
+    def with_labels(self, labels: Sequence[int]) -> CalibrationDraw:
         """The samples with these labels, one for each, in their order."""
         if len(labels) != len(self.samples):
             raise ValueError(f"{len(labels)} labels for {len(self.samples)} samples")
@@ -85,18 +85,18 @@ def draw(
     *,
     known_names: Sequence[str] | None = None,
     reads: str = IMAGES,
-) -> Drawn:
+) -> CalibrationDraw:
     """Open a data set and draw the calibration samples that the settings ask for."""
     return draw_from(open_data(data, settings, hub, known_names=known_names, reads=reads), settings)
 
 
-def draw_from(opened: DataSet, settings: Settings) -> Drawn:
+def draw_from(opened: DataSet, settings: Settings) -> CalibrationDraw:
     """Draw the calibration samples that the settings ask for."""
     split = calibration_split(opened, settings.split)
     strategy = Strategy.of(settings)
     samples = calibration_samples(opened, split, settings)
     labels = "dataset" if _knows_labels(_columns_of(opened, split, settings), settings) else "pseudo"
-    return Drawn(opened, split, samples, labels, strategy, strategy.needs_features)
+    return CalibrationDraw(opened, split, samples, labels, strategy, strategy.needs_features)
 
 
 def open_data(
@@ -374,7 +374,7 @@ MOST_LEAKED = 0.05
 move an accuracy by more than so many points."""
 
 
-def repeat_notices(drawn: Drawn, held_out: Samples | None) -> list[str]:
+def repeat_notices(drawn: CalibrationDraw, held_out: Samples | None) -> list[str]:
     """What to know about samples that are copies; `held_out` are those that were measured on."""
     own = list(_digests(drawn.samples))
     known, notices = set(own), []

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedData:
     """All splits of a data set, and its configuration where that has a name."""
 
     splits: dict[str, Any]
@@ -67,7 +67,7 @@ class ParquetFiles:
     features: Any = None
 
 
-def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bool = False) -> Opened:
+def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bool = False) -> OpenedData:
     """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors.
 
     The card of a `foreign` folder may not name files outside of it.
@@ -105,7 +105,7 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     if not splits:
         raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
-    return Opened({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
+    return OpenedData({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
 
 
 def _require_readable_card(folder: Path) -> None:
@@ -130,7 +130,7 @@ def _without_split_labels(splits: Any) -> Any:
     return splits.remove_columns("label") if own else splits
 
 
-def open_whole(repo: HubRepo, config: str | None, limit: int) -> Opened:
+def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
     """Fetch a repo through the cache, but for scripts and pickles, and open it as a folder."""
     data = _data_files(repo)
     names = [*(name for name in _ABOUT if name in repo.files), *data]
@@ -202,14 +202,14 @@ def _converted(repo: HubRepo, names: Sequence[str], config: str | None) -> Parqu
     return ParquetFiles(repo, _named(config), found[config])
 
 
-def _open_files(folder: Path, files: ParquetFiles) -> Opened:
+def _open_files(folder: Path, files: ParquetFiles) -> OpenedData:
     import datasets
 
     datasets.disable_progress_bars()
     with readable(files.repo.id):
         paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
         loaded = datasets.load_dataset("parquet", data_files=paths)
-    return Opened({str(split): _with_images(rows) for split, rows in loaded.items()}, files.config)
+    return OpenedData({str(split): _with_images(rows) for split, rows in loaded.items()}, files.config)
 
 
 def _builder(folder: Path, name: str, config: str | None, cache: Path | None = None) -> Any:

@@ -21,7 +21,7 @@ from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile
 from hf_bico.hub.retries import translated
-from hf_bico.utils.samples import PartRecord
+from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 
 UNLABELLED = -1
@@ -62,12 +62,12 @@ class Chosen:
         return sum(group.size for group in self.groups)
 
     @property
-    def parts(self) -> list[PartRecord]:
+    def parts(self) -> list[FilePart]:
         found: dict[str, list[Group]] = {}
         for group in self.groups:
             found.setdefault(group.file, []).append(group)
         return [
-            PartRecord(file, [group.index for group in groups], sum(group.rows for group in groups))
+            FilePart(file, [group.index for group in groups], sum(group.rows for group in groups))
             for file, groups in found.items()
         ]
 
@@ -242,8 +242,8 @@ class RowGroups:
             some = files[start : start + FOOTERS]
             self._look_into(some)
             columns = [_seeded(self._groups(file, names, label), self._seed, _place) for file in some]
-            for round in zip_longest(*columns):  # one of each file, another one of each, ...
-                yield from (group for group in round if group is not None)
+            for one_of_each in zip_longest(*columns):  # one of each file, another one of each, ...
+                yield from (group for group in one_of_each if group is not None)
 
     def _groups(self, file: str, names: Sequence[str], label: str | None) -> Iterator[Group]:
         footer = self._footers[file]

@@ -35,7 +35,7 @@ from hf_bico.errors import (
     TokenError,
 )
 from hf_bico.hub.references import HubReference, cached_repo, hub_repo, near_folder, parse
-from hf_bico.hub.retries import LOG_IN, again, failures, is_offline, translated
+from hf_bico.hub.retries import LOG_IN, failures, is_offline, translated, with_retries
 from hf_bico.utils import __version__
 from hf_bico.utils.text import near
 
@@ -90,7 +90,7 @@ class HubRepo:
         try:
             with translated(self.asked, self.type, f"'{self.id}'"):
                 for name in names:
-                    again(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
+                    with_retries(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
         except OSError as error:
             if error.errno is None:  # of the client, and not of the disk
                 raise HubUnavailableError(
@@ -109,7 +109,7 @@ class HubRepo:
         try:
             with translated(self.asked, self.type, f"'{self.id}'"):
                 where: dict[str, Any] = {"revision": self.commit, "repo_type": self.type}
-                metadata = again(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
+                metadata = with_retries(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
         except SafetensorsParsingError as error:
             raise BrokenWeightsError(
                 f"'{name}' of '{self.id}' cannot be read as safetensors: {error}", "ask its author to upload it again"
@@ -156,9 +156,9 @@ class Hub:
         named = f"{what} '{reference}'"
         with translated(reference, type, named, self):
             where: dict[str, Any] = {"revision": reference.revision, "repo_type": type}
-            info: Any = again(lambda: self.api.repo_info(reference.id, files_metadata=True, **where))
+            info: Any = with_retries(lambda: self.api.repo_info(reference.id, files_metadata=True, **where))
             if info.gated:
-                again(lambda: self.api.auth_check(info.id, repo_type=type))
+                with_retries(lambda: self.api.auth_check(info.id, repo_type=type))
         files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         for name in files:
             if any(part in name for part in _ODD_NAMES) or name.startswith("/"):
@@ -198,7 +198,7 @@ class Hub:
         if is_offline():
             return self._cached_conversion(repo)
         with translated(repo.asked, repo.type, f"'{repo.id}'"):
-            requests = again(
+            requests = with_retries(
                 lambda: list(
                     self.api.get_repo_discussions(repo.id, author=CONVERSION_BOT, discussion_type="pull_request")
                 )
@@ -223,7 +223,9 @@ class Hub:
     def _parent(self, repo: HubRepo) -> str | None:
         """The commit before this one: a conversion of older weights is of no use."""
         with translated(repo.asked, repo.type, f"'{repo.id}'"):
-            commits = again(lambda: self.api.list_repo_commits(repo.id, repo_type=repo.type, revision=repo.commit))
+            commits = with_retries(
+                lambda: self.api.list_repo_commits(repo.id, repo_type=repo.type, revision=repo.commit)
+            )
         return commits[1].commit_id if len(commits) > 1 else None
 
     def exists(self, repo_id: str, type: str) -> bool:
@@ -296,7 +298,7 @@ SMALL = 20_000_000
 
 
 @dataclass(frozen=True)
-class Place:
+class RepoFiles:
     """The files of one repo; those of a Hub repo are in `folder` once they are fetched."""
 
     name: str
@@ -322,14 +324,16 @@ class Place:
         return [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
 
 
-def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
+def locate(reference: str | Path, what: str, hub: Hub | None = None) -> RepoFiles:
     """Find a model repo by its reference; of a Hub repo the small files are fetched, and no weight."""
     found = parse(reference, what)
     if isinstance(found, Path):
         place = _cached_place(found, what, hub or Hub())
         if place is not None:
             return place
-        return Place(found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()})
+        return RepoFiles(
+            found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()}
+        )
     alias = hub_repo(found, what)
     try:
         return at_hub((hub or Hub()).repo(alias or found, what))
@@ -339,7 +343,7 @@ def locate(reference: str | Path, what: str, hub: Hub | None = None) -> Place:
         raise type(error)(f"there is no folder '{found.id}' here, and {error.cause}", error.remedy) from error
 
 
-def _cached_place(folder: Path, what: str, hub: Hub) -> Place | None:
+def _cached_place(folder: Path, what: str, hub: Hub) -> RepoFiles | None:
     """A folder of the Hub's own cache as the repo that it is, where that can still be read: its privacy matters."""
     reference = cached_repo(folder)
     try:
@@ -348,13 +352,13 @@ def _cached_place(folder: Path, what: str, hub: Hub) -> Place | None:
         return None
 
 
-def at_hub(repo: HubRepo) -> Place:
+def at_hub(repo: HubRepo) -> RepoFiles:
     """The place of a resolved Hub repo, with its small files fetched."""
     small = [name for name in repo.files if name in SMALL_FILES or (name.endswith(".index.json") and "/" not in name)]
     small = [name for name in small if repo.files[name] <= SMALL]
     folder = repo.fetch(small)
     repo.hub.remember(repo)
-    return Place(repo.id, folder, repo.files, repo)
+    return RepoFiles(repo.id, folder, repo.files, repo)
 
 
 class RemoteFile(io.RawIOBase):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
-from hf_bico.hub.retries import LOG_IN, PASSING, again, failures, is_offline, translated
+from hf_bico.hub.retries import LOG_IN, PASSING, failures, is_offline, translated, with_retries
 from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _account(hub: Hub, repo_id: str) -> dict[str, Any]:
     if not (hub.token or get_token()):
         raise TokenError(f"pushing to '{repo_id}' needs a token", f"{LOG_IN}; the token must be allowed to write")
     with translated(HubReference(repo_id), "model", f"'{repo_id}'"):
-        account: dict[str, Any] = again(lambda: hub.api.whoami(token=hub.token))
+        account: dict[str, Any] = with_retries(lambda: hub.api.whoami(token=hub.token))
     return account
 
 
@@ -124,7 +124,7 @@ def _is_public(hub: Hub, type: str, repo_id: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     with suppress(HFValidationError, *failures()):
-        info: Any = again(lambda: hub.api.repo_info(repo_id, repo_type=type))
+        info: Any = with_retries(lambda: hub.api.repo_info(repo_id, repo_type=type))
         return not (info.private or info.gated or info.disabled)
     return False
 
@@ -135,7 +135,7 @@ def remote_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
 
     with translated(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
         try:
-            return again(lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True))
+            return with_retries(lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True))
         except GatedRepoError:
             raise
         except (RepositoryNotFoundError, RevisionNotFoundError):
@@ -148,7 +148,9 @@ def known_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
 
     missing = (RepositoryNotFoundError, RevisionNotFoundError)
     with translated(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
-        return again(lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True), lagging=missing)
+        return with_retries(
+            lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True), lagging=missing
+        )
 
 
 def remote_files(hub: Hub, repo_id: str, revision: str | None) -> dict[str, Any]:
@@ -251,7 +253,7 @@ def _make(make: Callable[[], object], note: Callable[[bool], None]) -> None:
                 raise
 
     note(True)
-    again(once)
+    with_retries(once)
 
 
 def _take_back(hub: Hub, repo_id: str, made: CreatedRepo) -> bool:
@@ -263,12 +265,12 @@ def _take_back(hub: Hub, repo_id: str, made: CreatedRepo) -> bool:
 
     with suppress(BicoError, *failures()):
         if made.repo and _is_as_made(hub, repo_id, made):
-            again(lambda: hub.api.delete_repo(repo_id, missing_ok=True))
+            with_retries(lambda: hub.api.delete_repo(repo_id, missing_ok=True))
         elif made.branch is not None:
             info = remote_info(hub, repo_id, made.branch)
             if info is not None and info.sha == made.first:
                 with suppress(RevisionNotFoundError):  # deleted, and the answer lost
-                    again(lambda: hub.api.delete_branch(repo_id, branch=str(made.branch)))
+                    with_retries(lambda: hub.api.delete_branch(repo_id, branch=str(made.branch)))
         return True
     return False
 
@@ -356,7 +358,7 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
         url = _address(hub, repo_id, options.revision)
         return Pushed(repo_id, url, done.oid, bool(head.private), done.oid != head.sha, done.pr_url)
 
-    return again(once)
+    return with_retries(once)
 
 
 def _ran_late(error: Any) -> bool:
@@ -379,7 +381,7 @@ def _carried_out(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> 
 def _opened(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed | None:
     """The open pull request of this title that holds the files of this folder."""
     asked = partial(hub.api.get_repo_discussions, repo_id, discussion_type="pull_request", discussion_status="open")
-    for request in again(lambda: list(islice(asked(), _LATEST))):
+    for request in with_retries(lambda: list(islice(asked(), _LATEST))):
         revision = f"refs/pr/{request.num}"
         if request.title == _title(folder, options) and _holds(remote_files(hub, repo_id, revision), folder):
             pushed = _pushed(hub, repo_id, revision, changed=False)

@@ -28,7 +28,7 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 
 @dataclass(frozen=True)
-class Origin:
+class RepoMetadata:
     """What a repo's files say about it; what they do not say is empty."""
 
     adapter: bool = False
@@ -48,7 +48,7 @@ class Origin:
     """Why the card's metadata could not be read."""
 
 
-def read_origin(folder: Path, own_name: str = "") -> Origin:
+def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
     """Read `adapter_config.json`, the card and `config.json` of a repo, as far as they are there and sane."""
     adapter, config = _read_json(folder / ADAPTER_CONFIG), _read_json(folder / "config.json")
     card, problem = _read_card(folder / "README.md")
@@ -59,7 +59,7 @@ def read_origin(folder: Path, own_name: str = "") -> Origin:
     ]
     usable = [(file, _repos(names, own_name)) for file, names in named]
     bases_from, bases = next(((file, names) for file, names in usable if names), ("", ()))
-    return Origin(
+    return RepoMetadata(
         adapter=bool(adapter),
         bases=bases,
         bases_from=bases_from,
@@ -75,7 +75,7 @@ def read_origin(folder: Path, own_name: str = "") -> Origin:
     )
 
 
-def base_of(origin: Origin, name: str) -> str:
+def base_of(origin: RepoMetadata, name: str) -> str:
     """The one base that a repo names."""
     if not origin.bases:
         because = f" (its card cannot be read: {origin.problem})" if origin.problem else ""
@@ -90,7 +90,7 @@ def base_of(origin: Origin, name: str) -> str:
     return origin.bases[0]
 
 
-def data_of(origin: Origin, name: str) -> str | LineageError:
+def data_of(origin: RepoMetadata, name: str) -> str | LineageError:
     """The one data set that a repo's card names, or the error that says why there is none."""
     repos = _repos([data for data in origin.data_sets if data.lower() not in LOADERS])
     if len(repos) == 1:

@@ -60,7 +60,7 @@ def failures() -> tuple[type[Exception], ...]:
     return (HTTPError, ConnectionError, JSONDecodeError)
 
 
-def again(call: Callable[[], Result], lagging: tuple[type[Exception], ...] = ()) -> Result:
+def with_retries(call: Callable[[], Result], lagging: tuple[type[Exception], ...] = ()) -> Result:
     """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is.
 
     So is what ends in `lagging`, of things that are known to be there: not every machine of the Hub may know them yet.

@@ -372,17 +372,17 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
     """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
     from huggingface_hub import constants
 
-    from hf_bico.runtime.output import claimed, whole_folder
+    from hf_bico.runtime.output import atomic_folder, locked_folder
 
     sides = [name for name in beside if (folder / name).is_file()]
     digests = sha256_of(folder / name for name in (*names, *sides))
     key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
     converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
-    with claimed(converted, waits=True):
+    with locked_folder(converted, waits=True):
         if converted.is_dir():
             return converted
         tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
-        with whole_folder(converted) as scratch:
+        with atomic_folder(converted) as scratch:
             # safetensors keeps no two names for one memory
             save_tensors(
                 {key: value.clone() for key, value in tensors.items()},

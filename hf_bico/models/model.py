@@ -26,9 +26,9 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WeightsNotFoundError,
 )
-from hf_bico.hub.client import Downloaded, Hub, Place, at_hub, locate
+from hf_bico.hub.client import Downloaded, Hub, RepoFiles, at_hub, locate
 from hf_bico.hub.references import LOCAL, RepoName
-from hf_bico.hub.repo_metadata import Origin, read_origin
+from hf_bico.hub.repo_metadata import RepoMetadata, read_metadata
 from hf_bico.hub.retries import is_offline
 from hf_bico.models.checkpoints import (
     DELTA_FILE,
@@ -44,7 +44,7 @@ from hf_bico.models.checkpoints import (
     not_floats,
 )
 from hf_bico.models.families import FAMILIES, family_of
-from hf_bico.models.families.base import Family, Spread, require_dense
+from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.pretrained import require_within
 from hf_bico.models.layout import Layout
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenedRepo:
     """Weights by reference."""
 
     name: str
     checkpoint: Checkpoint
-    place: Place | None = None
+    place: RepoFiles | None = None
     """Where its files are; None for a loaded module."""
     weights: WeightFiles | None = None
     notice: str | None = None
@@ -85,9 +85,9 @@ class Opened:
         return LOCAL if repo is None else (repo.type, repo.id)
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> RepoMetadata:
         """What its own card and configuration say about it."""
-        return Origin() if self.place is None else read_origin(self.place.folder, self.place.name)
+        return RepoMetadata() if self.place is None else read_metadata(self.place.folder, self.place.name)
 
     @property
     def beside(self) -> Sequence[str]:
@@ -115,7 +115,7 @@ class Opened:
         return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}
 
 
-def known_weights(place: Place, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
+def known_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
     """Names and shapes of a repo's weights: from its files where they are here, else by what the Hub tells."""
     if all((place.folder / name).is_file() for name in weights.names):
         return on_disk(place, weights)
@@ -125,7 +125,7 @@ def known_weights(place: Place, weights: WeightFiles) -> FileCheckpoint | Header
     return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))
 
 
-def on_disk(place: Place, weights: WeightFiles) -> FileCheckpoint:
+def on_disk(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint:
     index = None if weights.index is None else place.folder / weights.index
     return FileCheckpoint([place.folder / name for name in weights.names], index)
 
@@ -135,7 +135,7 @@ ModelReference: TypeAlias = "str | Path | nn.Module"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Opened):
+class Model(OpenedRepo):
     """A model that is known but not loaded."""
 
     family: Family
@@ -145,7 +145,7 @@ class Model(Opened):
     @classmethod
     def open(
         cls,
-        reference: ModelReference | Place,
+        reference: ModelReference | RepoFiles,
         what: str,
         library: str = "transformers",
         hub: Hub | None = None,
@@ -157,7 +157,7 @@ class Model(Opened):
         """
         if isinstance(reference, str | Path):
             reference = locate(reference, what, hub)
-        if isinstance(reference, Place):
+        if isinstance(reference, RepoFiles):
             return _open_place(reference, what, library, allow_pickle)
         checkpoint = MemoryCheckpoint.of(reference)
         config: Any = getattr(reference, "config", None)
@@ -176,7 +176,7 @@ class Model(Opened):
         """What the model is loaded with, and another one like it written with."""
         return self.family.side_names
 
-    def load(self, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+    def load(self, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None) -> LiveModel:
         """The live model; a module that the caller loaded is used where and as it is."""
         if self.folder is None:
             return self.family.wrap(self.module)
@@ -216,7 +216,7 @@ def require_same_family(tuned: Model, base: Model) -> None:
         )
 
 
-def fetch_checkpoint(place: Place, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
+def fetch_checkpoint(place: RepoFiles, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
     """The weights of a repo on this machine, of whatever kind of model they are."""
     found = _find_weights(place, library, allow_pickle)
     weights = found.weights
@@ -224,7 +224,7 @@ def fetch_checkpoint(place: Place, library: str = "transformers", allow_pickle: 
     return on_disk(found.place, weights)
 
 
-def _open_place(place: Place, what: str, library: str, allow_pickle: bool) -> Model:
+def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -> Model:
     called = f"{what} '{place.name}'"
     if DELTA_FILE in place.sizes:
         raise RepoError(
@@ -279,13 +279,13 @@ def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None
 class _Found:
     """Safetensors, and how they were come by."""
 
-    place: Place
+    place: RepoFiles
     weights: WeightFiles
     notice: str | None = None
     pickled: bool = False
 
 
-def _find_weights(place: Place, library: str, allow_pickle: bool) -> _Found:
+def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _Found:
     """Safetensors: the repo's own, else of the Hub's conversion, else made from pickles where that is allowed."""
     try:
         return _Found(place, find_weights(place.folder, place.sizes, library, place.name))
@@ -303,7 +303,7 @@ def _find_weights(place: Place, library: str, allow_pickle: bool) -> _Found:
     return _without_pickles(place, library)
 
 
-def _without_pickles(place: Place, library: str) -> _Found:
+def _without_pickles(place: RepoFiles, library: str) -> _Found:
     from hf_bico.models.checkpoints import convert, pickled_files
 
     layout, pickles = pickled_files(place.folder, place.sizes, library)

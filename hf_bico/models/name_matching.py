@@ -22,7 +22,7 @@ class Overlap:
     """Tensors of the fine-tuned model that the base lacks: nothing to compare them with."""
 
 
-def made_anew(
+def reinitialised_head(
     places: Mapping[str, str], own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]
 ) -> set[str]:
     """Those of the tensors that have a place in the base which are of a classification head of another size.
@@ -45,7 +45,7 @@ def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[
             "the fine-tuned model and its base have no tensor name in common",
             "name the model that was fine-tuned with --base",
         )
-    anew = made_anew(base_name_of, fine_tuned, base)
+    anew = reinitialised_head(base_name_of, fine_tuned, base)
     base_name_of = {own: name for own, name in base_name_of.items() if own not in anew}
     for own, name in base_name_of.items():
         if fine_tuned[own] != base[name]:

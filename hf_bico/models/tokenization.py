@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
 from hf_bico.models.hooks import TextRows
-from hf_bico.runtime.environment import sent
+from hf_bico.runtime.environment import to_device
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 
@@ -183,7 +183,9 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         there = torch.device(device)
-        return TokenBatch(sent(self.ids, there), sent(self.mask, there), sent(self.labels, there), self.rows)
+        return TokenBatch(
+            to_device(self.ids, there), to_device(self.mask, there), to_device(self.labels, there), self.rows
+        )
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from hf_bico.alignment.calibration_pass import Shown, Side, collect, show
-from hf_bico.alignment.memory import Fit, solved_together
-from hf_bico.alignment.methods.base import Carried, Carrier, Seen
-from hf_bico.alignment.objectives.base import Classifier, Head, Heads, LikelyLabels, Question
+from hf_bico.alignment.memory import MemoryPlan, solved_together
+from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSite
+from hf_bico.alignment.objectives.base import Classifier, Head, Heads, LikelyLabels, LossBatch
 from hf_bico.alignment.objectives.clip import ZeroShotHead
 from hf_bico.alignment.readout import Readout, solve_readout
-from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskSum
+from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskLossTotals
 from hf_bico.alignment.transport import descent_along, joined, site_delta
-from hf_bico.data.augmentation import Copies
+from hf_bico.data.augmentation import AugmentedSamples
 from hf_bico.data.dataset import Samples
-from hf_bico.data.draw import Drawn
+from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
 from hf_bico.models.layout import SitePair, descent_sites
-from hf_bico.porting.model_pair import Bench
-from hf_bico.runtime.environment import Stopwatch, ahead, halving_batches
+from hf_bico.porting.model_pair import ModelPair
+from hf_bico.runtime.environment import Stopwatch, halving_batches, prefetch
 from hf_bico.settings import Settings
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ def require_enough_to_mispair(samples: int) -> None:
         raise UsageError(f"{samples} samples cannot be mispaired in four ways, as --control does", "use at least -n 5")
 
 
-class Round:
+class Calibration:
     """One draw of calibration samples, with altered copies of each if asked for, as the two models see it; or none.
 
     As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
@@ -58,31 +58,31 @@ class Round:
 
     def __init__(
         self,
-        bench: Bench,
-        drawn: Drawn | None,
+        models: ModelPair,
+        drawn: CalibrationDraw | None,
         heads: Heads | None,
         watch: Stopwatch,
         settings: Settings,
         *,
         mispaired: bool = False,
         keeps: bool = True,
-        foretells: bool = False,
+        forecasts: bool = False,
     ) -> None:
-        self.bench = bench
+        self.models = models
         self._heads = heads
         self.watch = watch
         self.settings = settings
-        self.copies = 0 if drawn is None else bench.copies(settings, len(drawn.samples))
+        self.copies = 0 if drawn is None else models.copies(settings, len(drawn.samples))
         self.mispaired = mispaired
         self.keeps = keeps
-        self.foretells = foretells
-        self.task: TaskSum | None = None
+        self.forecasts = forecasts
+        self.task: TaskLossTotals | None = None
         """How the target does on the samples, where that is foretold from."""
         self.batch_size: int | None = None
         """That of the last pass over the samples."""
         self._drawn = drawn
         self._seen = Statistics()
-        self._fits: dict[frozenset[Kind], Fit] = {}
+        self._fits: dict[frozenset[Kind], MemoryPlan] = {}
 
     @property
     def heads(self) -> Heads:
@@ -103,12 +103,12 @@ class Round:
         return () if self._drawn is None else self._drawn.data.class_names
 
     @cached_property
-    def samples(self) -> Samples | Copies:
+    def samples(self) -> Samples | AugmentedSamples:
         """What the target sees."""
         return self._copied(self.drawn_samples)
 
-    def _copied(self, samples: Samples) -> Samples | Copies:
-        return Copies(samples, self.copies, self.settings.seed) if self.copies else samples
+    def _copied(self, samples: Samples) -> Samples | AugmentedSamples:
+        return AugmentedSamples(samples, self.copies, self.settings.seed) if self.copies else samples
 
     @cached_property
     def predictions(self) -> Tensor:
@@ -116,22 +116,22 @@ class Round:
         head = self.heads.tuned
         if not isinstance(head, Classifier):
             raise no_predictions(self.settings.method)
-        with self.bench.tuning.applied_to(self.bench.source.module):
-            return logits_of(self.bench.source, head, self.samples, self.settings.batch)
+        with self.models.tuning.applied_to(self.models.source.module):
+            return logits_of(self.models.source, head, self.samples, self.settings.batch)
 
     def see(self, kinds: Collection[Kind]) -> Statistics:
         """The statistics at the two pretrained models; what was not seen yet is collected in one pass."""
         missing = set(kinds) - self._seen.kinds
         if missing:
-            self._seen.update(self.collected(missing, self.bench.pairs))
+            self._seen.update(self.collected(missing, self.models.pairs))
         return self._seen
 
-    def carry(self, method: Carrier) -> dict[str, Carried]:
+    def carry(self, method: Carrier) -> dict[str, TransportedSite]:
         """The task vector at every pair of sites, in the target's coordinates."""
-        parts = list[dict[str, Carried]]()
+        parts = list[dict[str, TransportedSite]]()
         passes = self._passes_of(method)
         for step in range(method.steps):
-            found: dict[str, Carried] = {}
+            found: dict[str, TransportedSite] = {}
             for pairs in passes:
                 seen = self._along(step / method.steps, parts, method, pairs) if step else self._start(method, pairs)
                 self.task = self.task or seen.task
@@ -139,26 +139,28 @@ class Round:
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
                 found |= self._carried(method, pairs, seen)
-            parts.append(self.bench.team.gathered(found))
+            parts.append(self.models.team.gathered(found))
         return joined(parts)
 
-    def _carried(self, method: Carrier, pairs: Sequence[SitePair], statistics: Statistics) -> dict[str, Carried]:
+    def _carried(
+        self, method: Carrier, pairs: Sequence[SitePair], statistics: Statistics
+    ) -> dict[str, TransportedSite]:
         """This process's part of the pairs, some at a time; sums that nobody else reads are let go of on the way."""
-        bench, found = self.bench, dict[str, Carried]()
+        models, found = self.models, dict[str, TransportedSite]()
         groups = solved_together(pairs) if method.by_site else [list(pairs)]
-        own = bench.team.share(groups) if method.by_site else groups
+        own = models.team.share(groups) if method.by_site else groups
         if statistics is not self._seen:
             statistics.drop(pair for group in groups if group not in own for pair in group)
         for group in own:
             with self.watch("align"):
-                method.prepare(group, Seen(*bench.pretrained, statistics))
+                method.prepare(group, MethodInputs(*models.pretrained, statistics))
             descents = {pair.target.name: statistics.descents.get(pair.target.name) for pair in group}
             if statistics is not self._seen:
                 statistics.drop(group)
             with self.watch("transport"):
                 for pair in group:
-                    delta = site_delta(bench.vector, pair.source).scaled(1 / method.steps)
-                    carried = bench.settled(pair, method.carry(pair, delta))
+                    delta = site_delta(models.vector, pair.source).scaled(1 / method.steps)
+                    carried = models.settled(pair, method.carry(pair, delta))
                     descent = descents.pop(pair.target.name)
                     along = None if descent is None else descent_along(carried.delta, descent)
                     found[pair.target.name] = replace(carried, descent=along)
@@ -166,14 +168,14 @@ class Round:
 
     def _kinds_of(self, method: Carrier) -> frozenset[Kind]:
         """The statistics that a method needs at the start, and what foretelling adds to them."""
-        extra = {Kind.DESCENT} if self.foretells and method.differentiates else set()
+        extra = {Kind.DESCENT} if self.forecasts and method.differentiates else set()
         return method.kinds | extra
 
     def _passes_of(self, method: Carrier) -> list[list[SitePair]]:
         """The pairs that each pass over the samples adds up: all of them, or as many as there is memory for."""
         if not method.by_site:
-            return [self.bench.pairs]
-        groups, counts = solved_together(self.bench.pairs), self.fit(self._kinds_of(method)).groups
+            return [self.models.pairs]
+        groups, counts = solved_together(self.models.pairs), self.memory_plan(self._kinds_of(method)).groups
         starts = [sum(counts[:number]) for number in range(len(counts))]
         return [
             [pair for group in groups[start : start + count] for pair in group]
@@ -183,23 +185,23 @@ class Round:
     def _start(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
         """The statistics of some pairs at the pretrained models; kept if they are of all, and others read them."""
         kinds = self._kinds_of(method)
-        if self.keeps and len(pairs) == len(self.bench.pairs):
+        if self.keeps and len(pairs) == len(self.models.pairs):
             return self.see(kinds)
         return self.collected(kinds, pairs) if kinds else Statistics()
 
     def _along(
-        self, share: float, parts: Sequence[dict[str, Carried]], method: Carrier, pairs: Sequence[SitePair]
+        self, share: float, parts: Sequence[dict[str, TransportedSite]], method: Carrier, pairs: Sequence[SitePair]
     ) -> Statistics:
         """The statistics with a share of the task vector in the source, and what became of it in the target.
 
         In the same batches as at the start, so that one number repeats the whole path.
         """
-        bench = self.bench
-        so_far = bench.gathered(joined(parts), alpha=1.0).renamed(bench.planned.lineage.target.layout.own_names)
+        models = self.models
+        so_far = models.gathered(joined(parts), alpha=1.0).renamed(models.planned.lineage.target.layout.own_names)
         with ExitStack() as stack:
-            stack.enter_context((share * bench.tuning).applied_to(bench.source.module))
-            stack.enter_context(so_far.applied_to(bench.target.module))
-            return self.collected(method.kinds, pairs, self.fit(self._kinds_of(method)))
+            stack.enter_context((share * models.tuning).applied_to(models.source.module))
+            stack.enter_context(so_far.applied_to(models.target.module))
+            return self.collected(method.kinds, pairs, self.memory_plan(self._kinds_of(method)))
 
     def readout(self, changes: Deltas) -> Readout:
         """The correction of the final projection of the target with these changes.
@@ -207,7 +209,7 @@ class Round:
         From altered copies too where they were asked for, and not only the method's habit: so it is the same step for
         every method, and for the target itself.
         """
-        target, head = self.bench.target, self.heads.target
+        target, head = self.models.target, self.heads.target
         if not isinstance(head, ZeroShotHead):
             raise no_predictions("--readout")
         samples, wanted = self.samples, self.predictions
@@ -215,12 +217,12 @@ class Round:
             samples, wanted = self.drawn_samples, wanted[:: 1 + self.copies]
         with changes.applied_to(target.module), torch.no_grad():
             hidden, weight = self._hidden(samples), target.weight("proj")
-        origins = samples.origins if isinstance(samples, Copies) else range(len(samples))
+        origins = samples.origins if isinstance(samples, AugmentedSamples) else range(len(samples))
         return solve_readout(hidden, weight, head, wanted, origins)
 
-    def _hidden(self, samples: Samples | Copies) -> Tensor:
+    def _hidden(self, samples: Samples | AugmentedSamples) -> Tensor:
         """What the target's final projection reads."""
-        model = self.bench.target
+        model = self.models.target
         projection = model.layout.site("proj")
 
         def run(size: int) -> Tensor:
@@ -233,27 +235,29 @@ class Round:
 
         return halving_batches(self.settings.batch, run)
 
-    def fit(self, kinds: Collection[Kind]) -> Fit:
+    def memory_plan(self, kinds: Collection[Kind]) -> MemoryPlan:
         """How the statistics are collected within the memory that there is: found once, the same in every process."""
         asked = frozenset(kinds)
         if asked not in self._fits:
-            self._fits[asked] = self.bench.team.agreed(self.bench.fit(asked, self.samples, self.settings))
+            self._fits[asked] = self.models.team.agreed(self.models.memory_plan(asked, self.samples, self.settings))
         return self._fits[asked]
 
-    def collected(self, kinds: Collection[Kind], pairs: Sequence[SitePair], fitted: Fit | None = None) -> Statistics:
+    def collected(
+        self, kinds: Collection[Kind], pairs: Sequence[SitePair], fitted: MemoryPlan | None = None
+    ) -> Statistics:
         """The statistics of some pairs, from a pass of their own."""
-        bench, fitted = self.bench, fitted or self.fit(kinds)
+        models, fitted = self.models, fitted or self.memory_plan(kinds)
 
         def collected(turn: int, some: Collection[Kind]) -> Statistics:
             def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:
                 self.batch_size = size
                 passes = self._passes(size, set(some), turn)
-                sides, sums_on = self._sides(thrifty, fitted.lean), bench.device
-                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, descent_sites(bench.pairs))
+                sides, sums_on = self._sides(thrifty, fitted.lean), models.device
+                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, descent_sites(models.pairs))
 
             leaner = None if fitted.checkpointing else partial(run, thrifty=True)
             found = halving_batches(fitted.batch_size, run, leaner)
-            bench.team.add_up(found.tensors)
+            models.team.add_up(found.tensors)
             found.require_finite()
             return found
 
@@ -271,7 +275,7 @@ class Round:
 
     def _sides(self, checkpointing: bool = False, lean: bool = False) -> tuple[Side, Side]:
         """Both pretrained models."""
-        asked = ((self.bench.source, self.heads.source), (self.bench.target, self.heads.target))
+        asked = ((self.models.source, self.heads.source), (self.models.target, self.heads.target))
         source, target = (
             Side(model, model.layout.tokens, checkpointing, lean, head.looks_inside, stays=not model.visits)
             for model, head in asked
@@ -297,30 +301,30 @@ class Round:
         The source sees the samples from number `turn` on.
         """
         drawn = self.drawn_samples
-        own = self.bench.team.share(tuple(range(len(drawn))))
+        own = self.models.team.share(tuple(range(len(drawn))))
         mine = self._copied(drawn.some(own))
         both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
         if turn:
             both = zip(self._copied(drawn.rotated(turn).some(own)).batches(size), mine.batches(size), strict=True)
-        models = (self.bench.source, self.bench.target)
+        models = (self.models.source, self.models.target)
         batches = (
             [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both
         )
         likely = [self._likely(kinds, number) for number in (turn, 0)]  # now: it runs a model
         first = own[0] * (1 + self.copies) if own else 0
-        return self._asking(ahead(batches), likely, range(first, first + len(mine)))
+        return self._asking(prefetch(batches), likely, range(first, first + len(mine)))
 
     def _asking(
         self, batches: Iterator[Sequence[Any]], likely: Sequence[LikelyLabels | None], places: range
     ) -> Iterator[tuple[Pass, Pass]]:
         """The passes of these batches, whose samples are at these places among all that are asked about."""
-        sides = (_asked(self.bench.source, self.heads.source), _asked(self.bench.target, self.heads.target))
+        sides = (_asked(self.models.source, self.heads.source), _asked(self.models.target, self.heads.target))
         done = places.start
         for both in batches:
             self.watch.progress("calibrate", done - places.start, len(places))
             here = slice(done, done + len(both[0][1]))
             questions = [
-                Question(batch[0], batch[1], None if found is None else found[here], here.start)
+                LossBatch(batch[0], batch[1], None if found is None else found[here], here.start)
                 for batch, found in zip(both, likely, strict=True)
             ]
             yield sides[0](questions[0]), sides[1](questions[1])
@@ -333,7 +337,7 @@ class Round:
         return LikelyLabels.of(self.predictions.roll(-turn * (1 + self.copies), 0))
 
 
-def _asked(model: LiveModel, head: Head) -> Callable[[Question], Pass]:
+def _asked(model: LiveModel, head: Head) -> Callable[[LossBatch], Pass]:
     """What makes a pass of a question."""
     return lambda question: lambda: head.losses(model, question)
 

@@ -20,22 +20,22 @@ from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
-from hf_bico.hub.client import Hub, Place, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
-from hf_bico.hub.repo_metadata import data_of, read_origin
+from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.inference import Batched, Prepared, Read, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
-from hf_bico.porting.calibration import Round
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import head_of_model
-from hf_bico.porting.planner import settled
+from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memory, exact_float32
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
 
@@ -43,7 +43,7 @@ from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
-@last_net()
+@translate_errors()
 def evaluate_model(
     model: ModelReference,
     data: Any = None,
@@ -71,7 +71,7 @@ def evaluate_model(
     record = _port_record(model, hub)
     data = _known_data(model, record, hub) if data is None else data
     whole, vector, name, holder = _open(model, base, hub, allow_pickle)
-    settings = settled(settings, whole.layout, whole.layout) if probe is None else settings
+    settings = with_model_defaults(settings, whole.layout, whole.layout) if probe is None else settings
     reads = whole.layout.reads
     known_names = holder.origin.class_names or whole.origin.class_names or None
     training: Samples | None = None
@@ -189,7 +189,7 @@ def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
         known = record.data
         return recorded_folder(known.id) if known.commit is None else HubReference(known.id, known.commit)
     place = locate(model, "the model", hub)
-    named = data_of(read_origin(place.folder, place.name), place.name)
+    named = data_of(read_metadata(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
         cause = named.cause.replace("no calibration data was given", "no data to measure on was given")
         raise type(named)(cause, named.remedy)
@@ -209,7 +209,7 @@ def _open(
 ) -> tuple[Model, TaskVector | None, str, Model | Adapter]:
     """The whole model to load, what to add to it, the result's name, and what may hold a head; all on this machine."""
 
-    def opened(reference: ModelReference | Place, what: str, library: str = "transformers") -> Model:
+    def opened(reference: ModelReference | RepoFiles, what: str, library: str = "transformers") -> Model:
         return Model.open(reference, what, library, hub, allow_pickle).fetched()
 
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
@@ -235,7 +235,7 @@ MOST_KEPT = 2**29
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class HeldOutEvaluation:
     """Samples of one split of a data set; a linear probe, where one is asked for, is fitted to `probed_on`.
 
     `evaluation` is "zero-shot", by what the heads themselves ask, "probe" or "both", as in the settings.
@@ -259,11 +259,11 @@ class Yardstick:
             found.append(self._record(name, "accuracy", value, PROBE, len(self.probed_on)))
         return found
 
-    def read_once(self) -> Yardstick:
+    def read_once(self) -> HeldOutEvaluation:
         """The same, its images read once; as it is where they take too much memory."""
         return replace(self, samples=Read.of(self.samples, self.batch_size, MOST_KEPT))
 
-    def prepared_by(self, model: LiveModel) -> Yardstick:
+    def prepared_by(self, model: LiveModel) -> HeldOutEvaluation:
         """The same for this model alone, its images prepared once; as it is where they take too much memory."""
         if not isinstance(model, ImageModel) or model.layout.image_size is None:
             return self
@@ -272,22 +272,22 @@ class Yardstick:
         return replace(self, samples=Prepared.by(model, self.samples, self.batch_size))
 
     def measure_target(
-        self, name: str, round: Round, changes: Deltas, head: Head | None = None
+        self, name: str, calibration: Calibration, changes: Deltas, head: Head | None = None
     ) -> list[EvaluationRecord]:
         """What the target reaches with these changes, and with this head if it is another."""
-        target = round.bench.target
-        with changes.renamed(round.bench.planned.lineage.target.layout.own_names).applied_to(target.module):
-            return self.measure(name, target, head or round.heads.target)
+        target = calibration.models.target
+        with changes.renamed(calibration.models.planned.lineage.target.layout.own_names).applied_to(target.module):
+            return self.measure(name, target, head or calibration.heads.target)
 
-    def measure_source(self, name: str, round: Round) -> list[EvaluationRecord]:
+    def measure_source(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
         """What the fine-tuned source reaches."""
-        source = round.bench.source
-        with round.bench.tuning.applied_to(source.module):
-            return self.measure(name, source, round.heads.tuned)
+        source = calibration.models.source
+        with calibration.models.tuning.applied_to(source.module):
+            return self.measure(name, source, calibration.heads.tuned)
 
-    def measure_base(self, name: str, round: Round) -> list[EvaluationRecord]:
+    def measure_base(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
         """What the source reached before it was fine-tuned."""
-        return self.measure(name, round.bench.source, round.heads.source)
+        return self.measure(name, calibration.models.source, calibration.heads.source)
 
     def _record(
         self, name: str, metric: str, value: float, protocol: str | None = None, trained_on: int | None = None

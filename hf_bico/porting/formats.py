@@ -47,7 +47,7 @@ def write_full(target: FileCheckpoint, vector: Deltas, folder: Path) -> list[Pat
 
 
 @dataclass(frozen=True, repr=False)
-class Form:
+class WrittenChange:
     """A change as it will be written."""
 
     format: str
@@ -87,7 +87,7 @@ class Form:
         return self.fitted.ranks.get(name), kept
 
 
-def make_form(
+def written_change(
     vector: TaskVector,
     target: Model,
     format: str,
@@ -96,18 +96,18 @@ def make_form(
     device: torch.device | None = None,
     everything: bool = False,
     head: HeadForm | None = None,
-) -> Form:
+) -> WrittenChange:
     """Bring a change of `target` into a form; `module` is the target where it is loaded already."""
     if format == "adapter":
         model = head.skeleton(target) if head is not None else target.skeleton() if module is None else module
         over = target if head is None else head.over(target, model)
         fitted = fit_to(vector, over, model, rank, everything, device)
         lost = _lost_where_exact(fitted, over.as_loaded)
-        return Form(format, rank, vector, fitted.changes, lost, fitted, over.layout.own_names, head)
+        return WrittenChange(format, rank, vector, fitted.changes, lost, fitted, over.layout.own_names, head)
     if format == "delta":
-        return Form(format, None, vector, vector, head=head)
+        return WrittenChange(format, None, vector, vector, head=head)
     stored, lost = as_stored(vector, target.checkpoint)
-    return Form(format, None, vector, stored, lost, head=head)
+    return WrittenChange(format, None, vector, stored, lost, head=head)
 
 
 def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
@@ -150,7 +150,7 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
     return Deltas(stored), lost / total if halved and total else None
 
 
-def write_form(form: Form, target: Model, folder: Path) -> list[Path]:
+def write_change(form: WrittenChange, target: Model, folder: Path) -> list[Path]:
     """Write the weights, and what the target's library needs beside them; returns the files that hold the change."""
     if form.format == "delta":
         return [form.vector.save(folder)]

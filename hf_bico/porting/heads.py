@@ -24,7 +24,7 @@ from hf_bico.alignment.objectives.classification import ClassHead, carried_head,
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
 from hf_bico.data.dataset import DataSet
-from hf_bico.data.draw import Drawn
+from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import (
     BrokenWeightsError,
     ClassNamesError,
@@ -40,9 +40,9 @@ from hf_bico.models.families.modules import stored_names
 from hf_bico.models.families.pretrained import bare_model
 from hf_bico.models.inference import features_of
 from hf_bico.models.model import Model
-from hf_bico.porting.calibration import Round
-from hf_bico.porting.model_pair import Bench
-from hf_bico.porting.transfer import Outcome
+from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.model_pair import ModelPair
+from hf_bico.porting.transfer import TransferResult
 from hf_bico.settings import Settings
 
 
@@ -236,60 +236,60 @@ class HeadForm:
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def heads_of(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def heads_of(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """The heads by the objective of the bench's settings, which is one that its models can give."""
-    objective = bench.settings.objective
+    objective = models.settings.objective
     if not isinstance(objective, str):
         own = OwnHead(objective)
         return Heads(own, own, own)
-    return _BUILDERS[objective](bench, class_names, drawn)
+    return _BUILDERS[objective](models, class_names, drawn)
 
 
-def _zero_shot(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def _zero_shot(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """The fine-tuned source has a text side of its own, which may differ."""
     if not class_names:
         raise ClassNamesError(
             "classes are asked by their names, and the data has neither labels nor names",
             "use data with labels; captions are asked by 'hf-bico port' with --method bico, theseus and the like",
         )
-    templates = bench.settings.templates
-    source, target = (zero_shot_head(model, class_names, templates) for model in (bench.source, bench.target))
-    with bench.tuning.applied_to(bench.source.module):
-        return Heads(source, target, zero_shot_head(bench.source, class_names, templates))
+    templates = models.settings.templates
+    source, target = (zero_shot_head(model, class_names, templates) for model in (models.source, models.target))
+    with models.tuning.applied_to(models.source.module):
+        return Heads(source, target, zero_shot_head(models.source, class_names, templates))
 
 
-def _captions(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def _captions(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """What all pairs together teach each of them is found anew for each draw."""
     if drawn is None:
         raise ValueError("the contrastive objective is asked about samples")
-    settings, labelled = bench.settings, drawn.data.labelled
+    settings, labelled = models.settings, drawn.data.labelled
     names = class_names if labelled else ()
     how = (drawn.samples, settings.batch, names, settings.templates)
-    source, target = (caption_head(model, *how) for model in (bench.source, bench.target))
+    source, target = (caption_head(model, *how) for model in (models.source, models.target))
     return Heads(source, target, source)
 
 
-def _language(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def _language(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     head = LanguageHead()
     return Heads(head, head, head)
 
 
-def _answers(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def _answers(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     head = AnswerHead(tuple(class_names))
     return Heads(head, head, head)
 
 
-def _classification(bench: Bench, class_names: Sequence[str], drawn: Drawn | None) -> Heads:
+def _classification(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """Heads in closed form on the pretrained models' own features; of the fine-tuned source, the one that it has."""
     if drawn is None:
         raise ValueError("the heads of classifiers are fitted to samples")
-    size, samples = bench.settings.batch, drawn.samples
-    source, target = (features_of(model, samples, size) for model in (bench.source, bench.target))
-    own = source_head(bench, class_names)
+    size, samples = models.settings.batch, drawn.samples
+    source, target = (features_of(model, samples, size) for model in (models.source, models.target))
+    own = source_head(models, class_names)
     labels: Sequence[int] = samples.labels
     if drawn.labels == "pseudo" or own is None:
-        with bench.tuning.applied_to(bench.source.module):
-            tuned = features_of(bench.source, samples, size)
+        with models.tuning.applied_to(models.source.module):
+            tuned = features_of(models.source, samples, size)
         if own is None and drawn.labels == "pseudo":
             raise DataUnknownError(
                 "the data has no labels, and the fine-tuned source has no head that could predict any",
@@ -301,12 +301,12 @@ def _classification(bench: Bench, class_names: Sequence[str], drawn: Drawn | Non
     return Heads(ridges[0], ridges[1], own)
 
 
-def source_head(bench: Bench, class_names: Sequence[str]) -> ClassHead | None:
+def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | None:
     """The head of the fine-tuned source, its classes in the data set's order; None where it has none."""
-    lineage = bench.planned.lineage
+    lineage = models.planned.lineage
     head = head_of(lineage.source, place_of(lineage.base))
     if head is not None and _reads_a_new_pooler(lineage.source, lineage.base):
-        if bench.settings.fit_head:
+        if models.settings.fit_head:
             return None
         raise UnsuitableMethodError(
             "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
@@ -336,27 +336,27 @@ def head_form(found: WrittenHead, target: Model, class_names: Sequence[str]) -> 
     return HeadForm.of(found.head, target, class_names, found.origin)
 
 
-def written_head(round: Round, outcome: Outcome) -> WrittenHead | None:
+def written_head(calibration: Calibration, result: TransferResult) -> WrittenHead | None:
     """The head for the target with these changes; None where the objective is none of classifiers.
 
     The source's was tuned together with its features, and says little about pretrained ones. So it is carried by the
     map of the features that the target has with these changes to those of the fine-tuned source. What was trained keeps
     the head that it was trained with.
     """
-    if round.settings.objective != "classification":
+    if calibration.settings.objective != "classification":
         return None
-    bench, samples, size = round.bench, round.drawn_samples, round.settings.batch
-    trained_with = round.heads.target
-    if outcome.trained is not None and isinstance(trained_with, ClassHead):
+    models, samples, size = calibration.models, calibration.drawn_samples, calibration.settings.batch
+    trained_with = calibration.heads.target
+    if result.trained is not None and isinstance(trained_with, ClassHead):
         return WrittenHead(trained_with, "fitted")
-    own = None if round.settings.fit_head else source_head(bench, round.class_names)
-    changes = outcome.changes.renamed(bench.planned.lineage.target.layout.own_names)
-    with changes.applied_to(bench.target.module):
-        target = features_of(bench.target, samples, size)
+    own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
+    changes = result.changes.renamed(models.planned.lineage.target.layout.own_names)
+    with changes.applied_to(models.target.module):
+        target = features_of(models.target, samples, size)
     if own is None:
-        return WrittenHead(logistic_head(target, samples.labels, len(round.class_names)), "fitted")
-    with bench.tuning.applied_to(bench.source.module):
-        source = features_of(bench.source, samples, size)
+        return WrittenHead(logistic_head(target, samples.labels, len(calibration.class_names)), "fitted")
+    with models.tuning.applied_to(models.source.module):
+        source = features_of(models.source, samples, size)
     return WrittenHead(carried_head(own, source, target), "carried")
 
 
@@ -427,14 +427,14 @@ def taken_in_order(own: Sequence[str], class_names: Sequence[str]) -> str | None
     )
 
 
-def tuned_target_head(bench: Bench, class_names: Sequence[str], pretrained: Head) -> Head:
+def tuned_target_head(models: ModelPair, class_names: Sequence[str], pretrained: Head) -> Head:
     """That of the target while it is fine-tuned: its text side may differ, and nothing else."""
     if isinstance(pretrained, ZeroShotHead):
-        return zero_shot_head(bench.target, class_names, bench.settings.templates)
+        return zero_shot_head(models.target, class_names, models.settings.templates)
     return pretrained
 
 
-_BUILDERS: dict[str, Callable[[Bench, Sequence[str], Drawn | None], Heads]] = {
+_BUILDERS: dict[str, Callable[[ModelPair, Sequence[str], CalibrationDraw | None], Heads]] = {
     "zero-shot": _zero_shot,
     "contrastive": _captions,
     "language-modelling": _language,

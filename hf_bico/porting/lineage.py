@@ -29,12 +29,12 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WrongRepoTypeError,
 )
-from hf_bico.hub.client import Hub, HubRepo, Place, at_hub, locate
+from hf_bico.hub.client import Hub, HubRepo, RepoFiles, at_hub, locate
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, hub_reference, parse
-from hf_bico.hub.repo_metadata import Origin, base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import RepoMetadata, base_of, data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter, is_peft_model
 from hf_bico.models.checkpoints import WEIGHT_FILES, FileCheckpoint, holds_layout, is_adapter
-from hf_bico.models.model import Model, ModelReference, Opened
+from hf_bico.models.model import Model, ModelReference, OpenedRepo
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.utils.files import expanded, read_object
 
@@ -94,12 +94,12 @@ def resolve(
     """Find the base and the data set that were not named, pin every repo, and make sure that all can be read."""
     hub = hub or Hub()
     place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
-    origin = Origin() if place is None else read_origin(place.folder, place.name)
+    origin = RepoMetadata() if place is None else read_metadata(place.folder, place.name)
     name = type(source).__name__ if place is None else place.name
-    start: ModelReference | Place = base if base is not None else base_of_source(source, place, hub)
+    start: ModelReference | RepoFiles = base if base is not None else base_of_source(source, place, hub)
     notices: list[str] = []
-    if isinstance(start, str | Path | Place):
-        given = start if isinstance(start, Place) else locate(start, "the base", hub)
+    if isinstance(start, str | Path | RepoFiles):
+        given = start if isinstance(start, RepoFiles) else locate(start, "the base", hub)
         if base is not None and place is not None:
             notices += _other_base_named(origin, place, given)
         start = _unquantised(given, hub, notices)
@@ -126,7 +126,7 @@ def resolve(
 
 
 def open_source(
-    source: ModelReference, place: Place | None, library: str, hub: Hub, allow_pickle: bool
+    source: ModelReference, place: RepoFiles | None, library: str, hub: Hub, allow_pickle: bool
 ) -> Model | Adapter:
     """The fine-tuned model, or the adapter that stands for it."""
     if place is not None and is_adapter(place.sizes):
@@ -138,12 +138,12 @@ def open_source(
 
 def _shared_library(*places: object) -> str:
     """The library in whose layout all of these repos hold weights; transformers where there is no such."""
-    known = [place for place in places if isinstance(place, Place)]
+    known = [place for place in places if isinstance(place, RepoFiles)]
     shared = (library for library in WEIGHT_FILES if all(holds_layout(place.sizes, library) for place in known))
     return next(shared, "transformers")
 
 
-def base_of_source(source: ModelReference, place: Place | None, hub: Hub) -> ModelReference | Place:
+def base_of_source(source: ModelReference, place: RepoFiles | None, hub: Hub) -> ModelReference | RepoFiles:
     """The base that a fine-tuned model or adapter names, or that a loaded PeftModel was loaded over."""
     if place is not None:
         return find_base(place, hub)
@@ -154,13 +154,13 @@ def base_of_source(source: ModelReference, place: Place | None, hub: Hub) -> Mod
     return str(named)
 
 
-def find_base(place: Place, hub: Hub) -> Place:
+def find_base(place: RepoFiles, hub: Hub) -> RepoFiles:
     """The base that a repo names, where it is found.
 
     A folder that a local adapter names may be a folder here, as peft would take it: what any other file names, and a
     repo of the Hub, is on the Hub.
     """
-    origin = read_origin(place.folder, place.name)
+    origin = read_metadata(place.folder, place.name)
     if place.repo is None and cached_repo(place.folder) is None and origin.adapter_base:
         named = expanded(origin.adapter_base)
         for folder in (named, place.folder.absolute().parent / named):
@@ -174,7 +174,7 @@ def find_base(place: Place, hub: Hub) -> Place:
     return _named_base(origin, place.name, hub)
 
 
-def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
+def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
     base = base_of(origin, name)
     try:
         # what a card names is on the Hub, whatever folders there are here
@@ -189,7 +189,7 @@ def _named_base(origin: Origin, name: str, hub: Hub) -> Place:
         raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
 
 
-def _other_base_named(origin: Origin, place: Place, start: Place) -> list[str]:
+def _other_base_named(origin: RepoMetadata, place: RepoFiles, start: RepoFiles) -> list[str]:
     """A notice where a source names another base than the one given: a repo where a repo was, a folder for a folder."""
     named = origin.adapter_base if place.repo is None else ""
     folders = [folder for folder in (expanded(named), place.folder.absolute().parent / named) if os.path.isdir(folder)]
@@ -211,7 +211,9 @@ def _reference(name: str) -> HubReference:
     return found
 
 
-def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[HubReference | None, HubRepo | None, LineageError | None]:
+def _named_data(
+    origin: RepoMetadata, name: str, hub: Hub
+) -> tuple[HubReference | None, HubRepo | None, LineageError | None]:
     data = data_of(origin, name)
     if isinstance(data, LineageError):
         return None, None, data
@@ -223,10 +225,10 @@ def _named_data(origin: Origin, name: str, hub: Hub) -> tuple[HubReference | Non
         return None, None, DataUnknownError(cause, "name a data set with --data")
 
 
-def _unquantised(place: Place, hub: Hub, notices: list[str]) -> Place:
+def _unquantised(place: RepoFiles, hub: Hub, notices: list[str]) -> RepoFiles:
     """The base, or the model that it was quantised from; a base that was fine-tuned itself is noticed."""
     for _ in range(_MOST_PARENTS):
-        origin = read_origin(place.folder, place.name)
+        origin = read_metadata(place.folder, place.name)
         if not origin.quantized:
             if origin.bases and origin.bases_from == "card":
                 notices.append(
@@ -273,14 +275,14 @@ def chance_notice(evaluation: Iterable[EvaluationRecord], classes: int) -> list[
     return []
 
 
-def lineage_doubts(lineage: Lineage) -> list[str]:
+def lineage_warnings(lineage: Lineage) -> list[str]:
     """What the files of the three models say against each other, once they are on this machine."""
     own = [notice for model in lineage.models if (notice := _two_models(model)) is not None]
     normalised = _otherwise_normalised(lineage)
     return [*own, *([] if normalised is None else [normalised])]
 
 
-def _two_models(model: Opened) -> str | None:
+def _two_models(model: OpenedRepo) -> str | None:
     """A folder may hold one model in the layouts of two libraries; whether it is one, the sum of all squares tells."""
     if model.folder is None or not isinstance(model, Model):
         return None
@@ -323,7 +325,7 @@ def _otherwise_normalised(lineage: Lineage) -> str | None:
     return None
 
 
-def _values(model: Opened, file: str, section: str | None) -> dict[str, object]:
+def _values(model: OpenedRepo, file: str, section: str | None) -> dict[str, object]:
     path = None if model.folder is None else model.folder / file
     if path is None or not path.is_file():
         return {}

@@ -17,21 +17,21 @@ from hf_bico.alignment.memory import (
     CAPTION_TOKENS,
     MOST_SAMPLES,
     USUAL_TOKENS,
-    Fit,
-    Held,
-    fit,
+    MemoryPlan,
+    ModelFootprint,
     needs_of,
+    plan_memory,
 )
-from hf_bico.alignment.methods.base import Carried, Pretrained
+from hf_bico.alignment.methods.base import Pretrained, TransportedSite
 from hf_bico.alignment.objectives.base import Classifier, Heads
 from hf_bico.alignment.similarity import linear_cka
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, Kind
 from hf_bico.alignment.transport import gather, site_delta
 from hf_bico.data.dataset import Samples
-from hf_bico.data.draw import Drawn
+from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError, UsageError
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.families.base import Spread
+from hf_bico.models.families.base import DeviceSpread
 from hf_bico.models.families.blueprints import HEADS
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import TextModel
@@ -42,7 +42,7 @@ from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import matched
 from hf_bico.porting.plausibility import require_plausible
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.runtime.distributed import ALONE, Team
+from hf_bico.runtime.distributed import ALONE, ProcessGroup
 from hf_bico.runtime.environment import Stopwatch, available_memory, choose_dtype, halving_batches
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
@@ -50,7 +50,7 @@ from hf_bico.utils.text import size_text
 
 
 @dataclass
-class Bench:
+class ModelPair:
     """Both pretrained models, the task vector, and the pairs of sites that it changes."""
 
     planned: Plan
@@ -61,7 +61,7 @@ class Bench:
     target: LiveModel
     device: torch.device
     """Where the models run and sums are kept."""
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
     """The processes that share the work."""
     unchanged: bool = False
     """Whether the task vector changes none of the pairs, and they are all that there are."""
@@ -73,9 +73,9 @@ class Bench:
         settings: Settings,
         device: torch.device,
         watch: Stopwatch,
-        team: Team = ALONE,
+        team: ProcessGroup = ALONE,
         unchanged: bool = False,
-    ) -> Bench:
+    ) -> ModelPair:
         """Read the task vector of a plan whose files are here, and load its models.
 
         Where the vector changes nothing, and may leave all `unchanged`, the pairs are all that there are.
@@ -107,7 +107,7 @@ class Bench:
             return ("",)
         return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
 
-    def of_towers(self, towers: Sequence[str], objective: str | Callable[..., Any]) -> Bench:
+    def of_towers(self, towers: Sequence[str], objective: str | Callable[..., Any]) -> ModelPair:
         """The same models with the sites of these towers alone, asked by this objective."""
         planned = self.planned.of_towers(towers)
         settings = replace(self.settings, objective=objective)
@@ -134,18 +134,18 @@ class Bench:
         placed = align_names(changes, loaded)
         return changes.without({name for name in changes if name in unread and name not in placed})
 
-    def matched(self, blocks: Sequence[int]) -> Bench:
+    def matched(self, blocks: Sequence[int]) -> ModelPair:
         """The same models with other blocks paired."""
         planned = matched(self.planned, blocks)
         return replace(self, planned=planned, pairs=self._pairs_of(planned))
 
-    def chosen(self, drawn: Drawn) -> Drawn:
+    def chosen(self, drawn: CalibrationDraw) -> CalibrationDraw:
         """The draw with those of the candidates that the source's features choose."""
         if not drawn.needs_features:
             return drawn
         return drawn.chosen(self.team.agreed(features_of(self.source, drawn.samples, self.settings.batch)))
 
-    def labelled(self, drawn: Drawn, heads: Heads) -> Drawn:
+    def labelled(self, drawn: CalibrationDraw, heads: Heads) -> CalibrationDraw:
         """The draw with the fine-tuned source's predictions as labels where there are none."""
         if drawn.labels != "pseudo" or not isinstance(heads.tuned, Classifier):
             return drawn
@@ -164,11 +164,11 @@ class Bench:
         source, target = (Pretrained(model.layout, model.checkpoint) for model in (lineage.base, lineage.target))
         return source, target
 
-    def fit(self, kinds: Collection[Kind], samples: Batched, settings: Settings) -> Fit:
+    def memory_plan(self, kinds: Collection[Kind], samples: Batched, settings: Settings) -> MemoryPlan:
         """How statistics of these kinds are collected within the memory that there is."""
         pretrained = self.planned.lineage.models[1:]
         held = [
-            Held(model.layout, stored.checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
+            ModelFootprint(model.layout, stored.checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
             for model, stored in zip((self.source, self.target), pretrained, strict=True)
         ]
         of_labels, language = bool(OF_EXPECTED_LOSSES & set(kinds)), settings.objective == "language-modelling"
@@ -185,7 +185,7 @@ class Bench:
         limit = settings.memory or available_memory(self.device)
         size = settings.calibration_batch or settings.batch_size
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU
-        found = fit(needs, limit, size, [self.source.visits], cost)
+        found = plan_memory(needs, limit, size, [self.source.visits], cost)
         if settings.memory is not None and not found.fits:
             spread = settings.device_map is None and all(model.family.can_be_spread for model in pretrained)
             raise MemoryExhaustedError(
@@ -210,20 +210,20 @@ class Bench:
         """Whether some weights are in main memory until they are needed."""
         return any(parameter.is_meta for model in (self.source, self.target) for parameter in model.module.parameters())
 
-    def settled(self, pair: SitePair, carried: Carried) -> Carried:
+    def settled(self, pair: SitePair, carried: TransportedSite) -> TransportedSite:
         """What was carried in the precision in which it is written."""
         dtype = self.planned.lineage.target.checkpoint.tensor(pair.target.weight.tensor).dtype
         return replace(carried, delta=carried.delta.to(torch.promote_types(dtype, torch.float32)))
 
-    def gathered(self, carried: dict[str, Carried], alpha: float) -> Deltas:
+    def gathered(self, carried: dict[str, TransportedSite], alpha: float) -> Deltas:
         """Changes of sites as changes of the target's tensors."""
         return gather(carried, self.pairs, self.planned.lineage.target.checkpoint, alpha)
 
 
-def similar_blocks(bench: Bench, samples: Samples) -> list[int]:
+def similar_blocks(models: ModelPair, samples: Samples) -> list[int]:
     """The source block of each target block by linear CKA of what the blocks read, averaged over a sample's tokens."""
-    source, target = (_block_inputs(model, samples, bench.settings.batch) for model in (bench.source, bench.target))
-    return bench.team.agreed(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
+    source, target = (_block_inputs(model, samples, models.settings.batch) for model in (models.source, models.target))
+    return models.team.agreed(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
 
 
 def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[Tensor]:
@@ -250,7 +250,7 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
 
 
 def _loaded(
-    planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype, team: Team
+    planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype, team: ProcessGroup
 ) -> tuple[LiveModel, LiveModel]:
     """Both models where they run, or where they wait for their turn if there is room for only one at a time."""
     base, target = planned.lineage.base, planned.lineage.target
@@ -260,11 +260,11 @@ def _loaded(
         if team.size > 1:
             raise UsageError("--device-map spreads models over all GPUs, and so would every process", "use one process")
         # half of the memory for the two models' weights, half for sums and activations
-        spread = Spread(settings.device_map, (settings.memory or available_memory(device)) // 4)
+        spread = DeviceSpread(settings.device_map, (settings.memory or available_memory(device)) // 4)
         return base.load(device, dtype, spread), target.load(device, dtype, spread)
     if device.type == "cpu" or None in (base.folder, target.folder):  # a module that was passed stays where it is
         return base.load(device, dtype), target.load(device, dtype)
-    fitted = planned.fit(
+    fitted = planned.memory_plan(
         settings.memory or available_memory(device), settings.batch_size, settings.max_length, dtype.itemsize
     )
     if not fitted.alternating:

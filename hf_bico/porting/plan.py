@@ -18,11 +18,11 @@ from hf_bico.alignment.memory import (
     CAPTION_TOKENS,
     FLOAT32,
     USUAL_TOKENS,
-    Fit,
-    Held,
-    Limits,
-    fit,
+    MemoryLimits,
+    MemoryPlan,
+    ModelFootprint,
     needs_of,
+    plan_memory,
 )
 from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.models.adapters.adapter import Adapter
@@ -57,7 +57,7 @@ class Plan:
     """The base's tensors that an adapter changes, where that is known; of a fine-tuned model, any may be."""
     asked_format: str | None = None
     asked_rank: int | float | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: MemoryLimits = field(default_factory=MemoryLimits)
 
     def __repr__(self) -> str:
         source, base, target = self.lineage.models
@@ -85,7 +85,7 @@ class Plan:
         """The same plan for a result of another form."""
         return replace(self, asked_format=format, asked_rank=rank)
 
-    def within(self, limits: Limits) -> Plan:
+    def within(self, limits: MemoryLimits) -> Plan:
         """The same plan within other limits."""
         return replace(self, limits=limits)
 
@@ -124,7 +124,7 @@ class Plan:
         places = {name: place for place, name in enumerate(base.checkpoint.shapes)}
         return replace(self, pairs=kept, left={name: left[name] for name in sorted(left, key=places.__getitem__)})
 
-    def fit(
+    def memory_plan(
         self,
         memory: int | None = None,
         batch_size: int | None = None,
@@ -132,28 +132,28 @@ class Plan:
         itemsize: int = FLOAT32,
         turns: Sequence[bool] = (False, True),
         batch_cost: float = BATCH,
-    ) -> Fit:
+    ) -> MemoryPlan:
         """How it would be done with so much memory, and what it would take at its peak: an estimate.
 
         Of texts, those of `tokens` tokens are reckoned with, and of an adapter's maps all that may be asked for.
         `turns` says whether the models stay on the device, or are there in turn: in the order in which that is tried.
         """
         base, target = (
-            Held(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model))
+            ModelFootprint(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model))
             for model in (self.lineage.base, self.lineage.target)
         )
         language = "language-modelling" in self.lineage.base.layout.objectives[:1]
         needs = needs_of(self.main_pairs or self.pairs, base, target, ranks=self.ranks, language=language)
-        return fit(needs, memory, batch_size, turns, batch_cost)
+        return plan_memory(needs, memory, batch_size, turns, batch_cost)
 
     @cached_property
-    def fitted(self) -> Fit:
+    def fitted(self) -> MemoryPlan:
         """How it would be done within the limits that are asked for, else in this machine's main memory."""
         asked = self.limits
         sizes = (asked.batch_size, asked.tokens, asked.itemsize)
         if asked.memory is None:  # in main memory, both models always are
-            return self.fit(machine_memory(), *sizes, turns=(False,), batch_cost=BATCH_ON_CPU)
-        return self.fit(asked.memory, *sizes)
+            return self.memory_plan(machine_memory(), *sizes, turns=(False,), batch_cost=BATCH_ON_CPU)
+        return self.memory_plan(asked.memory, *sizes)
 
     @property
     def memory_bytes(self) -> int:

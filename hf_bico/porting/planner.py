@@ -33,13 +33,13 @@ from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.models.name_matching import overlap
 from hf_bico.porting.lineage import Lineage, resolve
 from hf_bico.porting.plan import Plan
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import PROBE, Settings
 
 TEXT_TO_TEXT = "text-to-text"
 
 
-def settled(settings: Settings, source: Layout, target: Layout) -> Settings:
+def with_model_defaults(settings: Settings, source: Layout, target: Layout) -> Settings:
     """The settings with an objective that both models can give, and with its usual way to measure."""
     if isinstance(settings.objective, str):
         settings = replace(settings, objective=_objective(settings.objective, source, target))
@@ -106,7 +106,7 @@ def _named(*layouts: Layout) -> str:
 UNMATCHED = "no counterpart in the target"
 
 
-@last_net()
+@translate_errors()
 def plan(
     source: ModelReference,
     to: ModelReference,

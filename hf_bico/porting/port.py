@@ -14,26 +14,26 @@ import torch
 
 from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Batch, Classifier
-from hf_bico.data.draw import Drawn, repeat_notices
+from hf_bico.data.draw import CalibrationDraw, repeat_notices
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
 from hf_bico.models.model import ModelReference
-from hf_bico.porting.calibration import Round
-from hf_bico.porting.evaluate import Yardstick
-from hf_bico.porting.formats import Form, make_form
+from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.evaluate import HeldOutEvaluation
+from hf_bico.porting.formats import WrittenChange, written_change
 from hf_bico.porting.heads import HeadForm, WrittenHead, head_form, written_head
 from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
 from hf_bico.porting.prepare import measures, prepare, training_samples, uses_template
-from hf_bico.porting.recording import Findings, make_record
+from hf_bico.porting.recording import RunFindings, make_record
 from hf_bico.porting.result import Ported, with_held
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.porting.transfer import UNTOUCHED, Outcome, outcome_of, with_readout
-from hf_bico.reports.record import EvaluationRecord, ForesightRecord, RunRecord
+from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
+from hf_bico.reports.record import EvaluationRecord, ForecastRecord, RunRecord
 from hf_bico.reports.results import LOSS
-from hf_bico.runtime.distributed import ALONE, Team, join, local_device
+from hf_bico.runtime.distributed import ALONE, ProcessGroup, join, local_device
 from hf_bico.runtime.environment import (
     Stopwatch,
     choose_device,
@@ -43,14 +43,14 @@ from hf_bico.runtime.environment import (
     installed_versions,
     peak_memory,
 )
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress, silent
 
 __all__ = ["Batch", "carry_out", "port"]
 
 
-@last_net()
+@translate_errors()
 def port(
     source: ModelReference,
     to: ModelReference,
@@ -87,7 +87,7 @@ def carry_out(
     settings: Settings,
     hub: Hub,
     progress: Progress = silent,
-    foretold: Callable[[ForesightRecord], None] = lambda foresight: None,
+    foretold: Callable[[ForecastRecord], None] = lambda foresight: None,
 ) -> Ported:
     """Do what was planned: sample, download, calibrate, align, transport, evaluate.
 
@@ -97,60 +97,62 @@ def carry_out(
     device = choose_device(local_device(settings.device))
     team = join(device)
     ready = prepare(planned, settings, hub, watch, device, team)
-    bench, settings, method, drawn, held_out = ready.bench, ready.settings, ready.method, ready.drawn, ready.held_out
+    models, settings, method, drawn, held_out = ready.models, ready.settings, ready.method, ready.drawn, ready.held_out
     # a head that is fitted to the samples answers them all, and leaves nothing to foretell from
-    foretells = settings.objective != "classification"
-    round = Round(bench, drawn, ready.heads, watch, settings, keeps=False, foretells=foretells)
+    forecasts = settings.objective != "classification"
+    calibration = Calibration(models, drawn, ready.heads, watch, settings, keeps=False, forecasts=forecasts)
     whole = None
     if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
         whole = training_samples(drawn, *held_out)
-    outcome = outcome_of(method, round, whole)
+    result = transfer(method, calibration, whole)
     team.leave()
-    if outcome.foresight is not None and team.is_first:
-        foretold(outcome.foresight)
-    bench.team = ALONE  # each process has all that was carried, and one is enough for the rest
+    if result.foresight is not None and team.is_first:
+        foretold(result.foresight)
+    models.team = ALONE  # each process has all that was carried, and one is enough for the rest
     settings = settings if team.is_first else replace(settings, evaluate=False, control=False)
-    lineage = bench.planned.lineage
+    lineage = models.planned.lineage
     with watch("form"):
-        ported = _over_target(outcome.changes, lineage)
-        usual = bench.planned.format if method.keeps_factors else "full"
+        ported = _over_target(result.changes, lineage)
+        usual = models.planned.format if method.keeps_factors else "full"
         format = settings.format or ("adapter" if settings.rank is not None else usual)
 
-        read_by = None if drawn is None else written_head(round, outcome)
-        head = None if read_by is None else _beside(format, lineage, read_by, round.class_names)
+        read_by = None if drawn is None else written_head(calibration, result)
+        head = None if read_by is None else _beside(format, lineage, read_by, calibration.class_names)
 
-        def written(changes: TaskVector) -> Form:
-            return make_form(changes, lineage.target, format, settings.rank, bench.target.module, device, head=head)
+        def written(changes: TaskVector) -> WrittenChange:
+            return written_change(
+                changes, lineage.target, format, settings.rank, models.target.module, device, head=head
+            )
 
         form = written(ported)
-        report = outcome.report
+        report = result.report
         report = replace(report, sites=tuple(with_held(list(report.sites), form, lineage.target)))
     evaluation: list[EvaluationRecord] = []
     with watch("evaluate"):
         if drawn is not None and held_out is not None and measures(settings, drawn, held_out[1]):
             how = (settings.evaluation, settings.batch)
-            yardstick = Yardstick(drawn.data.name, *held_out, drawn.samples, *how)
-            of_target = yardstick
-            if isinstance(round.heads.target, Classifier):
-                yardstick = yardstick.read_once()
-                of_target = yardstick.prepared_by(bench.target)
-            evaluation = _evaluate(of_target, yardstick, round, form, read_by, watch.progress)
-            for name, others in _variants(method, round, outcome, drawn):
+            evaluator = HeldOutEvaluation(drawn.data.name, *held_out, drawn.samples, *how)
+            of_target = evaluator
+            if isinstance(calibration.heads.target, Classifier):
+                evaluator = evaluator.read_once()
+                of_target = evaluator.prepared_by(models.target)
+            evaluation = _evaluate(of_target, evaluator, calibration, form, read_by, watch.progress)
+            for name, others in _variants(method, calibration, result, drawn):
                 changes = written(_over_target(others, lineage)).changes
-                own = read_by if outcome.trained else written_head(round, replace(UNTOUCHED, changes=others))
-                evaluation += of_target.measure_target(name, round, changes, None if own is None else own.head)
+                own = read_by if result.trained else written_head(calibration, replace(UNTOUCHED, changes=others))
+                evaluation += of_target.measure_target(name, calibration, changes, None if own is None else own.head)
 
     with watch("record"):
-        copies = round.copies if method.looks_at_data and outcome.trained is None else 0
+        copies = calibration.copies if method.looks_at_data and result.trained is None else 0
         origin = None if read_by is None else read_by.origin
-        template = None if drawn is None else uses_template(bench, drawn.samples)
-        readout = outcome.readout
+        template = None if drawn is None else uses_template(models, drawn.samples)
+        readout = result.readout
         repeats = (
             () if drawn is None else tuple(repeat_notices(drawn, held_out[1] if held_out and evaluation else None))
         )
-        beside = (copies, outcome.trained, readout, origin, template, outcome.foresight, repeats)
-        found = Findings(bench.vector, report, tuple(evaluation), *beside)
-        record = make_record(bench.planned, settings, drawn, found, _run(started, watch, round, team))
+        beside = (copies, result.trained, readout, origin, template, result.foresight, repeats)
+        found = RunFindings(models.vector, report, tuple(evaluation), *beside)
+        record = make_record(models.planned, settings, drawn, found, _run(started, watch, calibration, team))
     return Ported(ported, report, record, lineage.target, form)
 
 
@@ -164,16 +166,16 @@ def _beside(format: str, lineage: Lineage, read_by: WrittenHead, class_names: Se
         raise
 
 
-def _run(started: datetime, watch: Stopwatch, round: Round, team: Team) -> RunRecord:
-    bench = round.bench
-    device = bench.device
+def _run(started: datetime, watch: Stopwatch, calibration: Calibration, team: ProcessGroup) -> RunRecord:
+    models = calibration.models
+    device = models.device
     return RunRecord(
         started=started.isoformat(timespec="seconds"),
         seconds=watch.seconds,
         peak_memory=peak_memory(device),
         device=device_name(device),
-        dtype=str(bench.source.dtype).removeprefix("torch."),
-        batch_size=round.batch_size or bench.settings.batch,
+        dtype=str(models.source.dtype).removeprefix("torch."),
+        batch_size=calibration.batch_size or models.settings.batch,
         processes=team.size,
         versions=installed_versions(),
     )
@@ -188,34 +190,40 @@ def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
     return TaskVector(changes, about=about, base=target)
 
 
-def _variants(method: Method, round: Round, outcome: Outcome, drawn: Drawn) -> Iterator[tuple[str, Deltas]]:
+def _variants(
+    method: Method, calibration: Calibration, result: TransferResult, drawn: CalibrationDraw
+) -> Iterator[tuple[str, Deltas]]:
     """What else is measured beside a port: without its readout, the readout alone, and from mispaired samples."""
-    if outcome.unread is not None:
-        yield "ported, no readout", outcome.unread
-        yield "target, readout", with_readout(UNTOUCHED, round).changes
-    if round.settings.control:
-        plain = replace(round.settings, readout=False)
-        mispaired = Round(round.bench, drawn, round.heads, round.watch, plain, mispaired=True, keeps=False)
-        yield "control", outcome_of(method, mispaired).changes
+    if result.unread is not None:
+        yield "ported, no readout", result.unread
+        yield "target, readout", with_readout(UNTOUCHED, calibration).changes
+    if calibration.settings.control:
+        plain = replace(calibration.settings, readout=False)
+        mispaired = Calibration(
+            calibration.models, drawn, calibration.heads, calibration.watch, plain, mispaired=True, keeps=False
+        )
+        yield "control", transfer(method, mispaired).changes
 
 
 def _evaluate(
-    of_target: Yardstick,
-    of_source: Yardstick,
-    round: Round,
-    form: Form,
+    of_target: HeldOutEvaluation,
+    of_source: HeldOutEvaluation,
+    calibration: Calibration,
+    form: WrittenChange,
     read_by: WrittenHead | None,
     progress: Progress,
 ) -> list[EvaluationRecord]:
     """Target, ported, and source fine-tuned, on the same held-out samples; a classifier's heads found in one way."""
-    before = written_head(round, UNTOUCHED)
-    results = of_target.measure_target("target", round, UNTOUCHED.changes, None if before is None else before.head)
+    before = written_head(calibration, UNTOUCHED)
+    results = of_target.measure_target(
+        "target", calibration, UNTOUCHED.changes, None if before is None else before.head
+    )
     steps = 4 if any(entry.metric == LOSS for entry in results) else 3
     progress("evaluate", 1, steps)
     after = read_by if form.head is None else form.head
-    results += of_target.measure_target("ported", round, form.changes, None if after is None else after.head)
+    results += of_target.measure_target("ported", calibration, form.changes, None if after is None else after.head)
     progress("evaluate", 2, steps)
     if steps == 4:  # what fine-tuning did for its own base is the measure of a port
-        results += of_source.measure_base("base", round)
+        results += of_source.measure_base("base", calibration)
         progress("evaluate", 3, steps)
-    return results + of_source.measure_source("source", round)
+    return results + of_source.measure_source("source", calibration)

@@ -24,7 +24,7 @@ from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.data.dataset import Samples
-from hf_bico.data.draw import Drawn, draw, evaluation_samples
+from hf_bico.data.draw import CalibrationDraw, draw, evaluation_samples
 from hf_bico.errors import (
     ColumnError,
     DataUnknownError,
@@ -46,10 +46,10 @@ from hf_bico.models.tokenization import no_template, pairable
 from hf_bico.porting.calibration import no_predictions, require_enough_to_mispair
 from hf_bico.porting.heads import heads_of
 from hf_bico.porting.lineage import Lineage
-from hf_bico.porting.model_pair import Bench, similar_blocks
+from hf_bico.porting.model_pair import ModelPair, similar_blocks
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import matched, settled, towers_of, without_labels
-from hf_bico.runtime.distributed import ALONE, Team, process_count
+from hf_bico.porting.planner import matched, towers_of, with_model_defaults, without_labels
+from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import DEFAULT_MEASURED, Settings
 from hf_bico.utils.samples import TEXTS, Answered, Chat, Text
@@ -58,7 +58,7 @@ FEW_MOVED = 0.05
 """The share of pieces that may have another number in a fine-tune's tokenizer: special tokens are moved at times."""
 
 
-def require_tokenizers(lineage: Lineage, draws: Iterable[Drawn]) -> None:
+def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw]) -> None:
     """Refuse tokenizers that cut the texts differently, or cannot take chats; of a Hub repo small files are fetched.
 
     Of CLIPs, whose texts need not pair, only that of a fine-tune which is not its base's.
@@ -77,7 +77,7 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[Drawn]) -> None:
         pairable(source, target, items)
 
 
-def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: Drawn) -> None:
+def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: CalibrationDraw) -> None:
     """Refuse texts that are nothing but the names of their own classes: a column was mistaken for another."""
     names, column = drawn.data.class_names, drawn.data.columns.parts.get("text")
     known = [(item.first, label) for item, label in zip(items, labels, strict=True) if isinstance(item, Text)]
@@ -110,12 +110,12 @@ def _require_base_tokens(lineage: Lineage) -> None:
         )
 
 
-def require_readable(bench: Bench, split: str, samples: Samples) -> None:
+def require_readable(models: ModelPair, split: str, samples: Samples) -> None:
     """Refuse a row that the loaded models cut differently, or in which one of them finds nothing to learn.
 
     The latter is told by its number.
     """
-    source, target = bench.source, bench.target
+    source, target = models.source, models.target
     if not isinstance(source, TextModel) or not isinstance(target, TextModel):
         return
     for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
@@ -127,14 +127,14 @@ def require_readable(bench: Bench, split: str, samples: Samples) -> None:
                 raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
 
 
-def uses_template(bench: Bench, samples: Samples) -> bool | None:
+def uses_template(models: ModelPair, samples: Samples) -> bool | None:
     """Whether the samples go through the models' chat templates; None where they are no prompts and no chats."""
     items, _ = next(samples.first(1).batches(1))
     if not isinstance(items[0], Chat | Answered):
         return None
-    models = (bench.source, bench.target)
+    both = (models.source, models.target)
     # a T5 reads the prompt as it is, and says the answer
-    return any(isinstance(model, CausalModel) and has_template(model.tokenizer) for model in models)
+    return any(isinstance(model, CausalModel) and has_template(model.tokenizer) for model in both)
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -163,21 +163,21 @@ def _tokenizer(model: Model) -> Any:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedPort:
     """The loaded models with the task vector, the samples, and how the models are asked about them; or no samples.
 
     `held_out` is a split, and those of its samples that are measured on.
     """
 
-    bench: Bench
+    models: ModelPair
     method: Method
-    drawn: Drawn | None = None
+    drawn: CalibrationDraw | None = None
     heads: Heads | None = None
     held_out: tuple[str, Samples] | None = None
 
     @property
     def settings(self) -> Settings:
-        return self.bench.settings
+        return self.models.settings
 
 
 def prepare(
@@ -186,9 +186,9 @@ def prepare(
     hub: Hub,
     watch: Stopwatch,
     device: torch.device,
-    team: Team = ALONE,
+    team: ProcessGroup = ALONE,
     unchanged: bool = False,
-) -> Ready:
+) -> PreparedPort:
     """Draw, download, load, and settle how the models are asked.
 
     A source that differs nowhere from its base is refused, unless it may be `unchanged`, or the target is trained.
@@ -208,9 +208,9 @@ def prepare(
     with watch("download"):
         planned = planned.fetched(watch.progress)
     _hash_meanwhile(planned.lineage)
-    bench = Bench.open(planned, settings, device, watch, team, unchanged or isinstance(method, Trainer))
-    bench = _with_towers(bench, method, drawn, asked)
-    return Ready(bench, method) if drawn is None else _asked_about(bench, drawn, method)
+    models = ModelPair.open(planned, settings, device, watch, team, unchanged or isinstance(method, Trainer))
+    models = _with_towers(models, method, drawn, asked)
+    return PreparedPort(models, method) if drawn is None else _asked_about(models, drawn, method)
 
 
 def _hash_meanwhile(lineage: Lineage) -> None:
@@ -223,40 +223,40 @@ def _hash_meanwhile(lineage: Lineage) -> None:
     Thread(target=find, daemon=True).start()
 
 
-def _asked_about(bench: Bench, drawn: Drawn, method: Method) -> Ready:
+def _asked_about(models: ModelPair, drawn: CalibrationDraw, method: Method) -> PreparedPort:
     """The samples as they are used, how the models are asked about them, and what is held out to measure on."""
-    bench.agree_on_length()
-    drawn = bench.chosen(drawn)
-    held_out = _held_out(drawn, method, bench.settings)
-    require_readable(bench, drawn.split, drawn.samples)
-    if measures(bench.settings, drawn, held_out[1]):
-        require_readable(bench, *held_out)
-    heads = heads_of(bench, drawn.data.class_names, drawn)
-    drawn = bench.labelled(drawn, heads)
-    if bench.settings.layers == "similarity":
-        bench = bench.matched(similar_blocks(bench, drawn.samples))
-    return Ready(bench, method, drawn, heads, held_out)
+    models.agree_on_length()
+    drawn = models.chosen(drawn)
+    held_out = _held_out(drawn, method, models.settings)
+    require_readable(models, drawn.split, drawn.samples)
+    if measures(models.settings, drawn, held_out[1]):
+        require_readable(models, *held_out)
+    heads = heads_of(models, drawn.data.class_names, drawn)
+    drawn = models.labelled(drawn, heads)
+    if models.settings.layers == "similarity":
+        models = models.matched(similar_blocks(models, drawn.samples))
+    return PreparedPort(models, method, drawn, heads, held_out)
 
 
-def measures(settings: Settings, drawn: Drawn, samples: Samples) -> bool:
+def measures(settings: Settings, drawn: CalibrationDraw, samples: Samples) -> bool:
     """Whether measuring is asked for, and there are samples for it, with labels where classes are told apart."""
     known = drawn.data.labelled or settings.objective != "classification"
     return settings.evaluate and len(samples) > 0 and known
 
 
-def _with_towers(bench: Bench, method: Method, drawn: Drawn | None, asked: Any) -> Bench:
+def _with_towers(models: ModelPair, method: Method, drawn: CalibrationDraw | None, asked: Any) -> ModelPair:
     """The bench with those towers of a CLIP that are carried, and the objective that asks both of them.
 
     A data set of captions, or a text tower to carry, is asked by contrast, unless something else was `asked` for.
     """
-    settings = bench.settings
-    if not bench.source.layout.text_blocks:
-        return bench
+    settings = models.settings
+    if not models.source.layout.text_blocks:
+        return models
     captions = drawn is not None and not drawn.data.labelled and drawn.data.columns.teaches_itself
     predicted = drawn is not None and drawn.labels == "pseudo" and not captions
     by_classes = predicted or isinstance(method, Trainer) or method.needs_predictions or settings.readout
     fixed = by_classes or method.one_tower or asked == "zero-shot" or settings.own_objective
-    towers = towers_of(settings, bench.changed_towers, fixed)
+    towers = towers_of(settings, models.changed_towers, fixed)
     objective = settings.objective
     if drawn is not None and not settings.own_objective:
         contrast = asked == "contrastive" or (not fixed and (TEXT_SIDE in towers or captions))
@@ -269,7 +269,7 @@ def _with_towers(bench: Bench, method: Method, drawn: Drawn | None, asked: Any) 
         raise UnsuitableMethodError(
             "--control mispairs samples, and captions of different lengths have no rows to pair", "leave --control out"
         )
-    found = bench.of_towers(towers, objective)
+    found = models.of_towers(towers, objective)
     lineage = found.planned.lineage
     if not found.pairs:
         raise EmptyTaskVectorError(
@@ -326,7 +326,9 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
 def _settled(planned: Plan, settings: Settings) -> Settings:
     """The settings for these models; what calibrates on nothing asks nothing."""
     lineage = planned.lineage
-    return settings if lineage.data is None else settled(settings, lineage.base.layout, lineage.target.layout)
+    return (
+        settings if lineage.data is None else with_model_defaults(settings, lineage.base.layout, lineage.target.layout)
+    )
 
 
 def _asked_by(settings: Settings) -> str:
@@ -339,14 +341,14 @@ def require_projection(planned: Plan, settings: Settings) -> None:
         raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
 
 
-def _draw(planned: Plan, settings: Settings, hub: Hub) -> Drawn | None:
+def _draw(planned: Plan, settings: Settings, hub: Hub) -> CalibrationDraw | None:
     data = planned.lineage.data
     known = planned.lineage.source.origin.class_names
     reads = planned.lineage.base.layout.reads
     return None if data is None else draw(data, settings, hub, known_names=known or None, reads=reads)
 
 
-def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
+def training_samples(drawn: CalibrationDraw, split: str, held_out: Samples) -> Samples:
     """All labelled samples of the split that was drawn from, but for those that are measured on; of texts all of them.
 
     There are none where its labels are not there, or are not to be used.
@@ -358,7 +360,7 @@ def training_samples(drawn: Drawn, split: str, held_out: Samples) -> Samples:
     return drawn.data.samples(drawn.split, rows)
 
 
-def _held_out(drawn: Drawn, method: Method, settings: Settings) -> tuple[str, Samples]:
+def _held_out(drawn: CalibrationDraw, method: Method, settings: Settings) -> tuple[str, Samples]:
     """What is measured on; of a split that is trained on whole, a fifth at most, and nothing where none is measured."""
     split, samples = evaluation_samples(
         drawn.data, drawn.samples, drawn.split, drawn.strategy.seed, settings.eval_samples

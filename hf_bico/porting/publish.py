@@ -20,7 +20,7 @@ from hf_bico.hub.push import (
 )
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
-from hf_bico.reports.record import Made, Record, read_any
+from hf_bico.reports.record import ChangeRecord, Record, read_any
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.utils.files import sha256_of
 
@@ -65,7 +65,7 @@ def push_folder(
     return replace(pushed, because=because if unasked else None, edited_card=edited)
 
 
-def _require_whole(folder: Path, record: Record | Made) -> None:
+def _require_whole(folder: Path, record: Record | ChangeRecord) -> None:
     """The folder must hold the weights that its record speaks of."""
     files = record.output.files if record.output is not None else {}
     for name, digest in files.items():
@@ -77,7 +77,7 @@ def _require_whole(folder: Path, record: Record | Made) -> None:
             )
 
 
-def _repos_of(record: Record | Made) -> list[RepoName]:
+def _repos_of(record: Record | ChangeRecord) -> list[RepoName]:
     """The Hub repos that a result was made from, with their types."""
     data = record.data if isinstance(record, Record) else None
     repos = [("model", model.id) for model in record.models if model.commit is not None]
@@ -87,7 +87,7 @@ def _repos_of(record: Record | Made) -> list[RepoName]:
     return [*repos, LOCAL] if local else repos
 
 
-def _made_for(repo_id: str, revision: str | None, record: Record | Made, folder: Path) -> bool:
+def _made_for(repo_id: str, revision: str | None, record: Record | ChangeRecord, folder: Path) -> bool:
     """Put the repo's name into record and card; False for a card that somebody edited, which stays as it is."""
     card, output = folder / CARD_FILE, record.output
     ours = not card.is_file() or card.read_bytes() == render_card(record).encode()

@@ -11,20 +11,20 @@ from hf_bico.alignment.methods.finetuning import Finetune
 from hf_bico.alignment.methods.naive import GradFix
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.alignment.readout import Readout
-from hf_bico.data.draw import Drawn
+from hf_bico.data.draw import CalibrationDraw
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.heads import place_of, taken_in_order
-from hf_bico.porting.lineage import Lineage, chance_notice, lineage_doubts
+from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import TEXT_TO_TEXT
 from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
-    ForesightRecord,
+    ForecastRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
@@ -55,7 +55,7 @@ NOTABLE_ROUNDING = 0.05
 
 
 @dataclass(frozen=True)
-class Findings:
+class RunFindings:
     """What a run found out."""
 
     vector: Deltas
@@ -66,11 +66,13 @@ class Findings:
     readout: Readout | None = None
     head: str | None = None
     chat_template: bool | None = None
-    foresight: ForesightRecord | None = None
+    foresight: ForecastRecord | None = None
     notices: tuple[str, ...] = ()
 
 
-def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: Findings, run: RunRecord) -> Record:
+def make_record(
+    planned: Plan, settings: Settings, drawn: CalibrationDraw | None, found: RunFindings, run: RunRecord
+) -> Record:
     """All that is needed to repeat the run and to write its card; hashes the models' files."""
     lineage = planned.lineage
     objective = settings.objective
@@ -95,7 +97,7 @@ def make_record(planned: Plan, settings: Settings, drawn: Drawn | None, found: F
     )
 
 
-def _method_record(planned: Plan, settings: Settings, found: Findings) -> MethodRecord:
+def _method_record(planned: Plan, settings: Settings, found: RunFindings) -> MethodRecord:
     method = METHODS[settings.method]
     readout = found.readout
     return MethodRecord(
@@ -151,7 +153,7 @@ def model_record(model: Model | Adapter) -> ModelRecord:
     )
 
 
-def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: Findings) -> list[str]:
+def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None, found: RunFindings) -> list[str]:
     """What a reader of the result should know and would not see."""
     notices = list(lineage.notices)
     target = lineage.target.sha256
@@ -159,7 +161,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    notices += [*lineage_doubts(lineage), *tensor_notices(_without_head(found, lineage.base)), *found.notices]
+    notices += [*lineage_warnings(lineage), *tensor_notices(_without_head(found, lineage.base)), *found.notices]
     if drawn is not None:
         labels = {label for label in drawn.samples.labels if label >= 0}
         seen, known = len(labels), len(drawn.data.class_names)
@@ -183,7 +185,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: Drawn | None, found: F
     return notices
 
 
-def _without_head(found: Findings, base: Model) -> Overlap:
+def _without_head(found: RunFindings, base: Model) -> Overlap:
     """The tensors that only one of the two models has, but for a head that was carried."""
     overlap = found.vector.overlap
     if found.head != "carried":
@@ -229,7 +231,7 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
     return replace(record, output=output, notices=notices, command=command)
 
 
-def _data_record(drawn: Drawn, settings: Settings, chat_template: bool | None = None) -> DataRecord:
+def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool | None = None) -> DataRecord:
     columns = drawn.data.columns
     return DataRecord(
         id=drawn.data.name,
@@ -258,7 +260,7 @@ def typed_reference(model: Model | Adapter) -> str:
     return model.name if revision is None else f"{model.name}@{revision}"
 
 
-def _command(planned: Plan, settings: Settings, drawn: Drawn | None) -> str | None:
+def _command(planned: Plan, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
     """The command line that does the same, by the folders' names: no path of this machine.
 
     None where no command line could: models, rows or an objective that were passed from Python.

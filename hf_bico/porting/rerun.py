@@ -10,13 +10,13 @@ from typing import Any
 
 from hf_bico.data.columns import typed_texts
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.hub.client import Hub, Place, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
 from hf_bico.porting.port import carry_out
 from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
-from hf_bico.runtime.library_errors import last_net
-from hf_bico.runtime.output import RECORD_FILE, whole_folder
+from hf_bico.runtime.library_errors import translate_errors
+from hf_bico.runtime.output import RECORD_FILE, atomic_folder
 from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
@@ -39,7 +39,7 @@ class Rerun:
         return all(self.files.values()) and not self.replaced
 
 
-@last_net()
+@translate_errors()
 def rerun(
     reference: str | Path,
     *,
@@ -74,14 +74,14 @@ def rerun(
     if folder is not None:
         now = read_record(ported.save(folder, None, overwrite, *known_as))
     else:
-        with tempfile.TemporaryDirectory() as scratch, whole_folder(Path(scratch) / "rerun") as written:
+        with tempfile.TemporaryDirectory() as scratch, atomic_folder(Path(scratch) / "rerun") as written:
             now = ported.write_weights(written, None, *known_as)
     digests = now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
     return Rerun(files, _replaced(place, then.output.files), _differences(then, now))
 
 
-def _replaced(place: Place, recorded: dict[str, str]) -> list[str]:
+def _replaced(place: RepoFiles, recorded: dict[str, str]) -> list[str]:
     """What stands beside the record and is not what it speaks of; what is not there cannot be another file."""
     there = dict(place.repo.sha256) if place.repo is not None else {}
     there |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())

@@ -26,27 +26,27 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions
 from hf_bico.models.adapters.writing import NOT_LINEAR
 from hf_bico.models.model import Model
-from hf_bico.porting.formats import Form, make_form, write_form
+from hf_bico.porting.formats import WrittenChange, write_change, written_change
 from hf_bico.porting.publish import push_folder
 from hf_bico.porting.recording import model_record, rounding_notices, with_output
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.model_cards import write_card
 from hf_bico.reports.record import (
     JOINED,
+    ArithmeticRecord,
+    ChangeRecord,
     LayerRecord,
     LeftRecord,
-    Made,
-    MakingRecord,
     OutputRecord,
-    PartOfSum,
     Record,
     SiteRecord,
+    Summand,
 )
 from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import Stopwatch, installed_versions
-from hf_bico.runtime.library_errors import last_net
-from hf_bico.runtime.output import whole_folder
+from hf_bico.runtime.library_errors import translate_errors
+from hf_bico.runtime.output import atomic_folder
 from hf_bico.settings import FORMATS, require_rank
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
@@ -61,7 +61,7 @@ class Ported:
     report: Report
     record: Record
     target: Model
-    form: Form
+    form: WrittenChange
     """As what it was measured, and is saved unless another form is asked for."""
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Ported:
         """The share of the change that rounding to the target's half precision takes away, in its form."""
         return self.form.rounding_lost
 
-    @last_net()
+    @translate_errors()
     def model(self, device: str = "cpu") -> nn.Module:
         """A new copy of the target with the task vector applied, in float32 on this device."""
         if self.form.head is not None:
@@ -92,7 +92,7 @@ class Ported:
         changes = self.task_vector.renamed(self.target.layout.own_names)
         return changes.apply_to(module.to(device, torch.float32))
 
-    @last_net()
+    @translate_errors()
     def save(
         self,
         folder: str | Path,
@@ -111,12 +111,12 @@ class Ported:
         folder = expanded(folder)
         if not is_first_process():
             return folder
-        with whole_folder(folder, overwrite) as scratch:
+        with atomic_folder(folder, overwrite) as scratch:
             self.write(scratch, form, repo, revision)
         return folder
 
     def write(
-        self, folder: Path, form: Form | None = None, repo: str | None = None, revision: str | None = None
+        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
     ) -> None:
         """Write weights, `bico.json` and the model card into a folder that is there, file after file."""
         record = self.write_weights(folder, form, repo, revision)
@@ -124,17 +124,17 @@ class Ported:
         write_card(record, folder)
 
     def write_weights(
-        self, folder: Path, form: Form | None = None, repo: str | None = None, revision: str | None = None
+        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
     ) -> Record:
         """Write the weights alone, as they were measured unless another form is given, and return their record."""
         form = form or self.form
-        files = sha256_of(write_form(form, self.target, folder))
+        files = sha256_of(write_change(form, self.target, folder))
         kept = (form.rank, form.energy_kept, form.replaced)
         output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, *kept)
         measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
         return with_output(measured, output, as_measured=form is self.form)
 
-    @last_net()
+    @translate_errors()
     def push_to_hub(
         self,
         repo_id: str,
@@ -155,7 +155,7 @@ class Ported:
             folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision, rank=rank)
             return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
 
-    def _in_form(self, format: str | None, rank: int | float | None) -> Form:
+    def _in_form(self, format: str | None, rank: int | float | None) -> WrittenChange:
         """The form that was measured, unless another is asked for."""
         if format is None:
             format = self.form.format if rank is None else "adapter"
@@ -165,23 +165,23 @@ class Ported:
             raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
         if format == self.form.format and rank in (None, self.form.rank):
             return self.form
-        return make_form(self.task_vector, self.target, format, rank, head=self.form.head)
+        return written_change(self.task_vector, self.target, format, rank, head=self.form.head)
 
 
-def with_held(sites: list[SiteRecord], form: Form, target: Model) -> list[SiteRecord]:
+def with_held(sites: list[SiteRecord], form: WrittenChange, target: Model) -> list[SiteRecord]:
     """The records of the sites with what an adapter holds of each."""
     held = {site.name: form.held(site) or (None, None) for site in target.layout.sites}
     return [replace(site, rank=held[site.name][0], kept=held[site.name][1]) for site in sites]
 
 
 @dataclass(frozen=True, repr=False)
-class Making:
+class ChangeResult:
     """A change over a model, in the form that it will be written in."""
 
     task_vector: TaskVector
     target: Model
-    form: Form
-    record: Made
+    form: WrittenChange
+    record: ChangeRecord
 
     def __repr__(self) -> str:
         return f"Making of {self.record.job} over {self.target.name}, as {self.form!r}"
@@ -191,21 +191,21 @@ class Making:
         """The share of the change's energy that an adapter holds."""
         return self.form.energy_kept
 
-    @last_net()
+    @translate_errors()
     def save(
         self, folder: str | Path, overwrite: bool = False, repo: str | None = None, revision: str | None = None
     ) -> Path:
         """Write weights, `bico.json` and the card; the folder appears whole or not at all."""
         folder = expanded(folder)
-        with whole_folder(folder, overwrite) as scratch:
-            files = sha256_of(write_form(self.form, self.target, scratch))
+        with atomic_folder(folder, overwrite) as scratch:
+            files = sha256_of(write_change(self.form, self.target, scratch))
             output = replace(self.record.output, files=files, repo=repo, revision=revision)
             record = replace(self.record, output=output)
             record.write(scratch)
             write_card(record, scratch)
         return folder
 
-    @last_net()
+    @translate_errors()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`."""
         wanted = PushOptions(**options)
@@ -222,15 +222,15 @@ class Course:
     watch: Stopwatch
 
 
-def make_record(
-    job: str, parts: Sequence[PartOfSum], target: Model, form: Form, course: Course, words: Sequence[str] | None
-) -> Made:
+def make_change_record(
+    job: str, parts: Sequence[Summand], target: Model, form: WrittenChange, course: Course, words: Sequence[str] | None
+) -> ChangeRecord:
     """The record of a job; `words` are its command line, None where no command line could do the same."""
-    run = MakingRecord(
+    run = ArithmeticRecord(
         course.started.isoformat(timespec="seconds"), sum(course.watch.seconds.values()), installed_versions()
     )
     layers, left = _account(form, target)
-    return Made(
+    return ChangeRecord(
         hf_bico=__version__,
         job=job,
         parts=list(parts),
@@ -247,7 +247,7 @@ def make_record(
     )
 
 
-def _account(form: Form, target: Model) -> tuple[list[LayerRecord], list[LeftRecord]]:
+def _account(form: WrittenChange, target: Model) -> tuple[list[LayerRecord], list[LeftRecord]]:
     """What an adapter holds of each tensor, and what it does not."""
     fitted = form.fitted
     if fitted is None:

@@ -24,21 +24,21 @@ from hf_bico.errors import (
     RepoError,
     UsageError,
 )
-from hf_bico.hub.client import Hub, Place, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.layout import Site
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.porting.formats import make_form
+from hf_bico.porting.formats import written_change
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import source_record, tensor_notices, typed_reference
-from hf_bico.porting.result import Course, Making, make_record
+from hf_bico.porting.result import ChangeResult, Course, make_change_record
 from hf_bico.porting.task_vector import SEVERAL, TaskVector, made_for
-from hf_bico.reports.record import ModelRecord, PartOfSum
+from hf_bico.reports.record import ModelRecord, Summand
 from hf_bico.runtime.environment import Stopwatch, choose_device
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import FORMATS, require_rank
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
@@ -46,7 +46,7 @@ from hf_bico.utils.progress import Progress, silent
 VectorReference: TypeAlias = str | Path | TaskVector
 
 
-@last_net()
+@translate_errors()
 def apply(
     vectors: VectorReference | Sequence[VectorReference],
     to: ModelReference | None = None,
@@ -59,7 +59,7 @@ def apply(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-) -> Making:
+) -> ChangeResult:
     """`to` plus alpha times the weighted sum of adapters or task vectors; by default the model that they were made for.
 
     A port can so be rescaled without calibrating again.
@@ -76,13 +76,13 @@ def apply(
         first, *others = (share * _placed(part.vector, target) for share, part in zip(shares, parts, strict=True))
         total = alpha * sum(others, start=first)
         # what the parts hold the sum holds too
-        form = make_form(total, target, format, rank, device=choose_device(device), everything=True)
-    sources = [PartOfSum(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
+        form = written_change(total, target, format, rank, device=choose_device(device), everything=True)
+    sources = [Summand(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
     words = _command(named, sources, target, alpha, format, rank) if typed else None
-    record = make_record("apply", sources, target, form, course, words)
+    record = make_change_record("apply", sources, target, form, course, words)
     notices = [notice for part in parts for notice in (*part.other_base(target), *tensor_notices(part.vector.overlap))]
-    return Making(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
+    return ChangeResult(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pic
 
 def _command(
     named: Sequence[VectorReference],
-    parts: Sequence[PartOfSum],
+    parts: Sequence[Summand],
     target: Model,
     alpha: float,
     format: str,
@@ -203,7 +203,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     return _Part(TaskVector.load(place.folder / DELTA_FILE), record)
 
 
-def _open_adapter(place: Place, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
+def _open_adapter(place: RepoFiles, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
     adapter = Adapter.open(place, allow_pickle).fetched()
     start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
     vector = TaskVector.over(adapter, start)
@@ -225,7 +225,7 @@ def _placed(vector: TaskVector, target: Model) -> TaskVector:
     return TaskVector(vector.renamed(places), vector.overlap, vector.about, target)
 
 
-@last_net()
+@translate_errors()
 def extract(
     fine_tuned: ModelReference,
     base: ModelReference | None = None,
@@ -236,7 +236,7 @@ def extract(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-) -> Making:
+) -> ChangeResult:
     """A fine-tuned model's change of its base as a PEFT adapter.
 
     `rank` is a whole number, or a share of each layer's energy such as 0.95; None is exact. `everything` holds what is
@@ -257,16 +257,16 @@ def extract(
             )
         doubt = implausible(vector, _changed_sites(vector, start), start.checkpoint)
     with watch("fit"):
-        form = make_form(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
+        form = written_change(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
     words = [typed_reference(source), "--base", typed_reference(start)]
     words += ["--rank", str(rank)] if rank is not None else []
     words += ["--everything"] if everything else []
     known = all(model.folder is not None for model in (source, start))
-    parts = [PartOfSum(source_record(source, start))]
-    record = make_record("extract", parts, start, form, course, words if known else None)
+    parts = [Summand(source_record(source, start))]
+    record = make_change_record("extract", parts, start, form, course, words if known else None)
     notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
     notices += [*tensor_notices(vector.overlap), *record.notices]
-    return Making(vector, start, form, replace(record, notices=notices))
+    return ChangeResult(vector, start, form, replace(record, notices=notices))
 
 
 def _changed_sites(vector: TaskVector, base: Model) -> list[Site]:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
-from hf_bico.hub.client import Hub, Place, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.push import Pushed, PushOptions, require_pushable
 from hf_bico.hub.references import LOCAL, RepoName, cached_repo
 from hf_bico.models.adapters.adapter import Adapter
-from hf_bico.models.adapters.writing import BaseName, Fitted, fit, write_adapter
+from hf_bico.models.adapters.writing import BaseName, Fitted, fit_adapter, write_adapter
 from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, digest_of, is_adapter
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
 from hf_bico.models.low_rank import Change, Factors
@@ -34,7 +34,7 @@ from hf_bico.porting.publish import push_folder
 from hf_bico.reports.model_cards import CARD_FILE
 from hf_bico.reports.model_cards.change_card import render_vector_card
 from hf_bico.reports.record import read_any
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.utils.files import expanded, sha256_of
 
@@ -63,7 +63,7 @@ class TaskVector(Deltas):
         deltas: Mapping[str, Change],
         overlap: Overlap | None = None,
         about: Mapping[str, Any] | None = None,
-        base: Model | Place | nn.Module | None = None,
+        base: Model | RepoFiles | nn.Module | None = None,
     ) -> None:
         super().__init__(deltas, overlap)
         self.about = dict(about or {})
@@ -81,7 +81,7 @@ class TaskVector(Deltas):
         return Deltas._apply(self.renamed(names), model)
 
     @classmethod
-    @last_net()
+    @translate_errors()
     def from_models(
         cls,
         fine_tuned: ModelLike,
@@ -99,23 +99,23 @@ class TaskVector(Deltas):
         hub = Hub(token)
         tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
         if base is None:
-            if not isinstance(tuned, Place):
+            if not isinstance(tuned, RepoFiles):
                 raise BaseUnknownError("the base of a loaded model is not known", "pass base=")
-            start: Place | nn.Module | Checkpoint = find_base(tuned, hub)
+            start: RepoFiles | nn.Module | Checkpoint = find_base(tuned, hub)
         else:
             start = locate(base, "the base", hub) if isinstance(base, str | Path) else base
         tuned_checkpoint, about = _opened(tuned, "source", "transformers", allow_pickle)
         start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"), allow_pickle)
         difference = Difference.between(tuned_checkpoint, start_checkpoint)
         made_from = [name for known in (about, more) for name in known.pop(MADE_FROM, ())]
-        known = start if isinstance(start, Place | nn.Module) else None
+        known = start if isinstance(start, RepoFiles | nn.Module) else None
         return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from}, known)
 
     @classmethod
-    @last_net()
+    @translate_errors()
     def from_adapter(
         cls,
-        adapter: str | Path | Place | nn.Module,
+        adapter: str | Path | RepoFiles | nn.Module,
         base: ModelReference | None = None,
         *,
         token: str | None = None,
@@ -129,7 +129,7 @@ class TaskVector(Deltas):
         if isinstance(adapter, nn.Module):
             known = base_of_source(adapter, None, hub) if base is None else base
             return cls.over(Adapter.of(adapter), Model.open(known, "the base", hub=hub).fetched())
-        place = adapter if isinstance(adapter, Place) else locate(adapter, "the adapter", hub)
+        place = adapter if isinstance(adapter, RepoFiles) else locate(adapter, "the adapter", hub)
         if not is_adapter(place.sizes):
             raise AdapterError(f"'{place.name}' holds no PEFT adapter", "take its task vector with from_models")
         opened = Adapter.open(place, allow_pickle)
@@ -157,7 +157,7 @@ class TaskVector(Deltas):
         return cls(changes, changes.overlap, about, base)
 
     @classmethod
-    @last_net()
+    @translate_errors()
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
         """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
         file, place = expanded(path), None
@@ -175,7 +175,7 @@ class TaskVector(Deltas):
         about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
         return cls(changes, about=about)
 
-    @last_net()
+    @translate_errors()
     def save(self, folder: str | Path, **about: Any) -> Path:
         """Write the lossless delta format into `folder`, factors as factors; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
@@ -185,7 +185,7 @@ class TaskVector(Deltas):
         write_delta(self, known, file)
         return file
 
-    @last_net()
+    @translate_errors()
     def save_adapter(
         self,
         folder: str | Path,
@@ -215,7 +215,7 @@ class TaskVector(Deltas):
         write_adapter(fitted, skeleton, over.as_loaded, BaseName(over.name, over.commit), place)
         return fitted
 
-    @last_net()
+    @translate_errors()
     def base_model(
         self, base: ModelReference | None = None, hub: Hub | None = None, allow_pickle: bool = False
     ) -> Model:
@@ -248,7 +248,7 @@ class TaskVector(Deltas):
             raise BaseUnknownError("this task vector lies over a local model", "name that model with --base")
         return f"{name}@{commit}"
 
-    @last_net()
+    @translate_errors()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Push the delta format with a short card, as one commit; the options are those of `PushOptions`.
 
@@ -286,14 +286,14 @@ class TaskVector(Deltas):
     @property
     def _base_key(self) -> tuple[object, ...]:
         """What tells its base from others: where its files are, the loaded module, or the repo's commit."""
-        if isinstance(self._base, Model | Place) and self._base.folder is not None:
+        if isinstance(self._base, Model | RepoFiles) and self._base.folder is not None:
             return (self._base.folder,)
         if self._base is not None:
             return (id(self._base.module if isinstance(self._base, Model) else self._base),)
         return (self.about.get("base"), self.about.get("base_commit"), str(self.about.get("base_sha256")))
 
 
-def made_for(place: Place) -> dict[str, Any]:
+def made_for(place: RepoFiles) -> dict[str, Any]:
     """For which weights an adapter was made, where the tool itself made it and says so in a record beside it."""
     if RECORD_FILE not in place.sizes:
         return {}
@@ -315,16 +315,16 @@ def fit_to(
     sites = {names.get(tensor, tensor) for tensor in base.layout.tensors}
     changes = vector.renamed(names)
     changes.places_in(base.as_loaded.shapes, f"'{base.name}'")
-    return fit(changes, module, sites, rank, everything, device)
+    return fit_adapter(changes, module, sites, rank, everything, device)
 
 
 def _opened(
-    model: Place | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
+    model: RepoFiles | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """A model's weights on this machine, and what to remember of a repo."""
     if isinstance(model, nn.Module):
         return MemoryCheckpoint.of(model), {MADE_FROM: [list(LOCAL)]}
-    if not isinstance(model, Place):
+    if not isinstance(model, RepoFiles):
         return model, {MADE_FROM: [list(LOCAL)]}
     checkpoint = fetch_checkpoint(model, library, allow_pickle)
     about: dict[str, Any] = {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
@@ -337,7 +337,7 @@ def _opened(
 
 
 @dataclass(frozen=True)
-class Tuned:
+class FineTune:
     """What fine-tuning changed; `sha256` tells it from others: of its files, or of what it changes."""
 
     name: str
@@ -345,7 +345,7 @@ class Tuned:
     sha256: Any
 
     @classmethod
-    def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> Tuned:
+    def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> FineTune:
         """A model or adapter, downloaded if it must be; `what` says its part in errors."""
         place = locate(reference, what, hub) if isinstance(reference, str | Path) else None
         tuned = open_source(reference, place, base.family.library, hub, allow_pickle).fetched()

@@ -22,11 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carried, Carrier, Method, SiteDelta, SiteDescent, Trainer
-from hf_bico.alignment.methods.training import Lesson, Trained
-from hf_bico.alignment.objectives.base import Head, Question
+from hf_bico.alignment.methods.base import Carrier, Method, SiteDelta, SiteLossChange, Trainer, TransportedSite
+from hf_bico.alignment.methods.training import Trained, TrainingTask
+from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.readout import Readout
-from hf_bico.alignment.statistics import TaskSum
+from hf_bico.alignment.statistics import TaskLossTotals
 from hf_bico.alignment.transport import changed_part, gather
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnsuitableMethodError
@@ -36,13 +36,13 @@ from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.layout import SitePair, Slot
 from hf_bico.models.low_rank import energy
-from hf_bico.porting.calibration import Round
-from hf_bico.reports.record import ForesightRecord, LeftRecord, SiteRecord
+from hf_bico.porting.calibration import Calibration
+from hf_bico.reports.record import ForecastRecord, LeftRecord, SiteRecord
 from hf_bico.reports.results import Report
 
 
 def account(
-    vector: Deltas, carried: Mapping[str, Carried], pairs: Iterable[SitePair], left: Mapping[str, str]
+    vector: Deltas, carried: Mapping[str, TransportedSite], pairs: Iterable[SitePair], left: Mapping[str, str]
 ) -> Report:
     """Where the task vector's energy went: into which sites, how much unseen, and what stayed behind."""
     energies = {name: vector.energy(name) for name in vector}
@@ -80,9 +80,9 @@ DOUBTFUL = 0.1
 """Below this outlook a port is called doubtful."""
 
 
-def foresee(
-    sites: Iterable[SiteDescent], task: TaskSum, samples: int, unseen: float | None, alpha: float
-) -> ForesightRecord:
+def forecast(
+    sites: Iterable[SiteLossChange], task: TaskLossTotals, samples: int, unseen: float | None, alpha: float
+) -> ForecastRecord:
     """The outlook of a port: of changes that are added `alpha` times, to a target that does so well on its task.
 
     The loss is that of an answer, a sample or a token; where right and wrong cannot be told, of a sample.
@@ -95,7 +95,7 @@ def foresee(
     headroom = task.wrong / task.answers if task.answers else None
     gain = -change if headroom is None else min(-change, headroom)
     outlook = gain * (1 - (unseen or 0.0)) if gain > 0 else gain
-    return ForesightRecord(
+    return ForecastRecord(
         outlook=outlook,
         helps=outlook >= DOUBTFUL,
         loss=None if task.loss is None else task.loss / answers,
@@ -110,7 +110,7 @@ LOOKED_AT = 64
 """So many samples are looked at to tell what they are from others; all of them by their rows and labels."""
 
 
-def lesson_of(model: LiveModel, head: Head, samples: Samples) -> Lesson:
+def lesson_of(model: LiveModel, head: Head, samples: Samples) -> TrainingTask:
     """All of the model's tensors but a CLIP's text tower learn what the head asks about the samples.
 
     The model runs in evaluation mode, without dropout.
@@ -121,7 +121,7 @@ def lesson_of(model: LiveModel, head: Head, samples: Samples) -> Lesson:
 
     def loss(numbers: Sequence[int]) -> Tensor:
         [(chosen, labels)] = some(numbers).batches(len(numbers))
-        found = head.losses(model, Question(chosen, labels)).task
+        found = head.losses(model, LossBatch(chosen, labels)).task
         if found is None:
             raise ValueError("samples without labels give no loss")
         return found
@@ -141,7 +141,7 @@ def lesson_of(model: LiveModel, head: Head, samples: Samples) -> Lesson:
         "rows": hashlib.blake2b(repr((samples.indices, samples.labels)).encode(), digest_size=16).hexdigest(),
     }
     measured = right if head.metric == "accuracy" else None
-    return Lesson(parameters, loss, measured, len(samples), json.dumps(identity))
+    return TrainingTask(parameters, loss, measured, len(samples), json.dumps(identity))
 
 
 def _as_read(model: LiveModel, samples: Sequence[Any]) -> Tensor:
@@ -153,7 +153,7 @@ def _as_read(model: LiveModel, samples: Sequence[Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransferResult:
     """`changes` of the target's tensors, as its files name them; with a readout, `unread` is what they were before."""
 
     changes: Deltas
@@ -161,66 +161,70 @@ class Outcome:
     trained: Trained | None = None
     readout: Readout | None = None
     unread: Deltas | None = None
-    foresight: ForesightRecord | None = None
+    foresight: ForecastRecord | None = None
 
 
-UNTOUCHED = Outcome(Deltas({}), Report((), ()))
+UNTOUCHED = TransferResult(Deltas({}), Report((), ()))
 """The target as it is."""
 
 
-def outcome_of(method: Method, round: Round, whole_split: Samples | None = None) -> Outcome:
+def transfer(method: Method, calibration: Calibration, whole_split: Samples | None = None) -> TransferResult:
     """Carry the task vector, or train the target: on `whole_split` if that is what the method does."""
-    bench = round.bench
+    models = calibration.models
     if isinstance(method, Trainer):
-        outcome = _trained(method, round, whole_split)
+        result = _trained(method, calibration, whole_split)
     elif isinstance(method, Carrier):
-        carried = round.carry(method)
-        report = account(bench.vector, carried, bench.pairs, bench.planned.left)
-        foresight = _foresight(carried, report, round)
-        outcome = Outcome(bench.gathered(carried, round.settings.alpha), report, foresight=foresight)
+        carried = calibration.carry(method)
+        report = account(models.vector, carried, models.pairs, models.planned.left)
+        foresight = _foresight(carried, report, calibration)
+        result = TransferResult(models.gathered(carried, calibration.settings.alpha), report, foresight=foresight)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
-    return with_readout(outcome, round) if round.settings.readout else outcome
+    return with_readout(result, calibration) if calibration.settings.readout else result
 
 
-def _foresight(carried: Mapping[str, Carried], report: Report, round: Round) -> ForesightRecord | None:
+def _foresight(
+    carried: Mapping[str, TransportedSite], report: Report, calibration: Calibration
+) -> ForecastRecord | None:
     """Whether it will help, where the pass over the samples looked at that; samples of one class cannot tell."""
     descents = [one.descent for one in carried.values() if one.descent is not None]
-    if round.task is None or not descents or _asks_one_class(round):
+    if calibration.task is None or not descents or _asks_one_class(calibration):
         return None
-    return foresee(descents, round.task, len(round.samples), report.unseen_energy, round.settings.alpha)
+    return forecast(
+        descents, calibration.task, len(calibration.samples), report.unseen_energy, calibration.settings.alpha
+    )
 
 
-def _asks_one_class(round: Round) -> bool:
+def _asks_one_class(calibration: Calibration) -> bool:
     """Whether classes are the answers, and all samples have the same."""
-    answered = round.settings.objective in ("zero-shot", "contrastive", "text-to-text")
-    labels = set(round.drawn_samples.labels)
+    answered = calibration.settings.objective in ("zero-shot", "contrastive", "text-to-text")
+    labels = set(calibration.drawn_samples.labels)
     return answered and len(labels) == 1 and labels != {-1}
 
 
-def with_readout(outcome: Outcome, round: Round) -> Outcome:
+def with_readout(result: TransferResult, calibration: Calibration) -> TransferResult:
     """The outcome with the final projection corrected towards the fine-tuned source's predictions."""
-    target = round.bench.planned.lineage.target
+    target = calibration.models.planned.lineage.target
     site = target.layout.site("proj")
-    found = round.readout(outcome.changes.renamed(target.layout.own_names))
+    found = calibration.readout(result.changes.renamed(target.layout.own_names))
     correction = gather(
-        {site.name: Carried(SiteDelta(found.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
+        {site.name: TransportedSite(SiteDelta(found.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
     )
-    changes = outcome.changes + correction if found.accepted else outcome.changes
-    return replace(outcome, changes=changes, readout=found, unread=outcome.changes)
+    changes = result.changes + correction if found.accepted else result.changes
+    return replace(result, changes=changes, readout=found, unread=result.changes)
 
 
-def _trained(method: Trainer, round: Round, whole_split: Samples | None) -> Outcome:
-    bench, target = round.bench, round.bench.planned.lineage.target
-    samples = whole_split if method.whole_split else round.drawn_samples
+def _trained(method: Trainer, calibration: Calibration, whole_split: Samples | None) -> TransferResult:
+    models, target = calibration.models, calibration.models.planned.lineage.target
+    samples = whole_split if method.whole_split else calibration.drawn_samples
     if not samples:
         raise UnsuitableMethodError(
             f"{method.settings.method} trains on the data set's own labels, and they are not there or not to be used",
             "use data with labels, or --method fewshot",
         )
-    lesson = lesson_of(bench.target, round.heads.target, samples)
-    with bench.target.quiet(), round.watch("train"):
-        trained = method.train(lesson, round.watch.progress)
+    training_task = lesson_of(models.target, calibration.heads.target, samples)
+    with models.target.quiet(), calibration.watch("train"):
+        trained = method.train(training_task, calibration.watch.progress)
     stored = {own: file for file, own in target.layout.own_names.items()}
     changes = {stored.get(name, name): change.cpu() for name, change in trained.changes.items()}
-    return Outcome(round.settings.alpha * Deltas(changes), Report((), ()), trained)
+    return TransferResult(calibration.settings.alpha * Deltas(changes), Report((), ()), trained)

@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_bico.errors import RecordError
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
-from hf_bico.utils.samples import PartRecord
+from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that has no counterpart in the loaded model."""
@@ -61,7 +61,7 @@ class DataRecord:
     max_download: int | None = None
     max_length: int | None = None
     chat_template: bool | None = None
-    parts: list[PartRecord] = field(default_factory=list)
+    parts: list[FilePart] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class OutputRecord:
 
 
 @dataclass(frozen=True)
-class ForesightRecord:
+class ForecastRecord:
     """Whether the port will help, foretold from its calibration pass alone, before anything was measured.
 
     `first_order` is by how much the mean calibration `loss` changes to first order, by what is carried outside of MLPs
@@ -227,7 +227,7 @@ class RunRecord:
     versions: dict[str, str]
 
 
-class _Written:
+class _RecordBase:
     """A record as a file."""
 
     def to_json(self) -> str:
@@ -241,7 +241,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class Record(_Written):
+class Record(_RecordBase):
     """Of a port."""
 
     hf_bico: str
@@ -255,7 +255,7 @@ class Record(_Written):
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
-    foresight: ForesightRecord | None = None
+    foresight: ForecastRecord | None = None
     evaluation: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     schema: int = SCHEMA
@@ -275,7 +275,7 @@ class Record(_Written):
 
 
 @dataclass(frozen=True)
-class PartOfSum:
+class Summand:
     """One fine-tuned model, adapter or task vector, and how much of it was taken."""
 
     model: ModelRecord
@@ -296,7 +296,7 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
-class MakingRecord:
+class ArithmeticRecord:
     """What differs from run to run."""
 
     started: str
@@ -305,18 +305,18 @@ class MakingRecord:
 
 
 @dataclass(frozen=True)
-class Made(_Written):
+class ChangeRecord(_RecordBase):
     """Of a change that was extracted from a model, or applied to one: nothing was calibrated, and nothing measured."""
 
     hf_bico: str
     job: str
     """ "extract" or "apply"."""
-    parts: list[PartOfSum]
+    parts: list[Summand]
     target: ModelRecord
     """The model that the change lies over."""
     alpha: float
     output: OutputRecord
-    run: MakingRecord
+    run: ArithmeticRecord
     command: str | None = None
     layers: list[LayerRecord] = field(default_factory=list)
     left: list[LeftRecord] = field(default_factory=list)
@@ -339,15 +339,15 @@ def read_record(folder: Path) -> Record:
     raise RecordError(f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port", again)
 
 
-def read_made(folder: Path) -> Made:
+def read_change_record(folder: Path) -> ChangeRecord:
     """The record of a folder that `extract` or `apply` wrote."""
     record = read_any(folder)
-    if isinstance(record, Made):
+    if isinstance(record, ChangeRecord):
         return record
     raise RecordError(f"'{folder_name(folder)}' was written by a port", "name what 'extract' or 'apply' wrote")
 
 
-def read_any(folder: Path) -> Record | Made:
+def read_any(folder: Path) -> Record | ChangeRecord:
     """The record of a folder that this tool wrote."""
     file = folder / RECORD_FILE
     try:
@@ -366,7 +366,7 @@ def read_any(folder: Path) -> Record | Made:
         )
     try:
         if "job" in raw:
-            made: Made = from_plain(Made, raw)
+            made: ChangeRecord = from_plain(ChangeRecord, raw)
             return made
         record: Record = from_plain(Record, raw)
         return record

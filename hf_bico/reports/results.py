@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from hf_bico.models.layout import ROLES
-from hf_bico.reports.record import EvaluationRecord, ForesightRecord, LeftRecord, Record, SiteRecord
+from hf_bico.reports.record import EvaluationRecord, ForecastRecord, LeftRecord, Record, SiteRecord
 from hf_bico.settings import PROBE
 from hf_bico.utils.text import format_table, markdown_table, plain
 
@@ -313,7 +313,7 @@ def readout_sentence(record: Record) -> str | None:
     return " ".join(parts)
 
 
-def foresight_sentence(foresight: ForesightRecord) -> str:
+def foresight_sentence(foresight: ForecastRecord) -> str:
     """What calibration alone says about the outcome.
 
     >>> print(foresight_sentence(ForesightRecord(0.5, True, loss=1.7, first_order=-1.3, agreement=0.12, headroom=0.6)))

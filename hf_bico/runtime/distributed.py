@@ -61,7 +61,7 @@ def local_device(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """The processes that do one job together; each of them calls the same methods in the same order."""
 
     rank: int = 0
@@ -142,10 +142,10 @@ class Team:
         return value
 
 
-ALONE = Team()
+ALONE = ProcessGroup()
 
 
-def join(device: torch.device) -> Team:
+def join(device: torch.device) -> ProcessGroup:
     """The team that the launcher has started this process for; alone where there was none.
 
     A group of processes that the caller has made is used as it is. Else GPUs talk by NCCL where every process has its
@@ -161,7 +161,7 @@ def join(device: torch.device) -> Team:
     if device.index is not None:  # where tensors of other processes arrive
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        return Team(dist.get_rank(), dist.get_world_size())
+        return ProcessGroup(dist.get_rank(), dist.get_world_size())
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
     try:
         with _peers_alive():
@@ -174,7 +174,7 @@ def join(device: torch.device) -> Team:
             f"{process_count()} processes cannot find each other: {error}",
             "start them by torchrun or accelerate launch",
         ) from error
-    return Team(rank, size, temporary=True)
+    return ProcessGroup(rank, size, temporary=True)
 
 
 @cache

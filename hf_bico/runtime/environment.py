@@ -97,7 +97,7 @@ def enough_memory() -> Iterator[None]:
         raise MemoryExhaustedError("the device's memory ran out", "use --device cpu, or a device with more") from error
 
 
-def ahead(items: Iterator[Result]) -> Iterator[Result]:
+def prefetch(items: Iterator[Result]) -> Iterator[Result]:
     """The items, each made in a thread of its own while the one before it is used.
 
     >>> list(ahead(iter("abc")))
@@ -111,7 +111,7 @@ def ahead(items: Iterator[Result]) -> Iterator[Result]:
             yield cast(Result, item)
 
 
-def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of main memory on the device, which is not waited for: what it was told before may take its time."""
     tensor = tensor.to(dtype or tensor.dtype)
     if device.type != "cuda" or tensor.is_cuda:

@@ -119,7 +119,7 @@ _KNOWN: dict[str, Told] = {
 
 
 @contextmanager
-def last_net() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """What the libraries raise inside leaves as our error, and what nobody foresaw as a bug with a short id.
 
     Errors of the caller's own code, called back from inside, and of a wrong call pass as they are.

@@ -34,7 +34,7 @@ _A_MOMENT = 0.3
 
 
 @contextmanager
-def claimed(folder: Path, size: int | None = None, waits: bool = False) -> Iterator[None]:
+def locked_folder(folder: Path, size: int | None = None, waits: bool = False) -> Iterator[None]:
     """Hold the place of a folder of about this size: another run is refused, or `waits`; may be nested.
 
     What runs that were killed left beside it is cleared away, now that nobody else is writing there.
@@ -156,13 +156,13 @@ def require_free(folder: Path, overwrite: bool) -> None:
 @contextmanager
 def reserved(folder: Path, overwrite: bool = False, size: int | None = None) -> Iterator[None]:
     """Hold the place of a result from the beginning of a run: what would be refused at its end is refused now."""
-    with claimed(folder, size):
+    with locked_folder(folder, size):
         require_free(folder, overwrite)
         yield
 
 
 @contextmanager
-def whole_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary sibling to write into; it becomes `folder` at the end, and vanishes if anything fails."""
     with reserved(folder, overwrite):
         try:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
-class PartRecord:
+class FilePart:
     """The row groups that were read of one parquet file, and how many rows they have in all."""
 
     file: str

@@ -28,19 +28,19 @@ from hf_bico.alignment.memory import (
     MOST_SAMPLES,
     SPARE,
     WAYS,
-    Fit,
-    Held,
-    Limits,
-    Needs,
+    MemoryLimits,
+    MemoryMode,
+    MemoryNeeds,
+    MemoryPlan,
+    ModelFootprint,
     Sample,
-    Way,
-    fit,
     needs_of,
+    plan_memory,
     solved_together,
     sum_bytes,
 )
 from hf_bico.alignment.methods import METHODS
-from hf_bico.alignment.methods.base import Carried, Carrier
+from hf_bico.alignment.methods.base import Carrier, TransportedSite
 from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.cli.main import main
 from hf_bico.errors import MemoryExhaustedError
@@ -48,14 +48,14 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import Layout, Site, SitePair, Slot, Tokens, descent_sites
-from hf_bico.porting.calibration import Round
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.planner import plan
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.utils.text import size_text
-from support.rounds import PORTS, SAMPLES, make_round
+from support.calibrations import PORTS, SAMPLES, make_calibration
 from support.scenes import Scene, make_scene
 
-NEEDS = Needs(
+NEEDS = MemoryNeeds(
     weights=(100_000, 200_000),
     sums=(50_000,) * 8,
     solver=80_000,
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def test_without_a_limit_all_is_done_at_once() -> None:
-    found = fit(NEEDS)
+    found = plan_memory(NEEDS)
     assert (found.batch_size, found.groups, found.checkpointing, found.alternating) == (32, (8,), False, False)
     assert found.bytes == 700_000 + 32 * 31_000
 
@@ -91,7 +91,7 @@ def test_without_a_limit_all_is_done_at_once() -> None:
 def test_with_less_memory_it_takes_more_work(
     limit: int, batch_size: int, passes: int, checkpointing: bool, alternating: bool, fits: bool
 ) -> None:
-    found = fit(NEEDS, limit)
+    found = plan_memory(NEEDS, limit)
     assert found.fits is fits
     assert (found.passes, found.checkpointing, found.alternating) == (passes, checkpointing, alternating)
     assert found.batch_size == batch_size
@@ -99,55 +99,57 @@ def test_with_less_memory_it_takes_more_work(
 
 
 def test_models_are_in_turn_on_the_device_only_where_they_can_be() -> None:
-    assert fit(NEEDS, 480_000).alternating
-    assert not fit(NEEDS, 480_000, turns=[False]).fits, "both models stay on the device"
-    assert not fit(replace(NEEDS, both_graphs=True), 480_000).alternating, "both models run at once"
+    assert plan_memory(NEEDS, 480_000).alternating
+    assert not plan_memory(NEEDS, 480_000, turns=[False]).fits, "both models stay on the device"
+    assert not plan_memory(replace(NEEDS, both_graphs=True), 480_000).alternating, "both models run at once"
 
 
 def test_a_batch_size_that_is_asked_for_is_kept_while_it_fits() -> None:
-    assert fit(NEEDS, batch_size=64).batch_size == 64
-    assert fit(NEEDS, 2_000_000, batch_size=3).batch_size == 3
-    thrifty = fit(NEEDS, 1_200_000, batch_size=40)
+    assert plan_memory(NEEDS, batch_size=64).batch_size == 64
+    assert plan_memory(NEEDS, 2_000_000, batch_size=3).batch_size == 3
+    thrifty = plan_memory(NEEDS, 1_200_000, batch_size=40)
     assert (thrifty.batch_size, thrifty.checkpointing) == (40, True)
-    assert fit(NEEDS, 1_200_000, batch_size=128).batch_size == 64, "halved"
+    assert plan_memory(NEEDS, 1_200_000, batch_size=128).batch_size == 64, "halved"
 
 
 def test_mlps_run_once_more_where_batches_would_be_small() -> None:
     whole = LEAST_ACTIVATIONS // 5
     large = Sample(whole, whole, 1, 1, lean=whole // 2)
-    found = fit(replace(NEEDS, samples=(large, large)))
+    found = plan_memory(replace(NEEDS, samples=(large, large)))
     assert (found.lean, found.batch_size) == (True, 9)
     small = replace(large, graph=whole // 8, lean=whole // 16)
-    assert not fit(replace(NEEDS, samples=(small, small))).lean, "batches are large anyway"
+    assert not plan_memory(replace(NEEDS, samples=(small, small))).lean, "batches are large anyway"
 
 
 def test_both_graphs_are_there_at_once_where_they_are_small_beside_what_is_shown() -> None:
     most = LEAST_ACTIVATIONS // 10
     sample = Sample(2 * most, most // 20, most, most)
-    found = fit(replace(NEEDS, samples=(sample, sample)))
+    found = plan_memory(replace(NEEDS, samples=(sample, sample)))
     assert (found.checkpointing, found.at_once, found.batch_size) == (True, True, 9)
-    assert not fit(replace(NEEDS, samples=(sample, sample)), turns=[True]).at_once, "only one model is there"
+    assert not plan_memory(replace(NEEDS, samples=(sample, sample)), turns=[True]).at_once, "only one model is there"
     loss = replace(sample, thrifty=most)
-    assert not fit(replace(NEEDS, samples=(loss, loss))).at_once, "two graphs take more than what is shown"
+    assert not plan_memory(replace(NEEDS, samples=(loss, loss))).at_once, "two graphs take more than what is shown"
 
 
 def test_nothing_is_run_again_where_small_batches_cost_little() -> None:
     whole = LEAST_ACTIVATIONS // 5
     large = Sample(whole, whole // 8, 1, 1, lean=whole // 2)
-    usual, on_cpu = (fit(replace(NEEDS, samples=(large, large)), batch_cost=cost) for cost in (BATCH, BATCH_ON_CPU))
+    usual, on_cpu = (
+        plan_memory(replace(NEEDS, samples=(large, large)), batch_cost=cost) for cost in (BATCH, BATCH_ON_CPU)
+    )
     assert (usual.checkpointing, usual.batch_size) == (True, 32)
     assert (on_cpu.checkpointing, on_cpu.lean, on_cpu.batch_size) == (False, False, 4)
 
 
 def test_batches_are_not_larger_than_is_quick() -> None:
-    assert fit(NEEDS).batch_size == MOST_SAMPLES
+    assert plan_memory(NEEDS).batch_size == MOST_SAMPLES
     heavy = replace(NEEDS, samples=(Sample(*[2 * LEAST_ACTIVATIONS] * 2, 1, 1),) * 2)
-    assert fit(heavy).batch_size == 1
+    assert plan_memory(heavy).batch_size == 1
 
 
 def test_what_earlier_passes_have_carried_is_counted() -> None:
     much = replace(NEEDS, carried=150_000)
-    one, other = (fit(needs, 700_000, batch_size=1, turns=[False]) for needs in (NEEDS, much))
+    one, other = (plan_memory(needs, 700_000, batch_size=1, turns=[False]) for needs in (NEEDS, much))
     assert other.passes > one.passes > 1
 
 
@@ -157,7 +159,7 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 
 samples = st.builds(lambda thrifty, more, *shown: Sample(thrifty + more, thrifty, *shown), *([sizes(50)] * 4))
 made_up = st.builds(
-    Needs,
+    MemoryNeeds,
     weights=st.tuples(sizes(300), sizes(300)),
     sums=st.lists(st.integers(1, 100), min_size=1, max_size=12).map(tuple),
     solver=sizes(200),
@@ -169,13 +171,13 @@ made_up = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(made_up, st.integers(1, 3000), st.integers(0, 1000), st.none() | st.integers(1, 40))
-def test_more_memory_never_means_more_work(needs: Needs, limit: int, more: int, batch_size: int | None) -> None:
-    found, roomy = fit(needs, limit, batch_size), fit(needs, limit + more, batch_size)
+def test_more_memory_never_means_more_work(needs: MemoryNeeds, limit: int, more: int, batch_size: int | None) -> None:
+    found, roomy = plan_memory(needs, limit, batch_size), plan_memory(needs, limit + more, batch_size)
     for one, own in ((found, limit), (roomy, limit + more)):
         assert sum(one.groups) == len(needs.sums)
         assert all(one.groups)
         assert one.fits == (one.bytes <= int(own * (1 - SPARE)))
-        assert fit(needs, max(own, one.limit + 1), batch_size).fits
+        assert plan_memory(needs, max(own, one.limit + 1), batch_size).fits
         assert batch_size is None or one.batch_size <= batch_size
     if not found.fits:
         return
@@ -237,7 +239,8 @@ def test_descents_are_counted_of_the_sites_that_are_felt() -> None:
     held = Statistics.zeros(pairs, {Kind.DESCENT}, torch.device("cpu"), names)
     real = sum(tensor.nbytes for descent in held.descents.values() for tensor in descent.tensors)
     sides = [
-        Held(Layout("", tuple(sites(width)), 2, Tokens(1, (3, 3)), None, {}), {"w": (10, 10)}) for width in (40, 50)
+        ModelFootprint(Layout("", tuple(sites(width)), 2, Tokens(1, (3, 3)), None, {}), {"w": (10, 10)})
+        for width in (40, 50)
     ]
     with_descents, without = (
         needs_of(pairs, sides[0], sides[1], kinds=kinds) for kinds in ({Kind.INPUTS, Kind.DESCENT}, {Kind.INPUTS})
@@ -250,7 +253,8 @@ def test_descents_are_counted_of_the_sites_that_are_felt() -> None:
 def test_a_lora_is_carried_as_factors() -> None:
     pairs = paired(40, 50)
     held = [
-        Held(Layout("", tuple(sites(width)), 2, Tokens(1, (3, 3)), None, {}), {"w": (10, 10)}) for width in (40, 50)
+        ModelFootprint(Layout("", tuple(sites(width)), 2, Tokens(1, (3, 3)), None, {}), {"w": (10, 10)})
+        for width in (40, 50)
     ]
     whole = needs_of(pairs, held[0], held[1])
     assert whole.carried == 4 * (6 * 50 * 50 + 3 * 50)
@@ -294,12 +298,14 @@ def allocated(run: Callable[[], object], place: Path) -> int:
 
 @pytest.mark.parametrize("kinds", [PAIRED, PAIRED | {Kind.DESCENT}], ids=["carried", "foretold"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_batch_takes_what_the_budget_says(way: Way, kinds: frozenset[Kind], tmp_path: Path) -> None:
+def test_a_batch_takes_what_the_budget_says(way: MemoryMode, kinds: frozenset[Kind], tmp_path: Path) -> None:
     """A GPU takes a little more than can be counted, which the budget reckons with."""
     source, target = (tower(*sizes) for sizes in TOWERS)
     pairs = list(pair_sites(source.layout, target.layout, blocks_by_index(6, 6)))
     shapes = [{name: tuple(t.shape) for name, t in live.module.state_dict().items()} for live in (source, target)]
-    needs = needs_of(pairs, Held(source.layout, shapes[0]), Held(target.layout, shapes[1]), kinds=kinds)
+    needs = needs_of(
+        pairs, ModelFootprint(source.layout, shapes[0]), ModelFootprint(target.layout, shapes[1]), kinds=kinds
+    )
     images = [torch.randn(4, 3, image, image) for _, image in TOWERS]
 
     def asked(live: LiveModel, pixels: torch.Tensor) -> Callable[[], Losses]:
@@ -314,32 +320,40 @@ def test_a_batch_takes_what_the_budget_says(way: Way, kinds: frozenset[Kind], tm
     assert 0.75 < taken / (4 * needs.of_sample(*way)) < 1
 
 
-def carrier(round: Round) -> Carrier:
-    method = METHODS[round.settings.method](round.settings)
+def carrier(calibration: Calibration) -> Carrier:
+    method = METHODS[calibration.settings.method](calibration.settings)
     assert isinstance(method, Carrier)
     return method
 
 
-def squeezed(round: Round, passes: int) -> Round:
+def squeezed(calibration: Calibration, passes: int) -> Calibration:
     """The same with so little memory that it takes several passes with the same batches."""
-    kinds = round._kinds_of(carrier(round))
-    memory = round.fit(kinds).bytes
+    kinds = calibration._kinds_of(carrier(calibration))
+    memory = calibration.memory_plan(kinds).bytes
     for share in range(200, 0, -1):
-        settings = replace(round.settings, memory=memory * share // 100)
-        found = round.bench.fit(kinds, round.samples, settings)
-        if found.passes >= passes and found.batch_size == round.settings.batch_size:
-            told = round.foretells
-            return Round(round.bench, round._drawn, round.heads, Stopwatch(), settings, keeps=False, foretells=told)
+        settings = replace(calibration.settings, memory=memory * share // 100)
+        found = calibration.models.memory_plan(kinds, calibration.samples, settings)
+        if found.passes >= passes and found.batch_size == calibration.settings.batch_size:
+            told = calibration.forecasts
+            return Calibration(
+                calibration.models,
+                calibration._drawn,
+                calibration.heads,
+                Stopwatch(),
+                settings,
+                keeps=False,
+                forecasts=told,
+            )
     raise AssertionError("no limit gives several passes")
 
 
 @contextmanager
-def counted(round: Round) -> Iterator[list[str]]:
+def counted(calibration: Calibration) -> Iterator[list[str]]:
     """Forward passes of both models: who reads the samples is noted."""
     seen: list[str] = []
     handles = []
     for name in ("source", "target"):
-        parts = dict(getattr(round.bench, name).module.named_modules())
+        parts = dict(getattr(calibration.models, name).module.named_modules())
         first = next((part for part in parts.values() if isinstance(part, nn.Conv2d)), None)
         first = first or parts.get("encoder.embed_tokens") or parts["model.embed_tokens"]
         handles.append(first.register_forward_pre_hook(lambda *_, name=name: seen.append(name)))
@@ -350,7 +364,7 @@ def counted(round: Round) -> Iterator[list[str]]:
             handle.remove()
 
 
-def largest_difference(one: dict[str, Carried], other: dict[str, Carried]) -> float:
+def largest_difference(one: dict[str, TransportedSite], other: dict[str, TransportedSite]) -> float:
     assert one.keys() == other.keys()
     differences = []
     for name in one:
@@ -363,13 +377,13 @@ def largest_difference(one: dict[str, Carried], other: dict[str, Carried]) -> fl
 
 @pytest.mark.parametrize("name", PORTS)
 def test_several_passes_carry_the_same(name: str, tmp_path: Path) -> None:
-    usual = make_round(PORTS[name](tmp_path))
+    usual = make_calibration(PORTS[name](tmp_path))
     batches = ceil(SAMPLES / 4)
     with counted(usual) as seen:
         expected = usual.carry(carrier(usual))
     assert seen == ["source", "target"] * batches
     tight = squeezed(usual, passes=2)
-    passes = tight.fit(carrier(tight).kinds).passes
+    passes = tight.memory_plan(carrier(tight).kinds).passes
     assert passes > 1
     with counted(tight) as seen:
         found = tight.carry(carrier(tight))
@@ -378,14 +392,14 @@ def test_several_passes_carry_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_several_passes_carry_the_same_along_a_path(tmp_path: Path) -> None:
-    usual = make_round(PORTS["open_clip"](tmp_path), "bico-path")
+    usual = make_calibration(PORTS["open_clip"](tmp_path), "bico-path")
     tight = squeezed(usual, passes=2)
     assert largest_difference(usual.carry(carrier(usual)), tight.carry(carrier(tight))) < 1e-6
 
 
 def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
     models = PORTS["open_clip"](tmp_path)
-    memory = squeezed(make_round(models, foretells=True), passes=2).settings.memory
+    memory = squeezed(make_calibration(models, forecasts=True), passes=2).settings.memory
     options = {"n": SAMPLES, "batch_size": 4, "dtype": "float64", "evaluate": False, "tower": "vision", **models}
     tuned = options.pop("source")
     usual, tight = (hf_bico.port(tuned, **options, memory=most) for most in (None, memory))
@@ -401,7 +415,7 @@ def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
 
 def test_a_plan_reckons_with_this_machine_where_nothing_is_said(scene: Scene) -> None:
     usual = plan(scene.tuned, scene.target, base=scene.base)
-    limited = usual.within(Limits(memory=10**9))
+    limited = usual.within(MemoryLimits(memory=10**9))
     assert (usual.fitted.batch_cost, limited.fitted.batch_cost) == (BATCH_ON_CPU, BATCH)
 
 
@@ -442,16 +456,16 @@ def memory_row(result: Result) -> str:
 def scarce(scene: Scene) -> int:
     """So little memory that the plan takes several passes, in whole kB."""
     planned = plan(scene.tuned, scene.target, base=scene.base)
-    limits = range(planned.fit(batch_size=4).bytes // 1000, 0, -5)
-    return 1000 * next(limit for limit in limits if planned.fit(1000 * limit, 4).passes > 1)
+    limits = range(planned.memory_plan(batch_size=4).bytes // 1000, 0, -5)
+    return 1000 * next(limit for limit in limits if planned.memory_plan(1000 * limit, 4).passes > 1)
 
 
 def test_plan_tells_how_much_memory_it_takes_and_how(scene: Scene, scarce: int) -> None:
     command = ["plan", *scene.arguments[:-2]]
     planned = plan(scene.tuned, scene.target, base=scene.base)
-    assert memory_row(run(*command)) == f"about {size_text(planned.fit().bytes)}: fits this machine"
+    assert memory_row(run(*command)) == f"about {size_text(planned.memory_plan().bytes)}: fits this machine"
     options = ["--memory", f"{scarce // 1000}kB", "--batch-size", "4"]
-    result, found = run(*command, *options), planned.fit(scarce, 4)
+    result, found = run(*command, *options), planned.memory_plan(scarce, 4)
     row = memory_row(result)
     assert row.startswith(f"about {size_text(found.bytes)} in {found.passes} passes")
     assert row.endswith(f": fits the {size_text(scarce)} of --memory")
@@ -465,16 +479,16 @@ def test_plan_tells_how_much_memory_it_takes_and_how(scene: Scene, scarce: int) 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Fit(8, (3,), False, False, 5000), "about 5 kB: "),
-        (Fit(8, (2, 1), False, False, 5000), "about 5 kB in 2 passes: "),
-        (Fit(8, (3,), False, True, 5000), "about 5 kB with activation checkpointing: "),
+        (MemoryPlan(8, (3,), False, False, 5000), "about 5 kB: "),
+        (MemoryPlan(8, (2, 1), False, False, 5000), "about 5 kB in 2 passes: "),
+        (MemoryPlan(8, (3,), False, True, 5000), "about 5 kB with activation checkpointing: "),
         (
-            Fit(8, (2, 1), True, True, 5000),
+            MemoryPlan(8, (2, 1), True, True, 5000),
             "about 5 kB in 2 passes and with activation checkpointing and with one model at a time on the GPU: ",
         ),
     ],
 )
-def test_every_way_has_its_words(found: Fit, words: str, scene: Scene) -> None:
+def test_every_way_has_its_words(found: MemoryPlan, words: str, scene: Scene) -> None:
     planned = plan(scene.tuned, scene.target, base=scene.base)
     vars(planned)["fitted"] = found
     assert dict(planned.rows())["memory"] == f"{words}fits this machine"
@@ -496,6 +510,6 @@ def test_plan_as_json_tells_memory(scene: Scene, scarce: int) -> None:
 
 def test_a_plan_in_half_precision_takes_less(scene: Scene) -> None:
     planned = plan(scene.tuned, scene.target, base=scene.base)
-    assert planned.within(Limits(itemsize=2)).memory_bytes < planned.memory_bytes
+    assert planned.within(MemoryLimits(itemsize=2)).memory_bytes < planned.memory_bytes
     halves = run("port", *scene.arguments, "--dry-run", "--dtype", "bfloat16")
     assert memory_row(halves) != memory_row(run("port", *scene.arguments, "--dry-run"))

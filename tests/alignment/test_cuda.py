@@ -19,16 +19,16 @@ from torch import nn
 import hf_bico
 from hf_bico.alignment.calibration_pass import Side, collect
 from hf_bico.alignment.matching import blocks_by_index, pair_sites
-from hf_bico.alignment.memory import Fit
+from hf_bico.alignment.memory import MemoryPlan
 from hf_bico.alignment.methods.aligned import Bico
-from hf_bico.alignment.methods.base import Seen
+from hf_bico.alignment.methods.base import MethodInputs
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.models.families.base import Spread
+from hf_bico.models.families.base import DeviceSpread
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.reports.record import ForesightRecord
+from hf_bico.reports.record import ForecastRecord
 from hf_bico.settings import METHOD_NAMES, Settings
 
 pytestmark = [
@@ -114,7 +114,7 @@ def statistics_on(device: str, dtype: torch.dtype, models: list[nn.Module], coun
     sides = [Side(model, model.layout.tokens) for model in (source, target)]
     statistics = collect(pairs, *sides, batches(), Bico.kinds, torch.device(device))
     method = Bico(Settings())
-    method.prepare(pairs, Seen(PRETRAINED, PRETRAINED, statistics))
+    method.prepare(pairs, MethodInputs(PRETRAINED, PRETRAINED, statistics))
     return statistics, method
 
 
@@ -190,7 +190,7 @@ def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def foreseen(device: str) -> ForesightRecord:
+def foreseen(device: str) -> ForecastRecord:
     base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
     names = [str(index) for index in range(CLASSES)]
     options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "class_names": names}
@@ -313,9 +313,9 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
     from hf_bico.alignment.objectives.base import Heads
     from hf_bico.alignment.objectives.clip import ZeroShotHead
     from hf_bico.data.draw import draw
-    from hf_bico.porting.calibration import Round
-    from hf_bico.porting.model_pair import Bench
-    from hf_bico.porting.transfer import outcome_of
+    from hf_bico.porting.calibration import Calibration
+    from hf_bico.porting.model_pair import ModelPair
+    from hf_bico.porting.transfer import transfer
     from hf_bico.runtime.environment import Stopwatch
 
     shapes = SAME if name in OF_ONE_SHAPE else SMALL
@@ -326,7 +326,7 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
     data = [{**row, "image": row["image"].double()} for row in rows(24, 64)]
     planned = hf_bico.plan(tuned, to=target, base=base.to(device), data=data)
     watch = Stopwatch()
-    bench = Bench.open(planned, settings, torch.device(device), watch)
+    models = ModelPair.open(planned, settings, torch.device(device), watch)
 
     def head(seed: int) -> ZeroShotHead:
         classes = torch.randn(CLASSES, 48, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -334,8 +334,8 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
         return ZeroShotHead(nn.functional.normalize(classes, dim=-1).to(device), scale, None)
 
     drawn = draw(data, settings)
-    round = Round(bench, drawn, Heads(head(2), head(3), head(2)), watch, settings)
-    return outcome_of(METHODS[name](settings), round, drawn.samples)
+    calibration = Calibration(models, drawn, Heads(head(2), head(3), head(2)), watch, settings)
+    return transfer(METHODS[name](settings), calibration, drawn.samples)
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)
@@ -422,8 +422,8 @@ def test_models_that_take_turns_on_the_gpu_give_the_same(
 
     monkeypatch.setattr(nn.Module, "to", to)
     # models so small have room together in whatever their activations take
-    in_turn = Fit(4, (6,), alternating=True, checkpointing=False, bytes=0)
-    monkeypatch.setattr(Plan, "fit", lambda *_, **__: in_turn)
+    in_turn = MemoryPlan(4, (6,), alternating=True, checkpointing=False, bytes=0)
+    monkeypatch.setattr(Plan, "memory_plan", lambda *_, **__: in_turn)
     assert furthest(usual, decoder_port(decoders)) < 1e-5
     assert visited.count("cuda") >= 2
     assert visited[-1] == "cpu"
@@ -437,15 +437,15 @@ def test_weights_that_stay_in_main_memory_give_the_same(
     usual = decoder_port(decoders)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
     most = int(0.6 * (decoders[1] / "model.safetensors").stat().st_size)  # the embeddings and some blocks
-    monkeypatch.setattr("hf_bico.porting.model_pair.Spread", lambda rule, _: Spread(rule, most))
-    benches: list[Bench] = []
-    opened = Bench.open
+    monkeypatch.setattr("hf_bico.porting.model_pair.Spread", lambda rule, _: DeviceSpread(rule, most))
+    benches: list[ModelPair] = []
+    opened = ModelPair.open
 
-    def watched(*arguments: Any) -> Bench:
+    def watched(*arguments: Any) -> ModelPair:
         benches.append(opened(*arguments))
         return benches[-1]
 
-    monkeypatch.setattr(Bench, "open", watched)
+    monkeypatch.setattr(ModelPair, "open", watched)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
     assert benches[0].offloaded
 

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 import hf_bico
 from hf_bico.alignment.calibration_pass import collect
-from hf_bico.alignment.memory import Fit
+from hf_bico.alignment.memory import MemoryPlan
 from hf_bico.alignment.methods import METHODS
-from hf_bico.alignment.methods.base import SiteDelta, SiteDescent
-from hf_bico.alignment.objectives.base import Question
+from hf_bico.alignment.methods.base import SiteDelta, SiteLossChange
+from hf_bico.alignment.objectives.base import LossBatch
 from hf_bico.alignment.objectives.clip import zero_shot_head
-from hf_bico.alignment.statistics import Descent, Kind, Statistics, TaskSum
+from hf_bico.alignment.statistics import Kind, LossGradient, Statistics, TaskLossTotals
 from hf_bico.alignment.transport import descent_along
 from hf_bico.cli.main import main
 from hf_bico.models.deltas import Deltas
@@ -33,19 +33,19 @@ from hf_bico.models.layout import Site, SitePair, Slot, descent_sites
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
 from hf_bico.porting import transfer
-from hf_bico.porting.calibration import Round
-from hf_bico.porting.model_pair import Bench
-from hf_bico.porting.transfer import DOUBTFUL, foresee
-from hf_bico.reports.record import ForesightRecord, read_record
+from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.model_pair import ModelPair
+from hf_bico.porting.transfer import DOUBTFUL, forecast
+from hf_bico.reports.record import ForecastRecord, read_record
 from hf_bico.reports.results import foresight_sentence
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
 from support.adapter_ports import forbid_dense, ported_as_dense, write_lora
 from support.adapter_ports import port as port_scene
+from support.calibrations import PORTS, make_calibration
 from support.language_toys import fine_tuned, sentences, write_decoder
 from support.rotated_language import InDouble
-from support.rounds import PORTS, make_round
 from support.scenes import SOURCE, Scene, make_scene
 from support.toys import CLASS_NAMES, Toy, changed, random_rows, random_state, write_open_clip
 
@@ -56,27 +56,27 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Round]:
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Calibration]:
     """The round of a pair of models, made once."""
-    made: dict[str, Round] = {}
+    made: dict[str, Calibration] = {}
 
-    def of(name: str) -> Round:
+    def of(name: str) -> Calibration:
         if name not in made:
-            made[name] = make_round(PORTS[name](tmp_path_factory.mktemp(name)))
+            made[name] = make_calibration(PORTS[name](tmp_path_factory.mktemp(name)))
         return made[name]
 
     return of
 
 
-def by_autograd(round: Round) -> dict[str, tuple[Tensor, Tensor | None]]:
+def by_autograd(calibration: Calibration) -> dict[str, tuple[Tensor, Tensor | None]]:
     """The gradients of the summed loss by weight and bias of every site of the target, from one plain pass."""
-    model, layout = round.bench.target, round.bench.target.layout
+    model, layout = calibration.models.target, calibration.models.target.layout
     parameters = dict(model.module.named_parameters())
     asked = {name: parameter.requires_grad for name, parameter in parameters.items()}
     model.module.requires_grad_(True)
     try:
-        samples, labels = next(iter(round.samples.batches(len(round.samples))))
-        loss = round.heads.target.losses(model, Question(model.ready(samples), labels)).task
+        samples, labels = next(iter(calibration.samples.batches(len(calibration.samples))))
+        loss = calibration.heads.target.losses(model, LossBatch(model.ready(samples), labels)).task
         assert loss is not None
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     finally:
@@ -89,21 +89,23 @@ def by_autograd(round: Round) -> dict[str, tuple[Tensor, Tensor | None]]:
         assert gradient is not None
         return slot.view(gradient)  # type: ignore[no-any-return]
 
-    sites = [pair.target for pair in round.bench.pairs]
+    sites = [pair.target for pair in calibration.models.pairs]
     return {site.name: (of(site.weight), None if site.bias is None else of(site.bias)) for site in sites}
 
 
 def collected(
-    round: Round,
+    calibration: Calibration,
     kinds: Collection[Kind],
     at_once: bool = False,
     descents_of: Collection[str] | None = None,
     **sides: bool,
-) -> dict[str, Descent]:
+) -> dict[str, LossGradient]:
     """Three samples at a time, so that batches of texts are padded and the last one is smaller."""
-    source, target = round._sides(**sides)
-    batches = round._passes(3, set(kinds), 0)
-    return collect(round.bench.pairs, source, target, batches, kinds, at_once=at_once, descents_of=descents_of).descents
+    source, target = calibration._sides(**sides)
+    batches = calibration._passes(3, set(kinds), 0)
+    return collect(
+        calibration.models.pairs, source, target, batches, kinds, at_once=at_once, descents_of=descents_of
+    ).descents
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
@@ -123,9 +125,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PORTS)
-def test_descent_is_the_gradient_that_autograd_gives(name: str, way: str, rounds: Callable[[str], Round]) -> None:
-    round = rounds(name)
-    expected, found = by_autograd(round), collected(round, **WAYS[way])
+def test_descent_is_the_gradient_that_autograd_gives(name: str, way: str, rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds(name)
+    expected, found = by_autograd(calibration), collected(calibration, **WAYS[way])
     assert found.keys() == expected.keys()
     weights = max(float(weight.abs().max()) for weight, _ in expected.values())
     for site, (weight, bias) in expected.items():
@@ -135,27 +137,27 @@ def test_descent_is_the_gradient_that_autograd_gives(name: str, way: str, rounds
             assert (found[site].bias.double() - bias).abs().max() < 1e-6 * weights, site
 
 
-def test_descent_is_what_the_signed_gradients_are_summed_to(rounds: Callable[[str], Round]) -> None:
-    round = rounds("open_clip")
-    source, target = round._sides()
+def test_descent_is_what_the_signed_gradients_are_summed_to(rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds("open_clip")
+    source, target = calibration._sides()
     kinds = {Kind.TARGET_GRADIENTS, Kind.DESCENT, Kind.INPUTS}
-    statistics = collect(round.bench.pairs, source, target, round._passes(3, kinds, 0), kinds)
+    statistics = collect(calibration.models.pairs, source, target, calibration._passes(3, kinds, 0), kinds)
     assert statistics.kinds == kinds
     for name, descent in statistics.descents.items():
         assert largest_error(descent.weight, statistics.target_gradients[name].weight) < 1e-6, name
 
 
-def test_descent_is_added_up_beside_the_losses_with_every_label(rounds: Callable[[str], Round]) -> None:
-    round = rounds("open_clip")
+def test_descent_is_added_up_beside_the_losses_with_every_label(rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds("open_clip")
     kinds = {Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS, Kind.DESCENT}
-    expected, found = by_autograd(round), collected(round, kinds)
+    expected, found = by_autograd(calibration), collected(calibration, kinds)
     assert all(largest_error(found[site].weight, weight) < 1e-5 for site, (weight, _) in expected.items())
 
 
-def test_only_the_sites_that_are_felt_are_added_up(rounds: Callable[[str], Round]) -> None:
-    round = rounds("open_clip")
+def test_only_the_sites_that_are_felt_are_added_up(rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds("open_clip")
     names = {"proj", "blocks.1.attn.k"}
-    expected, found = by_autograd(round), collected(round, PAIRED, descents_of=names)
+    expected, found = by_autograd(calibration), collected(calibration, PAIRED, descents_of=names)
     assert found.keys() == names
     assert all(largest_error(found[site].weight, expected[site][0]) < 1e-5 for site in names)
 
@@ -172,15 +174,15 @@ def test_mlps_are_felt_only_where_nothing_else_is() -> None:
     assert descent_sites([]) == set()
 
 
-def test_the_target_is_asked_how_it_does_in_the_same_pass(rounds: Callable[[str], Round]) -> None:
-    round = rounds("decoder")
-    source, target = round._sides()
-    task = collect(round.bench.pairs, source, target, round._passes(3, PAIRED, 0), PAIRED).task
+def test_the_target_is_asked_how_it_does_in_the_same_pass(rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds("decoder")
+    source, target = calibration._sides()
+    task = collect(calibration.models.pairs, source, target, calibration._passes(3, PAIRED, 0), PAIRED).task
     assert task is not None
-    texts = sentences(len(round.samples))
+    texts = sentences(len(calibration.samples))
     assert task.answers == sum(len(text) - 1 for text in texts), "each token but a text's first is foretold"
     assert 0 < task.wrong <= task.answers
-    nothing = collect(round.bench.pairs, source, target, round._passes(3, {Kind.INPUTS}, 0), {Kind.INPUTS})
+    nothing = collect(calibration.models.pairs, source, target, calibration._passes(3, {Kind.INPUTS}, 0), {Kind.INPUTS})
     assert nothing.task is None
     assert nothing.descents == {}
 
@@ -206,7 +208,7 @@ class Case:
         asked |= {"dtype": "float64", "augment": 0, "evaluate": False, **self.options, **options}
         return hf_bico.port(source or self.source, **asked)
 
-    def foresight(self, source: Path | None = None, **options: Any) -> ForesightRecord:
+    def foresight(self, source: Path | None = None, **options: Any) -> ForecastRecord:
         found = self.port(source, **options).record.foresight
         assert found is not None
         return found
@@ -306,7 +308,7 @@ STEP = 0.01
 
 
 @pytest.fixture(scope="module")
-def downhill(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForesightRecord, float]:
+def downhill(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForecastRecord, float]:
     """What is foretold of a step down a model's own gradient that is carried to itself, and how far that goes down."""
     folder = tmp_path_factory.mktemp("downhill")
     state = random_state(NARROW, 0, torch.float64)
@@ -330,7 +332,7 @@ def downhill(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForesightRecord,
     return found, fall
 
 
-def test_a_step_down_the_own_gradient_goes_down_by_its_energy(downhill: tuple[ForesightRecord, float]) -> None:
+def test_a_step_down_the_own_gradient_goes_down_by_its_energy(downhill: tuple[ForecastRecord, float]) -> None:
     """All of it was seen: gradients are sums of what calibration sees."""
     found, fall = downhill
     assert found.first_order == pytest.approx(-fall, rel=1e-3)
@@ -338,7 +340,7 @@ def test_a_step_down_the_own_gradient_goes_down_by_its_energy(downhill: tuple[Fo
     assert found.outlook == pytest.approx(fall, rel=1e-3)
 
 
-def test_a_step_down_the_own_gradient_agrees_with_it(downhill: tuple[ForesightRecord, float]) -> None:
+def test_a_step_down_the_own_gradient_agrees_with_it(downhill: tuple[ForecastRecord, float]) -> None:
     assert downhill[0].agreement == pytest.approx(1.0, abs=1e-3)
 
 
@@ -384,9 +386,9 @@ def test_alpha_scales_the_slope_and_the_agreement_keeps_its_size(seen: Case) -> 
 def test_altered_copies_are_samples_too(seen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = []
 
-    def noted(sites: Iterable[SiteDescent], task: TaskSum, *others: Any) -> ForesightRecord:
+    def noted(sites: Iterable[SiteLossChange], task: TaskLossTotals, *others: Any) -> ForecastRecord:
         tasks.append(task)
-        return foresee(sites, task, *others)
+        return forecast(sites, task, *others)
 
     monkeypatch.setattr(transfer, "foresee", noted)
     found, plain = seen.foresight(augment=2), seen.foresight()
@@ -397,18 +399,18 @@ def test_altered_copies_are_samples_too(seen: Case, monkeypatch: pytest.MonkeyPa
 
 def test_all_of_a_path_is_seen_in_the_same_batches(seen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is foretold at its start takes memory, so that fewer samples may fit; one number repeats it."""
-    sizes, fit, steps = [], Bench.fit, 3
+    sizes, fit, steps = [], ModelPair.memory_plan, 3
 
-    def fewer_with_descents(self: Bench, kinds: Collection[Kind], *others: Any) -> Fit:
+    def fewer_with_descents(self: ModelPair, kinds: Collection[Kind], *others: Any) -> MemoryPlan:
         return replace(fit(self, kinds, *others), batch_size=3 if Kind.DESCENT in kinds else 4)
 
-    def noted(self: Round, size: int, *others: Any) -> Any:
+    def noted(self: Calibration, size: int, *others: Any) -> Any:
         sizes.append(size)
         return passes(self, size, *others)
 
-    passes = Round._passes
-    monkeypatch.setattr(Bench, "fit", fewer_with_descents)
-    monkeypatch.setattr(Round, "_passes", noted)
+    passes = Calibration._passes
+    monkeypatch.setattr(ModelPair, "memory_plan", fewer_with_descents)
+    monkeypatch.setattr(Calibration, "_passes", noted)
     ported = seen.port(method="bico-path", path_steps=steps)
     assert sizes == [3] * steps
     assert ported.record.run.batch_size == 3
@@ -441,9 +443,9 @@ def test_the_foresight_of_a_lora_is_that_of_its_product(
         assert getattr(factored, name) == pytest.approx(value, rel=1e-5), name
 
 
-def settled(weight: Tensor, bias: Tensor) -> Descent:
+def settled(weight: Tensor, bias: Tensor) -> LossGradient:
     """As it is kept while maps are solved."""
-    statistics = Statistics(descents={"site": Descent(weight, bias)})
+    statistics = Statistics(descents={"site": LossGradient(weight, bias)})
     statistics.settle_descents()
     return statistics.descents["site"]
 
@@ -537,32 +539,40 @@ def test_a_loss_that_stands_in_for_another_is_not_told(scene: Scene) -> None:
     assert "calibration loss moves by" in foresight_sentence(found)
 
 
-def test_a_round_foretells_only_where_it_is_told_to(rounds: Callable[[str], Round]) -> None:
-    round = rounds("open_clip")
-    method = METHODS["bico"](round.settings)
-    assert all(one.descent is None for one in round.carry(method).values())
-    assert round.task is None
-    again = Round(round.bench, round._drawn, round.heads, round.watch, round.settings, keeps=False, foretells=True)
+def test_a_round_foretells_only_where_it_is_told_to(rounds: Callable[[str], Calibration]) -> None:
+    calibration = rounds("open_clip")
+    method = METHODS["bico"](calibration.settings)
+    assert all(one.descent is None for one in calibration.carry(method).values())
+    assert calibration.task is None
+    again = Calibration(
+        calibration.models,
+        calibration._drawn,
+        calibration.heads,
+        calibration.watch,
+        calibration.settings,
+        keeps=False,
+        forecasts=True,
+    )
     found = again.carry(method)
-    assert {name for name, one in found.items() if one.descent is not None} == descent_sites(round.bench.pairs)
+    assert {name for name, one in found.items() if one.descent is not None} == descent_sites(calibration.models.pairs)
     assert again.task is not None
 
 
 # What is made of the numbers
 
 
-def task(loss: float = 20.0, answers: int = 10, wrong: int = 4) -> TaskSum:
-    found = TaskSum.zeros(CPU)
+def task(loss: float = 20.0, answers: int = 10, wrong: int = 4) -> TaskLossTotals:
+    found = TaskLossTotals.zeros(CPU)
     found.add(Losses(torch.tensor(loss), answers=torch.tensor(answers), wrong=torch.tensor(wrong)))
     return found
 
 
 def outlook(
-    change: float, unseen: float | None = 0.0, alpha: float = 1.0, of: TaskSum | None = None
-) -> ForesightRecord:
+    change: float, unseen: float | None = 0.0, alpha: float = 1.0, of: TaskLossTotals | None = None
+) -> ForecastRecord:
     """Of two sites that change the summed loss by so much together."""
-    sites = [SiteDescent(change / 2, 4.0, 9.0), SiteDescent(change / 2, 12.0, 0.0)]
-    return foresee(sites, of or task(), 10, unseen, alpha)
+    sites = [SiteLossChange(change / 2, 4.0, 9.0), SiteLossChange(change / 2, 12.0, 0.0)]
+    return forecast(sites, of or task(), 10, unseen, alpha)
 
 
 def test_the_outlook_is_the_fall_of_the_mean_loss() -> None:
@@ -602,12 +612,12 @@ def test_agreement_is_the_cosine_of_the_change_and_the_way_down() -> None:
     assert outlook(-3.0, alpha=-2.0).agreement == pytest.approx(-3.0 / 12.0)
     gradient = torch.tensor([[3.0, -4.0]])
     down = descent_along(SiteDelta(-2 * gradient), settled(gradient, torch.zeros(1)))
-    assert foresee([down], task(), 10, None, 1.0).agreement == pytest.approx(1.0)
-    assert foresee([SiteDescent(0.0, 0.0, 0.0)], task(), 10, None, 1.0).agreement == 0.0
+    assert forecast([down], task(), 10, None, 1.0).agreement == pytest.approx(1.0)
+    assert forecast([SiteLossChange(0.0, 0.0, 0.0)], task(), 10, None, 1.0).agreement == 0.0
 
 
 def test_where_no_answers_are_told_losses_are_those_of_samples() -> None:
-    untold = TaskSum.zeros(CPU)
+    untold = TaskLossTotals.zeros(CPU)
     for _ in range(2):
         untold.add(Losses(torch.tensor(10.0)))
     untold.add(Losses())
@@ -674,7 +684,7 @@ def test_the_outlook_is_not_printed_where_little_is(
     if option == "--json":
         raw = json.loads(result.stdout)["record"]["foresight"]
         assert raw == json.loads((tmp_path / "out" / RECORD_FILE).read_text())["foresight"]
-        assert ForesightRecord(**raw) == read_record(ported[1]).foresight
+        assert ForecastRecord(**raw) == read_record(ported[1]).foresight
 
 
 def test_a_method_that_is_not_foretold_prints_no_outlook(scene: Scene, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_bico
-from hf_bico.alignment.methods.training import Lesson
+from hf_bico.alignment.methods.training import TrainingTask
 from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.data.draw import draw
 from hf_bico.models.model import Model
@@ -110,7 +110,7 @@ def test_lessons_are_told_apart(models: dict[str, Path]) -> None:
     settings = Settings(n=12, class_names=CLASS_NAMES)
     samples = draw(random_rows(12, 16), settings).samples
 
-    def made(**changed: Any) -> Lesson:
+    def made(**changed: Any) -> TrainingTask:
         parts: dict[str, Any] = {"model": model, "head": head, "samples": samples, **changed}
         return lesson_of(parts["model"], parts["head"], parts["samples"])
 
@@ -122,5 +122,5 @@ def test_lessons_are_told_apart(models: dict[str, Path]) -> None:
         made(samples=draw(random_rows(12, 16, seed=1), settings).samples),
         made(samples=samples.rotated(1)),
     ]
-    assert len({lesson.identity for lesson in lessons}) == len(lessons)
+    assert len({training_task.identity for training_task in lessons}) == len(lessons)
     assert made().identity == lessons[0].identity

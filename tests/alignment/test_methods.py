@@ -20,17 +20,17 @@ from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.objectives.base import MOST_LABELS
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.statistics import Kind, Statistics
-from hf_bico.data.augmentation import Copies
+from hf_bico.data.augmentation import AugmentedSamples
 from hf_bico.data.draw import draw
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.porting.calibration import Round
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import heads_of
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.planner import plan
-from hf_bico.porting.transfer import outcome_of
+from hf_bico.porting.transfer import transfer
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support import reference
@@ -251,14 +251,16 @@ class Case:
             for site in Model.open(self.target, "the target").layout.main_sites
         }
 
-    def round(self, mispaired: bool = False, **options: Any) -> Round:
+    def round(self, mispaired: bool = False, **options: Any) -> Calibration:
         settings, watch = Settings.of({**self.options(**options), "objective": "zero-shot"}), Stopwatch()
         planned = plan(self.tuned, self.target, base=self.base, data=self.rows).fetched()
-        bench, drawn = Bench.open(planned, settings, CPU, watch), draw(self.rows, settings)
-        return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), watch, settings, mispaired=mispaired)
+        models, drawn = ModelPair.open(planned, settings, CPU, watch), draw(self.rows, settings)
+        return Calibration(
+            models, drawn, heads_of(models, drawn.data.class_names, drawn), watch, settings, mispaired=mispaired
+        )
 
-    def outcome(self, round: Round) -> Changes:
-        return self.by_site(outcome_of(METHODS[round.settings.method](round.settings), round).changes)
+    def result(self, calibration: Calibration) -> Changes:
+        return self.by_site(transfer(METHODS[calibration.settings.method](calibration.settings), calibration).changes)
 
 
 def noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -406,7 +408,7 @@ def test_path_of_one_step_is_fisher(plain: Case) -> None:
 def test_copies_count_as_samples_of_their_own(plain: Case, method: str) -> None:
     """The same rows, passed one by one; what the fine-tuned source predicts is predicted of each."""
     samples = draw(plain.rows, Settings.of(plain.options(seed=3))).samples
-    copied = Copies(samples, 2, seed=3)
+    copied = AugmentedSamples(samples, 2, seed=3)
     rows = [{"image": image, "label": label} for [image], [label] in copied.batches(1)]
     assert len(rows) == 3 * SAMPLES
     augmented = plain.ported(method, augment=2, seed=3, batch_size=7)
@@ -482,8 +484,8 @@ def test_naive_is_padded_and_cropped(case: Case) -> None:
 @pytest.mark.parametrize("method", KINDS)
 def test_control_is_a_port_whose_source_saw_other_samples(plain: Case, method: str) -> None:
     """In two ways, one less the other, and in two others for the output side."""
-    round = plain.round(mispaired=True, method=method, batch_size=7)
-    found, order = plain.outcome(round), round.drawn_samples.indices
+    calibration = plain.calibration(mispaired=True, method=method, batch_size=7)
+    found, order = plain.result(calibration), calibration.drawn_samples.indices
     maps = []
     for others in wrong_orders(order):
         assert sorted(order) == sorted(others)
@@ -496,8 +498,8 @@ def test_control_is_a_port_whose_source_saw_other_samples(plain: Case, method: s
 
 
 def test_control_of_fisher_weights_each_side_by_its_own_prediction(plain: Case) -> None:
-    round = plain.round(mispaired=True, method="bico-fisher")
-    found, order = plain.outcome(round), round.drawn_samples.indices
+    calibration = plain.calibration(mispaired=True, method="bico-fisher")
+    found, order = plain.result(calibration), calibration.drawn_samples.indices
     targets = [plain.rows[index] for index in order]
     seen = [
         plain.fisher(plain.states[0], plain.states[1], ([plain.rows[index] for index in others], targets))
@@ -519,7 +521,7 @@ def less(*maps: Any) -> Any:
 
 def test_control_needs_five_samples(plain: Case) -> None:
     with pytest.raises(UsageError, match="4 samples cannot be mispaired in four ways"):
-        plain.outcome(plain.round(mispaired=True, method="bico", n=4))
+        plain.result(plain.calibration(mispaired=True, method="bico", n=4))
 
 
 def test_control_is_measured_and_refused_where_nothing_is_paired(plain: Case) -> None:
@@ -580,10 +582,10 @@ def sums_of(statistics: Statistics) -> dict[tuple[Any, ...], Tensor]:
 
 
 def test_kinds_collected_together_are_those_collected_alone(twins: Case) -> None:
-    together = twins.round(batch_size=7).see(Kind)
+    together = twins.calibration(batch_size=7).see(Kind)
     assert together.kinds == set(Kind)
     for kind in Kind:
-        alone = twins.round(batch_size=7).see([kind])
+        alone = twins.calibration(batch_size=7).see([kind])
         assert kind in alone.kinds
         everything = sums_of(together)
         for key, found in sums_of(alone).items():
@@ -591,7 +593,7 @@ def test_kinds_collected_together_are_those_collected_alone(twins: Case) -> None
 
 
 def test_statistics_do_not_depend_on_the_batch_size(plain: Case) -> None:
-    whole, *others = (sums_of(plain.round(batch_size=size).see(Kind)) for size in (SAMPLES, 1, 7))
+    whole, *others = (sums_of(plain.calibration(batch_size=size).see(Kind)) for size in (SAMPLES, 1, 7))
     for found in others:
         assert found.keys() == whole.keys()
         for key, one in whole.items():
@@ -680,13 +682,13 @@ def test_alpha_scales_a_path_as_a_whole(plain: Case) -> None:
 def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     """With altered copies of each, too."""
     from hf_bico.alignment.objectives.base import LikelyLabels
-    from hf_bico.data.augmentation import Copies
+    from hf_bico.data.augmentation import AugmentedSamples
     from hf_bico.models.inference import logits_of
 
-    round = plain.round(mispaired=True, method="bico-fisher", augment=2)
-    turned = Copies(round.drawn_samples.rotated(7), 2, round.settings.seed)
-    with round.bench.vector.applied_to(round.bench.source.module):
-        logits = logits_of(round.bench.source, round.heads.tuned, turned, 32)  # type: ignore[union-attr]
-    found = round._likely({Kind.EXPECTED_GRADIENTS}, turn=7)
+    calibration = plain.calibration(mispaired=True, method="bico-fisher", augment=2)
+    turned = AugmentedSamples(calibration.drawn_samples.rotated(7), 2, calibration.settings.seed)
+    with calibration.models.vector.applied_to(calibration.models.source.module):
+        logits = logits_of(calibration.models.source, calibration.heads.tuned, turned, 32)  # type: ignore[union-attr]
+    found = calibration._likely({Kind.EXPECTED_GRADIENTS}, turn=7)
     assert found is not None
     assert torch.allclose(found.probabilities, LikelyLabels.of(logits).probabilities)

@@ -13,11 +13,11 @@ import hf_bico
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.base import Carrier
 from hf_bico.data.draw import draw
-from hf_bico.porting.calibration import Round
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import heads_of
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.planner import plan
-from hf_bico.porting.transfer import outcome_of
+from hf_bico.porting.transfer import transfer
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from support.passes import CLASSES, ONE_PASS, counted
@@ -32,53 +32,53 @@ def scene(tmp_path: Path) -> Scene:
     return make_scene(tmp_path)
 
 
-def make_round(scene: Scene, target: Path | None = None) -> Round:
+def make_calibration(scene: Scene, target: Path | None = None) -> Calibration:
     settings = Settings(n=SAMPLES, batch_size=BATCH, objective="zero-shot")
     planned = plan(scene.tuned, target or scene.target, base=scene.base, data=scene.data).fetched()
-    bench = Bench.open(planned, settings, torch.device("cpu"), Stopwatch())
+    models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
     drawn = draw(scene.data, settings)
-    return Round(bench, drawn, heads_of(bench, drawn.data.class_names, drawn), Stopwatch(), settings)
+    return Calibration(models, drawn, heads_of(models, drawn.data.class_names, drawn), Stopwatch(), settings)
 
 
-def carrier(name: str, round: Round) -> Carrier:
-    method = METHODS[name](round.settings)
+def carrier(name: str, calibration: Calibration) -> Carrier:
+    method = METHODS[name](calibration.settings)
     assert isinstance(method, Carrier)
     return method
 
 
 def test_one_pass_serves_all_methods(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    round = make_round(scene)
-    methods = [carrier(name, round) for name in ONE_PASS]
+    calibration = make_calibration(scene)
+    methods = [carrier(name, calibration) for name in ONE_PASS]
     kinds = {kind for method in methods for kind in method.kinds}
     with counted(monkeypatch) as counts:
-        round.see(kinds)
+        calibration.see(kinds)
     # the source also predicts, with its fine-tuned weights; a backward with the labels, and one for each class
     assert counts == {"source": 2 * BATCHES, "target": BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
     with counted(monkeypatch) as counts:
-        outcomes = [outcome_of(method, round) for method in methods]
+        outcomes = [transfer(method, calibration) for method in methods]
     assert not counts
-    assert all(len(outcome.changes) for outcome in outcomes)
+    assert all(len(result.changes) for result in outcomes)
 
 
 def test_gradfix_reads_the_same_pass(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two models of one shape."""
-    round = make_round(scene, target=scene.base)
-    methods = [carrier(name, round) for name in (*ONE_PASS, "gradfix")]
+    calibration = make_calibration(scene, target=scene.base)
+    methods = [carrier(name, calibration) for name in (*ONE_PASS, "gradfix")]
     with counted(monkeypatch) as counts:
-        round.see({kind for method in methods for kind in method.kinds})
+        calibration.see({kind for method in methods for kind in method.kinds})
     # both towers are as wide as the source's here: predictions, source and target
     assert counts == {"source": 3 * BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
     with counted(monkeypatch) as counts:
-        assert all(len(outcome_of(method, round).changes) for method in methods)
+        assert all(len(transfer(method, calibration).changes) for method in methods)
     assert not counts
 
 
 def test_what_was_seen_is_not_collected_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    round = make_round(scene)
+    calibration = make_calibration(scene)
     for first, second in (("bico", "output-only"), ("theseus", "input-only"), ("bico-fisher", "bico-fisher")):
-        outcome_of(carrier(first, round), round)
+        transfer(carrier(first, calibration), calibration)
         with counted(monkeypatch) as counts:
-            outcome_of(carrier(second, round), round)
+            transfer(carrier(second, calibration), calibration)
         assert not counts, second
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hf_bico.alignment.methods import finetuning
 from hf_bico.alignment.methods.finetuning import CHECKPOINT_ENTRY, CHECKPOINT_FILE, Fewshot, Finetune, rate_of, split
-from hf_bico.alignment.methods.training import Lesson, Trained
+from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError, OutputError, UsageError
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import silent
@@ -69,8 +69,8 @@ class Task:
         chosen = list(samples)
         return (self.net(self.values[chosen]).argmax(-1) == self.labels[chosen]).double().mean().item()
 
-    def lesson(self, identity: str = "a lesson") -> Lesson:
-        return Lesson(dict(self.net.named_parameters()), self.loss, self.accuracy, len(self.labels), identity)
+    def training_task(self, identity: str = "a lesson") -> TrainingTask:
+        return TrainingTask(dict(self.net.named_parameters()), self.loss, self.accuracy, len(self.labels), identity)
 
 
 def options(**changed: Any) -> Settings:
@@ -104,7 +104,7 @@ def stop_at(step: int) -> Callable[[str, int, int], None]:
 def test_fewshot_is_one_plain_step_over_all_samples(batch_size: int) -> None:
     """Whatever the number of samples that go through the model at a time."""
     task, plain = Task(dtype=torch.float64), Task(dtype=torch.float64)
-    trained = Fewshot(options(batch_size=batch_size, weight_decay=0.3)).train(task.lesson(), silent)
+    trained = Fewshot(options(batch_size=batch_size, weight_decay=0.3)).train(task.training_task(), silent)
 
     before = {name: parameter.detach().clone() for name, parameter in plain.net.named_parameters()}
     optimizer = torch.optim.AdamW(plain.net.parameters(), lr=0.01, weight_decay=0.3)
@@ -120,7 +120,7 @@ def test_fewshot_is_one_plain_step_over_all_samples(batch_size: int) -> None:
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     """As torch has it: no weight decay either."""
-    trained = Fewshot(options()).train(Task().lesson(), silent)
+    trained = Fewshot(options()).train(Task().training_task(), silent)
     assert not trained.changes["unused.weight"].any()
     assert trained.changes["scale"].any()
 
@@ -157,7 +157,7 @@ def test_finetune_is_the_loop_written_out(size: int, train_batch: int, batch_siz
     """Over the ends of epochs, and with batches larger than all the samples."""
     settings = options(train_batch=train_batch, batch_size=batch_size)
     task, plain = Task(size, torch.float64), Task(size, torch.float64)
-    trained = Finetune(settings).train(task.lesson(), silent)
+    trained = Finetune(settings).train(task.training_task(), silent)
     changes, held = literally(plain, settings)
     for name, change in changes.items():
         assert torch.allclose(trained.changes[name], change, rtol=0, atol=1e-9), name
@@ -168,7 +168,7 @@ def test_finetune_is_the_loop_written_out(size: int, train_batch: int, batch_siz
 
 def test_batches_drop_nothing_and_repeat_nothing_within_an_epoch() -> None:
     task = Task(23)
-    trained = Finetune(options(train_batch=5, batch_size=5, train_steps=21)).train(task.lesson(), silent)
+    trained = Finetune(options(train_batch=5, batch_size=5, train_steps=21)).train(task.training_task(), silent)
     seen = list(chain.from_iterable(task.asked))
     training = set(range(23)) - set(task.tested)
     assert len(seen) == 21 * 5
@@ -179,7 +179,7 @@ def test_batches_drop_nothing_and_repeat_nothing_within_an_epoch() -> None:
 
 
 def test_samples_that_no_step_reached_are_not_counted() -> None:
-    trained = Finetune(options(train_batch=4, train_steps=2)).train(Task(40).lesson(), silent)
+    trained = Finetune(options(train_batch=4, train_steps=2)).train(Task(40).training_task(), silent)
     assert trained.samples == 8
 
 
@@ -196,7 +196,7 @@ def test_split_follows_the_seed() -> None:
 
 
 def test_too_few_samples_to_validate() -> None:
-    assert Finetune(options()).train(Task(9).lesson(), silent).validation is None
+    assert Finetune(options()).train(Task(9).training_task(), silent).validation is None
 
 
 def test_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
@@ -222,7 +222,7 @@ def test_training_reduces_the_loss() -> None:
     task = Task(200)
     settings = options(train_steps=150, train_batch=32, batch_size=32, learning_rate=0.02)
     before = task.loss(range(200)).item()
-    trained = Finetune(settings).train(task.lesson(), silent)
+    trained = Finetune(settings).train(task.training_task(), silent)
     with torch.no_grad():
         for name, parameter in task.net.named_parameters():
             parameter += trained.changes[name]
@@ -234,7 +234,7 @@ def test_training_reduces_the_loss() -> None:
 def test_one_step_reduces_the_loss() -> None:
     task = Task()
     before = task.loss(range(40)).item()
-    trained = Fewshot(options()).train(task.lesson(), silent)
+    trained = Fewshot(options()).train(task.training_task(), silent)
     with torch.no_grad():
         for name, parameter in task.net.named_parameters():
             parameter += trained.changes[name]
@@ -245,17 +245,17 @@ def test_one_step_reduces_the_loss() -> None:
 def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, dtype: torch.dtype) -> None:
     """Twice, at steps between checkpoints; only what came after the last checkpoint is done again."""
     settings = options(train_steps=230, checkpoint=str(tmp_path / "saved"), batch_size=16)
-    whole = Finetune(replace(settings, checkpoint=None)).train(Task(dtype=dtype).lesson(), silent)
+    whole = Finetune(replace(settings, checkpoint=None)).train(Task(dtype=dtype).training_task(), silent)
 
     calls = []
     for step in (130, 205):
         task = Task(dtype=dtype)
         with pytest.raises(Stopped):
-            Finetune(settings).train(task.lesson(), stop_at(step))
+            Finetune(settings).train(task.training_task(), stop_at(step))
         calls.append(len(task.asked))
     task = Task(dtype=dtype)
     steps: list[int] = []
-    resumed = Finetune(settings).train(task.lesson(), lambda stage, done, total: steps.append(done))
+    resumed = Finetune(settings).train(task.training_task(), lambda stage, done, total: steps.append(done))
     assert same(resumed, whole)
     assert calls == [130, 105]
     assert len(task.asked) == 30
@@ -265,8 +265,8 @@ def test_interrupted_and_resumed_is_undisturbed(tmp_path: Path, dtype: torch.dty
 def test_finished_training_is_not_done_again(tmp_path: Path) -> None:
     settings = options(checkpoint=str(tmp_path / "saved"))
     first, again = Task(), Task()
-    whole = Finetune(settings).train(first.lesson(), silent)
-    assert same(Finetune(settings).train(again.lesson(), silent), whole)
+    whole = Finetune(settings).train(first.training_task(), silent)
+    assert same(Finetune(settings).train(again.training_task(), silent), whole)
     assert again.asked == []
     assert again.net.state_dict().keys() == first.net.state_dict().keys()
     assert all(torch.equal(value, again.net.state_dict()[name]) for name, value in first.net.state_dict().items())
@@ -275,10 +275,10 @@ def test_finished_training_is_not_done_again(tmp_path: Path) -> None:
 def test_resumed_with_smaller_parts_is_the_same_training(tmp_path: Path) -> None:
     """Where memory was short, fewer samples at a time go on with what there is."""
     settings = options(train_steps=120, checkpoint=str(tmp_path))
-    whole = Finetune(replace(settings, checkpoint=None)).train(Task(dtype=torch.float64).lesson(), silent)
+    whole = Finetune(replace(settings, checkpoint=None)).train(Task(dtype=torch.float64).training_task(), silent)
     with pytest.raises(Stopped):
-        Finetune(settings).train(Task(dtype=torch.float64).lesson(), stop_at(110))
-    resumed = Finetune(replace(settings, batch_size=2)).train(Task(dtype=torch.float64).lesson(), silent)
+        Finetune(settings).train(Task(dtype=torch.float64).training_task(), stop_at(110))
+    resumed = Finetune(replace(settings, batch_size=2)).train(Task(dtype=torch.float64).training_task(), silent)
     for name, change in whole.changes.items():
         assert torch.allclose(resumed.changes[name], change, rtol=0, atol=1e-9), name
 
@@ -287,7 +287,7 @@ def test_narrow_parameters_take_steps_below_their_rounding() -> None:
     """bfloat16 cannot hold 1 + 1e-4; the change does."""
     task = Task(dtype=torch.bfloat16)
     settings = options(learning_rate=1e-4, warmup=0, train_steps=3)
-    trained = Finetune(settings).train(task.lesson(), silent)
+    trained = Finetune(settings).train(task.training_task(), silent)
     moved = trained.changes["norm.weight"]
     assert moved.dtype == torch.float32
     assert (moved.abs() > 0).all()
@@ -299,7 +299,7 @@ def test_narrow_parameters_take_steps_below_their_rounding() -> None:
 def test_everything_is_as_it_was(method: type[Fewshot] | type[Finetune], fault: str | None) -> None:
     """Values, where they lie, flags, gradients, the random state and the gradient mode, also after an error."""
     task = Task()
-    lesson = task.lesson()
+    training_task = task.training_task()
     parameters = dict(task.net.named_parameters())
     for name in ("first.weight", "scale"):
         parameters[name].requires_grad_(False)
@@ -317,10 +317,10 @@ def test_everything_is_as_it_was(method: type[Fewshot] | type[Finetune], fault: 
     trainer = method(options(batch_size=7 if fault != "progress" else 40))
     with torch.no_grad():
         if fault is None:
-            trainer.train(lesson, silent)
+            trainer.train(training_task, silent)
         else:
             with pytest.raises(Stopped):
-                trainer.train(replace(lesson, loss=failing if fault == "loss" else task.loss), stop_at(1))
+                trainer.train(replace(training_task, loss=failing if fault == "loss" else task.loss), stop_at(1))
         assert not torch.is_grad_enabled()
     assert task.asked
     for name, parameter in task.net.named_parameters():
@@ -336,25 +336,27 @@ def test_frozen_parameters_are_trained() -> None:
     task, frozen = Task(), Task()
     frozen.net.requires_grad_(False)
     settings = options()
-    assert same(Finetune(settings).train(frozen.lesson(), silent), Finetune(settings).train(task.lesson(), silent))
+    assert same(
+        Finetune(settings).train(frozen.training_task(), silent), Finetune(settings).train(task.training_task(), silent)
+    )
 
 
 def test_parameters_outside_the_lesson_stay(tmp_path: Path) -> None:
     task = Task()
-    lesson = replace(task.lesson(), parameters={"last.weight": task.net.last.weight})
+    training_task = replace(task.training_task(), parameters={"last.weight": task.net.last.weight})
     before = {name: value.clone() for name, value in task.net.state_dict().items()}
     moved: list[str] = []
 
     def progress(stage: str, done: int, total: int) -> None:
         moved[:] = [name for name, value in task.net.state_dict().items() if not torch.equal(value, before[name])]
 
-    trained = Finetune(options(checkpoint=str(tmp_path))).train(lesson, progress)
+    trained = Finetune(options(checkpoint=str(tmp_path))).train(training_task, progress)
     assert moved == ["last.weight"] == list(trained.changes)
 
 
 def saved_training(folder: Path, **changed: Any) -> Settings:
     settings = options(checkpoint=str(folder), **changed)
-    Finetune(settings).train(Task().lesson(), silent)
+    Finetune(settings).train(Task().training_task(), silent)
     return settings
 
 
@@ -369,7 +371,7 @@ def test_checkpoint_of_another_recipe_is_refused(tmp_path: Path, name: str, valu
     settings = saved_training(tmp_path)
     task = Task()
     with pytest.raises(UsageError, match=f"another training: {name} is .* there and {value} here") as refused:
-        Finetune(replace(settings, **{name: value})).train(task.lesson(), silent)
+        Finetune(replace(settings, **{name: value})).train(task.training_task(), silent)
     assert "--checkpoint" in refused.value.remedy
     assert task.asked == []
 
@@ -377,18 +379,18 @@ def test_checkpoint_of_another_recipe_is_refused(tmp_path: Path, name: str, valu
 def test_checkpoint_of_another_lesson_is_refused(tmp_path: Path) -> None:
     settings = saved_training(tmp_path)
     with pytest.raises(UsageError, match="another training: its models, samples or settings are others"):
-        Finetune(settings).train(Task().lesson("another lesson"), silent)
+        Finetune(settings).train(Task().training_task("another lesson"), silent)
     with pytest.raises(UsageError, match="another training: samples is 40 there and 41 here"):
-        Finetune(settings).train(Task(41).lesson(), silent)
+        Finetune(settings).train(Task(41).training_task(), silent)
 
 
 def test_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
     """Should two lessons have one identity."""
     settings, task = saved_training(tmp_path), Task()
-    fewer = replace(task.lesson(), parameters={"scale": task.net.scale})
-    for lesson, why in ((fewer, "not those"), (Task(dtype=torch.float64).lesson(), "fits no weight")):
+    fewer = replace(task.training_task(), parameters={"scale": task.net.scale})
+    for training_task, why in ((fewer, "not those"), (Task(dtype=torch.float64).training_task(), "fits no weight")):
         with pytest.raises(UsageError, match=why):
-            Finetune(settings).train(lesson, silent)
+            Finetune(settings).train(training_task, silent)
 
 
 def _cut(file: Path) -> None:
@@ -421,7 +423,7 @@ def test_broken_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], N
     damage(tmp_path / CHECKPOINT_FILE)
     damaged = (tmp_path / CHECKPOINT_FILE).read_bytes()
     with pytest.raises(UsageError, match=r"training\.safetensors' is broken") as refused:
-        Finetune(settings).train(task.lesson(), silent)
+        Finetune(settings).train(task.training_task(), silent)
     assert "--checkpoint" in refused.value.remedy
     assert (tmp_path / CHECKPOINT_FILE).read_bytes() == damaged
     assert all(torch.equal(value, before[name]) for name, value in task.net.state_dict().items())
@@ -432,7 +434,7 @@ def test_checkpoint_that_is_a_file_is_refused_before_training(tmp_path: Path) ->
     task = Task()
     for place in ("file", "file/below"):
         with pytest.raises(OutputError, match="no checkpoint can be written"):
-            Finetune(options(checkpoint=str(tmp_path / place))).train(task.lesson(), silent)
+            Finetune(options(checkpoint=str(tmp_path / place))).train(task.training_task(), silent)
     assert task.asked == []
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -442,7 +444,7 @@ def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pyte
     """The second of two saves fails: the first is still there, whole, and the training goes on from it."""
     monkeypatch.setattr(finetuning, "CHECKPOINT_EVERY", 10)
     settings = options(train_steps=23, checkpoint=str(tmp_path))
-    whole = Finetune(replace(settings, checkpoint=None)).train(Task().lesson(), silent)
+    whole = Finetune(replace(settings, checkpoint=None)).train(Task().training_task(), silent)
     saves: list[Path] = []
 
     def half(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
@@ -460,18 +462,18 @@ def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pyte
         patch.setattr(finetuning, "save_file", half)
         patch.setattr(os, "fsync", lost)
         with pytest.raises(OutputError, match=r"cannot be written: .*(No space|Input/output)"):
-            Finetune(settings).train(Task().lesson(), silent)
+            Finetune(settings).train(Task().training_task(), silent)
     assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT_FILE]
     with safe_open(tmp_path / CHECKPOINT_FILE, framework="pt") as saved:
         assert json.loads(saved.metadata()[CHECKPOINT_ENTRY])["steps"] == 10
-    assert same(Finetune(settings).train(Task().lesson(), silent), whole)
+    assert same(Finetune(settings).train(Task().training_task(), silent), whole)
 
 
 def test_what_a_killed_run_was_writing_is_not_read(tmp_path: Path) -> None:
     settings = options(checkpoint=str(tmp_path))
     (tmp_path / CHECKPOINT_FILE).with_suffix(".part").write_bytes(b"half")
-    trained = Finetune(settings).train(Task().lesson(), silent)
-    assert same(trained, Finetune(replace(settings, checkpoint=None)).train(Task().lesson(), silent))
+    trained = Finetune(settings).train(Task().training_task(), silent)
+    assert same(trained, Finetune(replace(settings, checkpoint=None)).train(Task().training_task(), silent))
     assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT_FILE]
 
 
@@ -480,16 +482,16 @@ def test_loss_that_is_not_finite_at_once(method: type[Fewshot] | type[Finetune])
     task = Task()
     task.values[:, 3] = math.nan
     with pytest.raises(NonFiniteWeightsError, match="the loss in training step 1 is not finite") as found:
-        method(options()).train(task.lesson(), silent)
+        method(options()).train(task.training_task(), silent)
     assert "check" in found.value.remedy
 
 
 def test_gradient_that_is_not_finite() -> None:
     """The root has no slope at 0."""
     weight = nn.Parameter(torch.zeros(1))
-    lesson = Lesson({"weight": weight}, lambda samples: weight.sqrt().sum(), lambda samples: 0.0, 3)
+    training_task = TrainingTask({"weight": weight}, lambda samples: weight.sqrt().sum(), lambda samples: 0.0, 3)
     with pytest.raises(NonFiniteWeightsError, match="the gradient in training step 1 is not finite"):
-        Fewshot(options()).train(lesson, silent)
+        Fewshot(options()).train(training_task, silent)
 
 
 def test_training_that_diverges_says_so(tmp_path: Path) -> None:
@@ -497,20 +499,20 @@ def test_training_that_diverges_says_so(tmp_path: Path) -> None:
     task = Task()
     settings = options(learning_rate=1e30, warmup=0, checkpoint=str(tmp_path))
     with pytest.raises(NonFiniteWeightsError, match="not finite") as found:
-        Finetune(settings).train(task.lesson(), silent)
+        Finetune(settings).train(task.training_task(), silent)
     assert "--learning-rate" in found.value.remedy
     assert list(tmp_path.iterdir()) == []
 
 
 def test_loss_without_a_graph_is_refused() -> None:
-    lesson = replace(Task().lesson(), loss=lambda samples: torch.tensor(1.0))
+    training_task = replace(Task().training_task(), loss=lambda samples: torch.tensor(1.0))
     with pytest.raises(ObjectiveError, match="no trained parameter"):
-        Fewshot(options()).train(lesson, silent)
+        Fewshot(options()).train(training_task, silent)
 
 
 def test_no_samples() -> None:
     with pytest.raises(DataError, match="no sample"):
-        Task(0).lesson()
+        Task(0).training_task()
 
 
 def test_where_memory_runs_out_fewer_samples_go_at_a_time() -> None:
@@ -526,8 +528,8 @@ def test_where_memory_runs_out_fewer_samples_go_at_a_time() -> None:
         return tight.loss(samples)
 
     settings = options(batch_size=16)
-    trained = Finetune(settings).train(replace(tight.lesson(), loss=loss), silent)
-    whole = Finetune(settings).train(roomy.lesson(), silent)
+    trained = Finetune(settings).train(replace(tight.training_task(), loss=loss), silent)
+    whole = Finetune(settings).train(roomy.training_task(), silent)
     for name, change in whole.changes.items():
         assert torch.allclose(trained.changes[name], change, rtol=0, atol=1e-9), name
     assert failures == 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.alignment.matching import blocks_by_index, pair_sites
-from hf_bico.alignment.methods.base import Pretrained, Seen, SiteDelta
+from hf_bico.alignment.methods.base import MethodInputs, Pretrained, SiteDelta
 from hf_bico.alignment.methods.transfusion import RESIDUAL, Matching, Term, TransFusion, assign, match_heads
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
 from hf_bico.models.checkpoints import MemoryCheckpoint
@@ -113,7 +113,7 @@ def prepared(source: Pretrained, target: Pretrained) -> tuple[TransFusion, list[
     blocks = blocks_by_index(source.layout.blocks, target.layout.blocks)
     pairs = [pair for pair in pair_sites(source.layout, target.layout, blocks) if not pair.target.tower]
     method.require(source.layout, target.layout, pairs)
-    method.prepare(pairs, Seen(source, target))
+    method.prepare(pairs, MethodInputs(source, target))
     return method, pairs
 
 

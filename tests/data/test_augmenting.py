@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bico.data.augmentation import NOISE, SHIFT, Copies, altered
+from hf_bico.data.augmentation import NOISE, SHIFT, AugmentedSamples, altered
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import calibration_samples, open_data
 from hf_bico.settings import Settings
@@ -47,7 +47,7 @@ def tensors(count: int = 6) -> Samples:
     return calibration_samples(open_data(rows, Settings(class_names=NAMES)), "train", Settings(n=count))
 
 
-def entries(copies: Copies, size: int = 5) -> list[Any]:
+def entries(copies: AugmentedSamples, size: int = 5) -> list[Any]:
     return [image for images, _ in copies.batches(size) for image in images]
 
 
@@ -58,7 +58,7 @@ def mark(images: list[Any]) -> str:
 @pytest.mark.parametrize("samples", [pictures(), tensors()], ids=["pictures", "tensors"])
 @pytest.mark.parametrize("size", [1, 2, 4, 7, 100])
 def test_order_and_batches(samples: Samples, size: int) -> None:
-    copies = Copies(samples, 3, 0)
+    copies = AugmentedSamples(samples, 3, 0)
     assert len(copies) == 24
     assert copies.origins == tuple(position for position in range(6) for _ in range(4))
     assert copies.labels == tuple(samples.labels[position] for position in copies.origins)
@@ -73,8 +73,8 @@ def test_order_and_batches(samples: Samples, size: int) -> None:
 
 
 def test_no_copies() -> None:
-    assert len(Copies(pictures(), 0, 0)) == 6
-    assert mark(entries(Copies(pictures(), 0, 0))) == mark(
+    assert len(AugmentedSamples(pictures(), 0, 0)) == 6
+    assert mark(entries(AugmentedSamples(pictures(), 0, 0))) == mark(
         [image for some, _ in pictures().batches(9) for image in some]
     )
 
@@ -82,25 +82,25 @@ def test_no_copies() -> None:
 def test_each_image_is_decoded_once() -> None:
     samples = pictures()
     samples.rows.read = 0
-    entries(Copies(samples, 7, 0))
+    entries(AugmentedSamples(samples, 7, 0))
     assert samples.rows.read == 6
 
 
 def test_a_copy_depends_on_its_row_alone() -> None:
-    many = Copies(pictures(6), 3, 0)
-    few = Copies(pictures(2).rotated(1), 1, 0)
+    many = AugmentedSamples(pictures(6), 3, 0)
+    few = AugmentedSamples(pictures(2).rotated(1), 1, 0)
     where = {row: position for position, row in enumerate(many.samples.indices)}
     all_of_them, some = entries(many), entries(few)
     for position, row in enumerate(few.samples.indices):
         assert np.array_equal(some[2 * position + 1], all_of_them[4 * where[row] + 1])
-    assert mark(entries(Copies(pictures(), 3, 1))) != mark(all_of_them)
+    assert mark(entries(AugmentedSamples(pictures(), 3, 1))) != mark(all_of_them)
     copies = [np.asarray(image) for image in all_of_them[:4]]
     assert not any(np.array_equal(copies[i], copies[j]) for i in range(4) for j in range(i))
 
 
 def test_copies_are_fixed_for_ever() -> None:
     """Literal values: a change of Python or numpy must not change what a copy is."""
-    assert mark(entries(Copies(pictures(), 2, 0))) == "ea23d2768d41dc19"
+    assert mark(entries(AugmentedSamples(pictures(), 2, 0))) == "ea23d2768d41dc19"
 
 
 def test_shifts_are_up_to_a_sixteenth_in_every_direction() -> None:

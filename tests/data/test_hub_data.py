@@ -25,7 +25,7 @@ import hf_bico.hub.client
 from hf_bico.data import loading as data_files
 from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet
-from hf_bico.data.draw import Drawn, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data.draw import CalibrationDraw, draw, evaluation_samples, evaluation_split, open_data
 from hf_bico.errors import (
     BicoError,
     ClassNamesError,
@@ -102,7 +102,7 @@ def paths(data: DataSet, split: str, indices: Sequence[int]) -> list[str]:
     return [rows[index]["image"]["path"] for index in indices]
 
 
-def sample_paths(drawn: Drawn) -> list[str]:
+def sample_paths(drawn: CalibrationDraw) -> list[str]:
     return paths(drawn.data, drawn.split, drawn.samples.indices)
 
 

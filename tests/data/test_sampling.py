@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_bico.data import sampling
-from hf_bico.data.draw import Drawn, draw, open_data
+from hf_bico.data.draw import CalibrationDraw, draw, open_data
 from hf_bico.data.sampling import Strategy, Wanted, centroid_distances, draw_order, shared_evenly
 from hf_bico.errors import SampleCountError
 from hf_bico.settings import SAMPLINGS, Settings
@@ -32,7 +32,7 @@ def counts(rows: Sequence[int], labels: Sequence[int] = LABELS) -> Counter[int]:
     return Counter(labels[row] for row in rows)
 
 
-def drawn(sampling: str, labels: Sequence[int] = LABELS, **options: Any) -> Drawn:
+def drawn(sampling: str, labels: Sequence[int] = LABELS, **options: Any) -> CalibrationDraw:
     rows = [{"image": torch.zeros(3, 2, 2), "label": label} for label in labels]
     return draw(rows, Settings(sampling=sampling, class_names=NAMES, **options))
 

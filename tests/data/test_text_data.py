@@ -16,10 +16,17 @@ from PIL import Image
 
 from hf_bico.data import loading as data_files
 from hf_bico.data import remote_parquet
-from hf_bico.data.augmentation import Copies
+from hf_bico.data.augmentation import AugmentedSamples
 from hf_bico.data.columns import known_task, typed_texts
 from hf_bico.data.dataset import DataSet
-from hf_bico.data.draw import Drawn, calibration_samples, draw, evaluation_samples, evaluation_split, open_data
+from hf_bico.data.draw import (
+    CalibrationDraw,
+    calibration_samples,
+    draw,
+    evaluation_samples,
+    evaluation_split,
+    open_data,
+)
 from hf_bico.errors import (
     ClassNamesError,
     ColumnError,
@@ -384,11 +391,13 @@ def test_captions_are_found_where_nothing_is_a_label() -> None:
 
 def test_copies_of_captioned_images_keep_the_caption_and_texts_have_none() -> None:
     rows = [{"image": picture(100), "caption": "a cat"}]
-    items = [item for some, _ in Copies(open_data(rows).samples("train", [0]), 2, 0).batches(2) for item in some]
+    items = [
+        item for some, _ in AugmentedSamples(open_data(rows).samples("train", [0]), 2, 0).batches(2) for item in some
+    ]
     assert [item.caption for item in items] == ["a cat"] * 3
     assert np.asarray(items[1].image).tolist() != np.asarray(items[0].image).tolist()
     with pytest.raises(UsageError, match="altered copies are of images"):
-        list(Copies(opened([{"text": "t"}]).samples("train", [0]), 1, 0).batches(1))
+        list(AugmentedSamples(opened([{"text": "t"}]).samples("train", [0]), 1, 0).batches(1))
 
 
 # -- the record
@@ -439,7 +448,7 @@ def parquet(columns: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def items_of(drawn: Drawn) -> list[Any]:
+def items_of(drawn: CalibrationDraw) -> list[Any]:
     return [item for items, _ in drawn.samples.batches(7) for item in items]
 
 

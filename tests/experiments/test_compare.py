@@ -23,7 +23,7 @@ import hf_bico
 import hf_bico.experiments.compare.measurements
 from hf_bico.alignment.methods.training import Learner
 from hf_bico.cli.main import main
-from hf_bico.data.draw import Drawn, draw
+from hf_bico.data.draw import CalibrationDraw, draw
 from hf_bico.errors import SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import CellKey
 from hf_bico.experiments.compare.comparison import RESULT_FILES, Comparison
@@ -282,7 +282,7 @@ def test_no_sample_that_any_draw_took_is_measured_on(
 
     monkeypatch.setattr("hf_bico.experiments.compare.measurements.evaluation_samples", noted)
     comparison = compared(scene, data=data, methods=["bico"], n=SIZES, seeds=2)
-    draws: list[Drawn] = [draw(data, Settings(n=n, seed=seed)) for n in SIZES for seed in SEEDS]
+    draws: list[CalibrationDraw] = [draw(data, Settings(n=n, seed=seed)) for n in SIZES for seed in SEEDS]
     drawn = {index for one in draws for index in one.samples.indices}
     assert seen == [set(range(TRAINED * CLASSES)) - drawn]
     # half of the split at most: the rest is for what trains

@@ -38,7 +38,7 @@ from hf_bico.experiments.diagnose.diagnosis import (
     cost_lines,
     output_rows,
 )
-from hf_bico.experiments.diagnose.findings import OutputLikeness, Place, by_place, cost_of
+from hf_bico.experiments.diagnose.findings import OutputLikeness, SitePlace, by_place, cost_of
 from hf_bico.experiments.diagnose.run import COMPARED, _affordable
 from hf_bico.models.layout import Site, SitePair, Slot
 from support import hub_scenes, reference
@@ -90,7 +90,7 @@ def test_each_input_tells_who_reads_it_and_how_many_rows_were_paired(rotated: Ro
     found = {one.name: one for one in of_copy(rotated, rotated.base).inputs}
     shared, last = found["blocks.0.attn.in"], found["proj"]
     assert shared.roles == ["attn.q", "attn.k", "attn.v"]
-    assert (shared.place, last.place) == (Place("", 0), Place("", None))
+    assert (shared.place, last.place) == (SitePlace("", 0), SitePlace("", None))
     assert (shared.rows, last.rows) == (len(rotated.rows) * 17, len(rotated.rows)), "tokens, and pooled samples"
     assert shared.widths == (16, 16)
     assert found["blocks.2.mlp.down"].widths == (32, 32)
@@ -448,10 +448,12 @@ def test_the_table_has_the_means_of_every_block(diagnosis: Diagnosis) -> None:
     assert [row[0] for row in rows] == ["0", "1", "2", "out"]
     at = {name: [row[head.index(name)] for row in rows] for name in head}
     means = by_place(diagnosis.inputs, lambda one: one.cka)
-    assert at["CKA"] == [f"{means[place]:.3f}" for place in (Place("", 0), Place("", 1), Place("", 2), Place("", None))]
+    assert at["CKA"] == [
+        f"{means[place]:.3f}" for place in (SitePlace("", 0), SitePlace("", 1), SitePlace("", 2), SitePlace("", None))
+    ]
     assert at["cosine"] == [NOT_DEFINED] * 4, "coordinates of other widths do not compare"
     last = by_place((one for one in diagnosis.drift if one.checkpoint == "tuned"), lambda one: one.direction)
-    taken = [Place("", 0), Place("", 1), Place("", 1), Place("", None)]
+    taken = [SitePlace("", 0), SitePlace("", 1), SitePlace("", 1), SitePlace("", None)]
     assert at["Δdirection"] == [f"{last[place]:.3f}" for place in taken], "of the source's block that each one takes"
     text = diagnosis.table()
     assert text.count(NOT_DEFINED) == 4

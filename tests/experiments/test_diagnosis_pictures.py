@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from hf_bico.experiments.compare.picture import STYLES
 from hf_bico.experiments.diagnose import pictures
 from hf_bico.experiments.diagnose.diagnosis import Diagnosis
-from hf_bico.experiments.diagnose.findings import Cost, Drift, InputLikeness, OutputLikeness, Place, by_place
+from hf_bico.experiments.diagnose.findings import Cost, Drift, InputLikeness, OutputLikeness, SitePlace, by_place
 from hf_bico.experiments.diagnose.pictures import (
     drift_picture,
     initial_picture,
@@ -424,7 +424,7 @@ def test_of_one_checkpoint_the_drift_is_shown_by_block() -> None:
 
 def test_one_place_needs_no_bar_and_towers_a_legend() -> None:
     diagnosis = a_diagnosis(1)
-    alone = replace(diagnosis, drift=[one for one in diagnosis.drift if one.place == Place("", 0)])
+    alone = replace(diagnosis, drift=[one for one in diagnosis.drift if one.place == SitePlace("", 0)])
     assert len(drawn(pictures._draw_drift, alone).axes) == 2
     figure = drift_of(STEPS, towers=("", "text"))
     assert legend(figure) == ["main tower", "text tower"]

@@ -17,7 +17,7 @@ from hf_bico.errors import (
     SeveralDataSetsError,
     UnsupportedModelError,
 )
-from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import base_of, data_of, read_metadata
 from hf_bico.porting.lineage import resolve
 from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Hub
@@ -36,7 +36,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 
 def test_a_trainer_made_card_names_the_base_and_no_data_set(tmp_path: Path) -> None:
-    origin = read_origin(write(tmp_path, README=TRAINER_CARD))
+    origin = read_metadata(write(tmp_path, README=TRAINER_CARD))
     assert (origin.bases, origin.license, origin.adapter) == (("openai/clip-vit-base-patch32",), "apache-2.0", False)
     error = data_of(origin, "user/x")
     assert isinstance(error, DataUnknownError)
@@ -46,7 +46,7 @@ def test_a_trainer_made_card_names_the_base_and_no_data_set(tmp_path: Path) -> N
 
 def test_an_adapters_own_configuration_comes_before_its_card(tmp_path: Path) -> None:
     config = {"base_model_name_or_path": "org/real-base", "peft_type": "LORA"}
-    origin = read_origin(write(tmp_path, README=PEFT_CARD, adapter_config_json=config))
+    origin = read_metadata(write(tmp_path, README=PEFT_CARD, adapter_config_json=config))
     assert origin.adapter
     assert base_of(origin, "x") == "org/real-base"
     assert origin.bases_from == "adapter_config.json"
@@ -54,13 +54,13 @@ def test_an_adapters_own_configuration_comes_before_its_card(tmp_path: Path) -> 
 
 def test_an_adapter_without_a_base_in_its_configuration_falls_back_on_the_card(tmp_path: Path) -> None:
     config = {"base_model_name_or_path": None, "peft_type": "LORA"}
-    origin = read_origin(write(tmp_path, README=PEFT_CARD, adapter_config_json=config))
+    origin = read_metadata(write(tmp_path, README=PEFT_CARD, adapter_config_json=config))
     assert base_of(origin, "x") == "unsloth/llama-3-8b-bnb-4bit"
 
 
 def test_an_old_configuration_names_the_base_where_the_card_does_not(tmp_path: Path) -> None:
     config = {"_name_or_path": "openai/clip-vit-base-patch16", "id2label": {"1": "sea", "0": "wood"}}
-    origin = read_origin(write(tmp_path, README="# by hand\n", config_json=config))
+    origin = read_metadata(write(tmp_path, README="# by hand\n", config_json=config))
     assert base_of(origin, "x") == "openai/clip-vit-base-patch16"
     assert origin.class_names == ("wood", "sea")
 
@@ -69,7 +69,7 @@ def test_an_old_configuration_names_the_base_where_the_card_does_not(tmp_path: P
     "name", ["/home/somebody/checkpoints/run-3", "./out", "C:\\models\\x", "user/own-name", "", None, {}, 7]
 )
 def test_a_path_of_another_machine_or_the_repo_itself_is_no_base(tmp_path: Path, name: object) -> None:
-    origin = read_origin(write(tmp_path, config_json={"_name_or_path": name}), "user/own-name")
+    origin = read_metadata(write(tmp_path, config_json={"_name_or_path": name}), "user/own-name")
     assert origin.bases == ()
     with pytest.raises(BaseUnknownError, match="--base"):
         base_of(origin, "user/own-name")
@@ -80,7 +80,7 @@ def test_a_path_of_another_machine_or_the_repo_itself_is_no_base(tmp_path: Path,
     [{"0": "LABEL_0", "1": "LABEL_1"}, {"0": "0", "1": "1"}, {"a": "x"}, {"0": "x", "2": "y"}, {"0": 3}, ["x"], {}],
 )
 def test_labels_that_only_count_are_no_class_names(tmp_path: Path, labels: object) -> None:
-    assert read_origin(write(tmp_path, config_json={"id2label": labels})).class_names == ()
+    assert read_metadata(write(tmp_path, config_json={"id2label": labels})).class_names == ()
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_labels_that_only_count_are_no_class_names(tmp_path: Path, labels: objec
     ],
 )
 def test_a_broken_card_says_nothing_and_breaks_nothing(tmp_path: Path, card: str) -> None:
-    origin = read_origin(write(tmp_path, README=card))
+    origin = read_metadata(write(tmp_path, README=card))
     assert (origin.bases, origin.license, origin.data_sets, origin.language) == ((), None, (), ())
     with pytest.raises(BaseUnknownError):
         base_of(origin, "user/x")
 
 
 def test_a_broken_card_is_named_as_the_reason(tmp_path: Path) -> None:
-    origin = read_origin(write(tmp_path, README="---\nbase_model: [a/b\n---\n"))
+    origin = read_metadata(write(tmp_path, README="---\nbase_model: [a/b\n---\n"))
     with pytest.raises(BaseUnknownError, match="not YAML"):
         base_of(origin, "user/x")
 
 
 def test_several_bases_or_data_sets_are_listed_with_the_option(tmp_path: Path) -> None:
     card = "---\nbase_model:\n- a/one\n- b/two\ndatasets:\n- c/three\n- generator\n- d/four\n---\n"
-    origin = read_origin(write(tmp_path, README=card))
+    origin = read_metadata(write(tmp_path, README=card))
     with pytest.raises(SeveralBasesError, match="a/one, b/two(.|\n)*--base"):
         base_of(origin, "user/x")
     error = data_of(origin, "user/x")
@@ -121,7 +121,7 @@ def test_several_bases_or_data_sets_are_listed_with_the_option(tmp_path: Path) -
 
 def test_loaders_of_training_scripts_are_no_data_sets(tmp_path: Path) -> None:
     card = "---\ndatasets: [generator, imagefolder, json, csv, real/one]\n---\n"
-    assert data_of(read_origin(write(tmp_path, README=card)), "x") == "real/one"
+    assert data_of(read_metadata(write(tmp_path, README=card)), "x") == "real/one"
 
 
 # on the Hub

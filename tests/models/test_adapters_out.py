@@ -422,12 +422,12 @@ def test_the_doubled_out_proj_of_multihead_attention_never_reaches_a_user(folder
 
 def test_an_attention_of_several_widths_is_not_given_to_lora(tmp_path: Path) -> None:
     """Without a packed matrix too, nn.MultiheadAttention never calls its out_proj as a module."""
-    from hf_bico.models.adapters.writing import BaseName, fit, write_adapter
+    from hf_bico.models.adapters.writing import BaseName, fit_adapter, write_adapter
 
     model = _Pooler().eval()
     generator = torch.Generator().manual_seed(0)
     changes = {name: 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    fitted = fit(TaskVector(changes), model, ())
+    fitted = fit_adapter(TaskVector(changes), model, ())
     write_adapter(fitted, model, MemoryCheckpoint.of(model), BaseName("org/pooler"), tmp_path)
     full = copy.deepcopy(model)
     fitted.changes.apply_to(full)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
 import hf_bico
-from hf_bico.alignment.objectives.base import Question
+from hf_bico.alignment.objectives.base import LossBatch
 from hf_bico.alignment.objectives.language import LanguageHead
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.models.model import Model
@@ -49,7 +49,9 @@ def test_the_loss_does_not_depend_on_padding(kind: str, tmp_path: Path) -> None:
     folder, head = write_decoder(tmp_path / "model", kind), LanguageHead()
     found = [head.measure(padded(folder, side), Batches(), size) for side in ("left", "right") for size in (1, 4, 9)]
     assert found == pytest.approx([found[0]] * 6, rel=1e-9)
-    sums = [head.losses(padded(folder, side), Question(*next(Batches().batches(9)))).task for side in ("left", "right")]
+    sums = [
+        head.losses(padded(folder, side), LossBatch(*next(Batches().batches(9)))).task for side in ("left", "right")
+    ]
     assert sums[0].item() == pytest.approx(sums[1].item(), rel=1e-9)
 
 

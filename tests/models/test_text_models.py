@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.alignment.calibration_pass import Side, collect
-from hf_bico.alignment.objectives.base import Question
+from hf_bico.alignment.objectives.base import LossBatch
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
 from hf_bico.alignment.statistics import Kind
 from hf_bico.models.families.live import LiveModel
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.quick
 
 SAMPLES = [Text(text) for text in sentences(4)]
 WORDS = ("no", "yes")
-ASKED = Question(SAMPLES, (0, 1, 1, 0))
+ASKED = LossBatch(SAMPLES, (0, 1, 1, 0))
 
 
 @pytest.fixture(scope="module")

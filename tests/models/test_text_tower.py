@@ -18,7 +18,7 @@ from torch import Tensor
 import hf_bico
 from hf_bico.alignment.calibration_pass import Side, collect
 from hf_bico.alignment.matching import pair_sites
-from hf_bico.alignment.methods.base import Pretrained, Seen
+from hf_bico.alignment.methods.base import MethodInputs, Pretrained
 from hf_bico.alignment.methods.transfusion import TransFusion
 from hf_bico.alignment.objectives.clip import PairGradients, contrastive_losses, mean_contrastive_loss
 from hf_bico.alignment.statistics import Kind
@@ -283,7 +283,7 @@ def test_transfusion_looks_at_one_tower_and_refuses_two(folders: dict[str, Path]
     source, target = planned.lineage.base, planned.lineage.target
     method = TransFusion(Settings(method="transfusion"))
     method.require(source.layout, target.layout, planned.pairs)  # the text towers differ in depth
-    seen = Seen(Pretrained(source.layout, source.checkpoint), Pretrained(target.layout, target.checkpoint))
+    seen = MethodInputs(Pretrained(source.layout, source.checkpoint), Pretrained(target.layout, target.checkpoint))
     with pytest.raises(UnsuitableMethodError, match="a text tower is to be carried too"):
         method.prepare(planned.pairs, seen)
     method.prepare(planned.of_towers([""]).pairs, seen)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_bico
 from hf_bico.alignment.calibration_pass import Side, collect
-from hf_bico.alignment.objectives.base import OwnHead, Question
+from hf_bico.alignment.objectives.base import LossBatch, OwnHead
 from hf_bico.alignment.statistics import Kind
 from hf_bico.cli.main import main
 from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedModelError
@@ -29,7 +29,7 @@ from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.hooks import Losses, Stream, TextRows, kept_away
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, sentences, write_decoder, write_encoder, write_t5, write_vit
@@ -406,10 +406,10 @@ def test_an_objective_may_look_inside_while_blocks_run_once_more(scene: Scene, m
         options: dict[str, Any] = {"n": 8, "dtype": "float64", "evaluate": False}
         return hf_bico.port(scene.tuned, **models, **options, objective=objective).task_vector
 
-    usual, fit = ported(), Bench.fit
+    usual, fit = ported(), ModelPair.memory_plan
     for way in ({"checkpointing": True, "lean": False}, {"checkpointing": False, "lean": True}):
         with monkeypatch.context() as patch:
-            patch.setattr(Bench, "fit", lambda *asked, way=way: replace(fit(*asked), **way))
+            patch.setattr(ModelPair, "memory_plan", lambda *asked, way=way: replace(fit(*asked), **way))
             thrifty = ported()
         assert all(torch.allclose(change, thrifty[name], rtol=1e-6, atol=1e-9) for name, change in usual.items())
 
@@ -476,7 +476,7 @@ def test_checkpointing_and_an_objective_that_keeps_a_cache(name: str, folders: d
     found = []
     for thrifty in (False, True):
         sides = [Side(live, None, thrifty) for live in models]
-        passes = [tuple(partial(head.losses, live, Question(texts, [-1] * 3)) for live in models)]
+        passes = [tuple(partial(head.losses, live, LossBatch(texts, [-1] * 3)) for live in models)]
         found.append(collect(pairs, *sides, passes, {Kind.GRADIENTS}).tensors)
     assert are_equal(*found)
     assert models[0].module.config.use_cache

@@ -18,7 +18,7 @@ from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError
 from hf_bico.models.checkpoints import open_safetensors
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
-from hf_bico.reports.record import Made, read_any, read_record
+from hf_bico.reports.record import ChangeRecord, read_any, read_record
 from support.adapter_ports import CPU, write_lora
 from support.hub import Hub
 from support.scenes import Scene, make_scene
@@ -46,7 +46,7 @@ def test_extract_writes_an_adapter_that_peft_reads_and_says_what_it_keeps(scene:
     result = run("extract", scene.tuned, "--base", scene.base, "--rank", "4", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     record = read_any(tmp_path / "out")
-    assert isinstance(record, Made)
+    assert isinstance(record, ChangeRecord)
     assert record.output.energy_kept is not None
     assert f"in all {record.output.energy_kept:.2%} is held" in result.stdout
     assert "of the change of 25 tensors is held at rank 4" in result.stdout
@@ -106,7 +106,7 @@ def test_apply_of_a_weighted_sum(scene: Scene, tmp_path: Path) -> None:
         expected = base[name] + 0.5 * (0.7 * (first[name] - base[name]) - 0.3 * (second[name] - base[name]))
         assert torch.allclose(ours[name], expected, atol=1e-6), name
     record = read_any(tmp_path / "out")
-    assert isinstance(record, Made)
+    assert isinstance(record, ChangeRecord)
     assert [(part.model.id, part.weight) for part in record.parts] == [("lora-1", 0.7), ("lora-2", -0.3)]
     assert record.command == "hf-bico apply lora-1 lora-2 --to base --weights 0.7,-0.3 --alpha 0.5"
 
@@ -353,7 +353,7 @@ def test_record_says_alpha_and_vectors_may_be_passed(scene: Scene, tmp_path: Pat
     made = hf_bico.apply([tau, -0.5 * tau], alpha=0.5)
     made.save(tmp_path / "out")
     record = read_any(tmp_path / "out")
-    assert isinstance(record, Made)
+    assert isinstance(record, ChangeRecord)
     assert (record.alpha, record.command) == (0.5, None)
     base, tuned, ours = (weights(folder) for folder in (scene.base, scene.tuned, tmp_path / "out"))
     assert all(torch.allclose(ours[name], base[name] + 0.25 * (tuned[name] - base[name]), atol=1e-6) for name in base)

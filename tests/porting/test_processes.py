@@ -21,7 +21,7 @@ import hf_bico
 from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.cli.main import main
 from hf_bico.errors import UsageError
-from hf_bico.runtime.distributed import ALONE, Team, is_first_process, join, local_device
+from hf_bico.runtime.distributed import ALONE, ProcessGroup, is_first_process, join, local_device
 from support import forks
 from support.scenes import Scene, make_scene
 
@@ -107,7 +107,7 @@ def test_sums_stand_in_one_order_in_all_processes() -> None:
 
 @pytest.mark.parametrize(("items", "size"), [(0, 2), (1, 2), (5, 2), (6, 2), (5, 4), (3, 4)])
 def test_shares_are_everything_once_and_even(items: int, size: int) -> None:
-    shares = [Team(rank, size).share(range(items)) for rank in range(size)]
+    shares = [ProcessGroup(rank, size).share(range(items)) for rank in range(size)]
     assert [item for share in shares for item in share] == list(range(items))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1

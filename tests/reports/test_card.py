@@ -34,7 +34,7 @@ from hf_bico.reports.record import (
 )
 from hf_bico.reports.results import role_labels
 from hf_bico.settings import METHOD_NAMES
-from hf_bico.utils.samples import PartRecord
+from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import clean, code, fenced, literal, plain
 from support.hub import Hub
 from support.records import (
@@ -695,7 +695,7 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "labels": lambda record, text: _data(record, labels=text),
     "columns": lambda record, text: _data(record, columns={text: text}),
     "class names": lambda record, text: _data(record, class_names=[text, text[:50], "dog"]),
-    "parts": lambda record, text: _data(record, parts=[PartRecord(text, [1], 2)]),
+    "parts": lambda record, text: _data(record, parts=[FilePart(text, [1], 2)]),
     "objective": lambda record, text: replace(record, objective=ObjectiveRecord(text, [text, text[:150] + "{}"])),
     "head": lambda record, text: replace(record, objective=replace(record.objective, head=text)),
     "tower": lambda record, text: replace(record, method=replace(record.method, tower=text)),

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from hf_bico.porting.task_arithmetic import apply, extract
 from hf_bico.reports.model_cards import render_card, write_card
-from hf_bico.reports.record import LayerRecord, LeftRecord, Made, MakingRecord, ModelRecord, OutputRecord, PartOfSum
+from hf_bico.reports.record import (
+    ArithmeticRecord,
+    ChangeRecord,
+    LayerRecord,
+    LeftRecord,
+    ModelRecord,
+    OutputRecord,
+    Summand,
+)
 from support.hub import Hub
 from support.records import (
     BENIGN,
@@ -40,7 +48,7 @@ pytestmark = pytest.mark.quick
 
 SOURCE, OTHER, BASE, REPO = "alice/vit-b16-eurosat", "bob/cars-lora", "laion/CLIP-ViT-B-16", "alice/eurosat-lora"
 COMMITS = {SOURCE: "a1" * 20, OTHER: "d4" * 20, BASE: "b2" * 20}
-RUN = MakingRecord("2026-01-01T00:00:00+00:00", 2.5, {"torch": "2.15.0", "peft": "0.21.2"})
+RUN = ArithmeticRecord("2026-01-01T00:00:00+00:00", 2.5, {"torch": "2.15.0", "peft": "0.21.2"})
 
 
 def a_model(name: str, **more: Any) -> ModelRecord:
@@ -61,13 +69,13 @@ def some_layers(blocks: int = 12) -> list[LayerRecord]:
     return [*block, LayerRecord("visual.proj", 0.05, 1.0)]
 
 
-def an_extract(**changes: Any) -> Made:
+def an_extract(**changes: Any) -> ChangeRecord:
     """With all that a record can hold."""
     base = a_model(BASE, family="open_clip ViT", language=["en"])
-    made = Made(
+    made = ChangeRecord(
         hf_bico="0.3.0",
         job="extract",
-        parts=[PartOfSum(a_model(SOURCE, family="open_clip ViT", kind="full", base=base))],
+        parts=[Summand(a_model(SOURCE, family="open_clip ViT", kind="full", base=base))],
         target=base,
         alpha=1.0,
         output=OutputRecord("adapter", {"adapter_model.safetensors": "b9" * 32}, None, REPO, None, 4, 0.9321),
@@ -80,12 +88,12 @@ def an_extract(**changes: Any) -> Made:
     return replace(made, **changes)
 
 
-def an_apply(format: str = "full", **changes: Any) -> Made:
+def an_apply(format: str = "full", **changes: Any) -> ChangeRecord:
     lora = a_model(OTHER, kind="adapter", peft_type="LORA")
     made = replace(
         an_extract(),
         job="apply",
-        parts=[PartOfSum(lora, 0.7), PartOfSum(a_model(SOURCE, kind="delta"), 0.3)],
+        parts=[Summand(lora, 0.7), Summand(a_model(SOURCE, kind="delta"), 0.3)],
         alpha=0.5,
         output=OutputRecord(format, {WEIGHTS: "b9" * 32}, 0.01, REPO),
         command=f"hf-bico apply {OTHER} {SOURCE} --to {BASE} --weights 0.7,0.3 --alpha 0.5",
@@ -212,7 +220,7 @@ def test_licences_of_all_parts_count() -> None:
     assert "They are not one and the same" in card
 
 
-def local(made: Made, names: dict[str, str]) -> Made:
+def local(made: ChangeRecord, names: dict[str, str]) -> ChangeRecord:
     def hidden(model: ModelRecord) -> ModelRecord:
         base = None if model.base is None else hidden(model.base)
         return replace(model, id=names[model.id], commit=None, license=None, base=base)
@@ -245,7 +253,7 @@ def local(made: Made, names: dict[str, str]) -> Made:
         ),
     ],
 )
-def test_local_folders_are_never_named(made: Made, title: str, command: str) -> None:
+def test_local_folders_are_never_named(made: ChangeRecord, title: str, command: str) -> None:
     names = {SOURCE: "secret-tune", OTHER: "secret-lora", BASE: "secret-base"}
     card = render_card(local(made, {model.id: names[model.id] for model in made.models}))
     assert "secret" not in card
@@ -263,7 +271,9 @@ def test_command_that_cannot_be_read_is_left_out(command: str | None) -> None:
 
 
 def test_unknown_things_leave_no_empty_section() -> None:
-    bare = Made("0.3.0", "apply", [PartOfSum(ModelRecord("x"))], ModelRecord("y"), 1.0, OutputRecord("full", {}), RUN)
+    bare = ChangeRecord(
+        "0.3.0", "apply", [Summand(ModelRecord("x"))], ModelRecord("y"), 1.0, OutputRecord("full", {}), RUN
+    )
     card = render_card(bare)
     assert headings(card)[1:] == ["Lineage", "How it was made", "Limits and risks", "Versions"]
     assert metadata(card) == {"library_name": "hf-bico", "tags": ["hf-bico", "task-vector", "training-free"]}
@@ -279,7 +289,7 @@ def test_there_is_no_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [an_extract(), *(an_apply(format) for format in ("full", "adapter", "delta"))])
-def test_card_passes_the_hubs_own_validation(made: Made, hub: Hub) -> None:
+def test_card_passes_the_hubs_own_validation(made: ChangeRecord, hub: Hub) -> None:
     ModelCard(render_card(made)).validate()
     assert [entry.path for entry in hub.log if "validate-yaml" in entry.path]
 
@@ -287,16 +297,16 @@ def test_card_passes_the_hubs_own_validation(made: Made, hub: Hub) -> None:
 # Hostile texts
 
 
-def _models(made: Made, **changes: Any) -> Made:
+def _models(made: ChangeRecord, **changes: Any) -> ChangeRecord:
     parts = [replace(part, model=replace(part.model, **changes)) for part in made.parts]
     return replace(made, parts=parts, target=replace(made.target, **changes))
 
 
-def _output(made: Made, **changes: Any) -> Made:
+def _output(made: ChangeRecord, **changes: Any) -> ChangeRecord:
     return replace(made, output=replace(made.output, **changes))
 
 
-FIELDS: dict[str, Callable[[Made, str], Made]] = {
+FIELDS: dict[str, Callable[[ChangeRecord, str], ChangeRecord]] = {
     "version": lambda made, text: replace(made, hf_bico=text),
     "model id": lambda made, text: _models(made, id=text),
     "model commit": lambda made, text: _models(made, commit=text),
@@ -324,7 +334,7 @@ FIELDS: dict[str, Callable[[Made, str], Made]] = {
     text=HOSTILE,
     made=st.sampled_from([an_extract(), *(an_apply(format) for format in ("full", "adapter", "delta"))]),
 )
-def test_no_text_breaks_the_card(fields: set[str], text: str, made: Made) -> None:
+def test_no_text_breaks_the_card(fields: set[str], text: str, made: ChangeRecord) -> None:
     """A hostile record gives the same metadata, blocks, marks and links as a dull one; only words differ."""
     hostile = benign = made
     for field in sorted(fields):

@@ -9,19 +9,26 @@ from pathlib import Path
 import pytest
 
 from hf_bico.errors import OutputError
-from hf_bico.runtime.output import claimed, clear_leftovers, put_in_place, require_room, scratch_beside, whole_folder
+from hf_bico.runtime.output import (
+    atomic_folder,
+    clear_leftovers,
+    locked_folder,
+    put_in_place,
+    require_room,
+    scratch_beside,
+)
 
 pytestmark = pytest.mark.quick
 
 
 def test_a_claim_leaves_nothing_behind(tmp_path: Path) -> None:
-    with claimed(tmp_path / "a" / "b" / "out"):
+    with locked_folder(tmp_path / "a" / "b" / "out"):
         assert (tmp_path / "a" / "b" / ".out.lock").is_file()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_above_a_result_stay(tmp_path: Path) -> None:
-    with claimed(tmp_path / "a" / "out"), whole_folder(tmp_path / "a" / "out") as scratch:
+    with locked_folder(tmp_path / "a" / "out"), atomic_folder(tmp_path / "a" / "out") as scratch:
         (scratch / "file").write_text("x")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
 
@@ -30,18 +37,18 @@ def test_claims_of_one_run_may_be_nested_and_another_is_refused(tmp_path: Path) 
     folder, refused = tmp_path / "out", list[str]()
 
     def other() -> None:
-        with pytest.raises(OutputError) as raised, claimed(folder):
+        with pytest.raises(OutputError) as raised, locked_folder(folder):
             pass
         refused.append(raised.value.cause)
 
-    with claimed(folder):
-        with claimed(folder):
+    with locked_folder(folder):
+        with locked_folder(folder):
             pass
         another = threading.Thread(target=other)
         another.start()
         another.join()
     assert refused == [f"another run is writing into '{folder}'"]
-    with claimed(folder):
+    with locked_folder(folder):
         pass
 
 
@@ -49,10 +56,10 @@ def test_who_waits_gets_the_place_when_it_is_free(tmp_path: Path) -> None:
     got = threading.Event()
 
     def other() -> None:
-        with claimed(tmp_path / "out", waits=True):
+        with locked_folder(tmp_path / "out", waits=True):
             got.set()
 
-    with claimed(tmp_path / "out"):
+    with locked_folder(tmp_path / "out"):
         another = threading.Thread(target=other)
         another.start()
         assert not got.wait(0.2)
@@ -108,20 +115,20 @@ def test_room_is_asked_for_before(tmp_path: Path) -> None:
     require_room(tmp_path, None)
     with pytest.raises(OutputError, match=r"the result takes about .* has .* left"):
         require_room(tmp_path / "not" / "there", 2 * free)
-    with pytest.raises(OutputError, match="takes about"), claimed(tmp_path / "out", size=2 * free):
+    with pytest.raises(OutputError, match="takes about"), locked_folder(tmp_path / "out", size=2 * free):
         pytest.fail("there is no such room")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".out.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OutputError), claimed(tmp_path / "out"):
+    with pytest.raises(OutputError), locked_folder(tmp_path / "out"):
         pytest.fail("a link was followed")
     assert not (tmp_path / "precious").exists()
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "x" * 300])
 def test_a_name_that_is_too_long(name: str, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="too long"), whole_folder(tmp_path / name):
+    with pytest.raises(OutputError, match="too long"), atomic_folder(tmp_path / name):
         pytest.fail("it was made")
     assert list(tmp_path.iterdir()) == []

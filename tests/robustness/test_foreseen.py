@@ -15,7 +15,7 @@ import pytest
 
 import hf_bico
 from hf_bico import errors
-from hf_bico.runtime.library_errors import as_ours, bug_id, last_net
+from hf_bico.runtime.library_errors import as_ours, bug_id, translate_errors
 from support.hub import Fault, Hub
 from support.scenes import make_scene
 
@@ -230,7 +230,7 @@ def test_errors_of_the_callers_own_pass_as_they_are(tmp_path: Path) -> None:
         hf_bico.port(scene.tuned, scene.target, base=scene.base, data=str(scene.data), n=4, progress=watched)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         hf_bico.port(scene.tuned)  # type: ignore[call-arg]
-    with pytest.raises(KeyboardInterrupt), last_net():
+    with pytest.raises(KeyboardInterrupt), translate_errors():
         raise KeyboardInterrupt
 
 
@@ -242,7 +242,11 @@ def test_every_function_of_the_api_has_the_net() -> None:
     methods += [hf_bico.TaskVector.save_adapter, hf_bico.TaskVector.push_to_hub, hf_bico.Comparison.load]
     methods += [hf_bico.Comparison.save, hf_bico.Diagnosis.load, hf_bico.Diagnosis.save]
     for function in (*functions, *methods):
-        nets = [cell for cell in _cells(function) if getattr(cell.cell_contents, "func", None) is last_net.__wrapped__]
+        nets = [
+            cell
+            for cell in _cells(function)
+            if getattr(cell.cell_contents, "func", None) is translate_errors.__wrapped__
+        ]
         assert nets, function
 
 

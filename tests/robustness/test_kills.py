@@ -15,7 +15,7 @@ import pytest
 
 from hf_bico.errors import OutputError
 from hf_bico.reports.record import read_record
-from hf_bico.runtime.output import claimed
+from hf_bico.runtime.output import locked_folder
 from hf_bico.utils.files import sha256_of
 from support.forks import Running, start
 from support.hub import Fault, Hub
@@ -162,7 +162,7 @@ def test_killed_at_every_touch_of_a_file(hub: Hub, folder: Path) -> None:
             refused = run(folder, *PORT)  # without --overwrite, which shows that the old one is back
             assert refused.code == 1
             assert "the output folder 'out' exists" in refused.stderr
-        with claimed(folder / "out"):  # as the next run would, and it touches the same files in the same order
+        with locked_folder(folder / "out"):  # as the next run would, and it touches the same files in the same order
             require_whole(folder / "out")
             assert (folder / "out").is_dir(), "the old one is back"
         assert [path.name for path in folder.iterdir()] == ["out"]
@@ -210,7 +210,7 @@ def is_held(lock: Path) -> bool:
 
 def test_two_runs_into_one_folder(hub: Hub, folder: Path, scene: Path) -> None:
     """The second is refused at once, not when it has done the work."""
-    with claimed(folder / "out"):
+    with locked_folder(folder / "out"):
         second = run(folder, *PORT)
     assert second.code == 1
     assert second.stderr.startswith("Error: another run is writing into 'out'\n")
@@ -219,7 +219,7 @@ def test_two_runs_into_one_folder(hub: Hub, folder: Path, scene: Path) -> None:
     wait_until(lambda: is_held(folder / ".out.lock"))
     first.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(OutputError, match="another run is writing into"), claimed(folder / "out"):
+        with pytest.raises(OutputError, match="another run is writing into"), locked_folder(folder / "out"):
             pytest.fail("two runs hold one place")
     finally:
         first.send_signal(signal.SIGCONT)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_bico.errors import BicoError
-from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
+from hf_bico.hub.repo_metadata import base_of, data_of, read_metadata
 from hf_bico.models.adapters.config import read_adapter_config
 from hf_bico.models.checkpoints import FileCheckpoint
 from hf_bico.models.deltas import read_delta
@@ -48,7 +48,7 @@ objects = st.dictionaries(names, anything, max_size=6)
 
 
 def read_card(folder: Path) -> None:
-    origin = read_origin(folder)
+    origin = read_metadata(folder)
     data_of(origin, "x")
     base_of(origin, "x")
 

@@ -282,9 +282,9 @@ def read_delta(folder: Path) -> object:
 
 
 def read_card(folder: Path) -> object:
-    from hf_bico.hub.repo_metadata import base_of, data_of, read_origin
+    from hf_bico.hub.repo_metadata import base_of, data_of, read_metadata
 
-    origin = read_origin(folder, "org/own")
+    origin = read_metadata(folder, "org/own")
     return base_of(origin, "own"), data_of(origin, "own")
 
 

@@ -19,7 +19,7 @@ from support.transformers_world import as_transformers
 
 if TYPE_CHECKING:
     from hf_bico.experiments.demo.world import World
-    from hf_bico.porting.result import Making, Ported
+    from hf_bico.porting.result import ChangeResult, Ported
     from support.hub import Hub
 
 GALLERY = ROOT / "model_cards"
@@ -120,7 +120,7 @@ def _port(entry: Entry, world: World) -> Ported:
     return hf_bico.port(source, target, device="cpu", **local, **entry.options)
 
 
-def _extract(entry: Entry) -> Making:
+def _extract(entry: Entry) -> ChangeResult:
     from hf_bico.porting.task_arithmetic import extract
 
     return extract(entry.source, device="cpu", **entry.options)

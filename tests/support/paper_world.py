@@ -77,7 +77,7 @@ def _clip(folder: Path, width: int, seed: int) -> Path:
     return folder
 
 
-def _pictures(folder: Path, task: paper.Task) -> Path:
+def _pictures(folder: Path, task: paper.PaperTask) -> Path:
     """The digits as a task of images: its own columns, its own names for classes; a config where it has one."""
     found = load_digits()
     names = datasets.ClassLabel(names=list(task.classes))

@@ -30,7 +30,7 @@ from hf_bico.reports.record import (
     SiteRecord,
     TrainingRecord,
 )
-from hf_bico.utils.samples import PartRecord
+from hf_bico.utils.samples import FilePart
 
 SOURCE, BASE, TARGET = "alice/vit-b16-eurosat", "laion/CLIP-ViT-B-16-laion2B", "laion/CLIP-ViT-B-16-plus"
 
@@ -83,7 +83,7 @@ def a_record(blocks: int = 2, **changes: Any) -> Record:
             class_names=["annual crop", "forest", "highway", "river", "lake", "pasture"],
             commit=COMMITS[DATA],
             config="rgb",
-            parts=[PartRecord("data/train-00000-of-00002.parquet", [0, 3], 2000)],
+            parts=[FilePart("data/train-00000-of-00002.parquet", [0, 3], 2000)],
         ),
         objective=ObjectiveRecord("zero-shot", ["a satellite photo of {}."]),
         method=MethodRecord("bico", 1.0, list(range(blocks)), "drop"),

@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carried, Carrier, MapFacts, Seen, SiteDelta
+from hf_bico.alignment.methods.base import Carrier, MapFacts, MethodInputs, SiteDelta, TransportedSite
 from hf_bico.alignment.procrustes import OrthogonalMap, polar
 from hf_bico.alignment.statistics import Kind, key_of
 from hf_bico.models.layout import SitePair
@@ -58,7 +58,7 @@ class Aligner(Carrier):
     def __init_subclass__(cls) -> None:
         cls.kinds = frozenset(kind for kind in (cls.input_kind, cls.output_kind) if kind is not None)
 
-    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
         wanted = {(kind, key_of(kind, pair)): seen.statistics.of(kind, pair) for pair in pairs for kind in self.kinds}
         sums = list(wanted.values())
         norms = torch.stack([one.norms for one in sums]).tolist()
@@ -72,7 +72,7 @@ class Aligner(Carrier):
             pair.target.name: (of(self.input_kind, pair), of(self.output_kind, pair)) for pair in pairs
         }
 
-    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+    def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         maps = self.maps[pair.target.name]
         delta = delta.to(next(one.matrix.device for one in maps if one is not None))
         (r_in, seen_in), (r_out, seen_out) = (
@@ -89,7 +89,7 @@ class Aligner(Carrier):
         if delta.bias is not None:
             bias = delta.bias.to(r_out) @ r_out
         of_input, of_output = (None if found is None else MapFacts(found.rank, found.score) for found in maps)
-        return Carried(SiteDelta(weight, bias), of_input, of_output, unseen)
+        return TransportedSite(SiteDelta(weight, bias), of_input, of_output, unseen)
 
 
 def _matrices(found: OrthogonalMap | None, source: int, target: int, maps: Maps) -> tuple[Tensor, Tensor]:

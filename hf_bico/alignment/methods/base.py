@@ -18,7 +18,7 @@ from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from hf_bico.alignment.methods.training import Lesson, Trained
+    from hf_bico.alignment.methods.training import Trained, TrainingTask
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MapFacts:
 
 
 @dataclass(frozen=True)
-class SiteDescent:
+class SiteLossChange:
     """Of one site: <gradient, change>, by which its change moves the target's loss to first order, and two energies.
 
     They are those of the gradient and of the change, biases included.
@@ -65,13 +65,13 @@ class SiteDescent:
     gradient: float
     delta: float
 
-    def scaled(self, factor: float) -> SiteDescent:
+    def scaled(self, factor: float) -> SiteLossChange:
         """Of the same change, so many times."""
-        return SiteDescent(factor * self.change, self.gradient, factor**2 * self.delta)
+        return SiteLossChange(factor * self.change, self.gradient, factor**2 * self.delta)
 
 
 @dataclass(frozen=True)
-class Carried:
+class TransportedSite:
     """A site's change in the target's coordinates, and what is told of the maps that brought it there.
 
     `unseen` is the share of the weight change's energy that lay where calibration saw nothing, `descent` what the
@@ -82,7 +82,7 @@ class Carried:
     input_map: MapFacts | None = None
     output_map: MapFacts | None = None
     unseen: float | None = None
-    descent: SiteDescent | None = None
+    descent: SiteLossChange | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Pretrained:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MethodInputs:
     """What a method may look at: both pretrained models' weights, and the statistics of the kinds it asks for."""
 
     source: Pretrained
@@ -146,10 +146,10 @@ class Carrier(Method, ABC):
         return bool((OF_TASK_LOSS | OF_EXPECTED_LOSSES) & self.kinds)
 
     @abstractmethod
-    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None: ...
+    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None: ...
 
     @abstractmethod
-    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried: ...
+    def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite: ...
 
 
 def require_same_shapes(name: str, pairs: Sequence[SitePair]) -> None:
@@ -172,4 +172,4 @@ class Trainer(Method, ABC):
     """Whether it trains on all of the split, and not on the calibration samples."""
 
     @abstractmethod
-    def train(self, lesson: Lesson, progress: Progress) -> Trained: ...
+    def train(self, training_task: TrainingTask, progress: Progress) -> Trained: ...

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_bico.alignment.methods.base import Trainer
-from hf_bico.alignment.methods.training import Learner, Lesson, Trained, learning
+from hf_bico.alignment.methods.training import Learner, Trained, TrainingTask, learning
 from hf_bico.errors import OutputError, UsageError
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress
@@ -48,13 +48,13 @@ class Finetune(Trainer):
 
     whole_split: ClassVar[bool] = True
 
-    def train(self, lesson: Lesson, progress: Progress) -> Trained:
+    def train(self, training_task: TrainingTask, progress: Progress) -> Trained:
         settings, steps = self.settings, self.settings.train_steps
         generator = torch.Generator().manual_seed(settings.seed)
-        training, validation = split(lesson.size, generator)
+        training, validation = split(training_task.size, generator)
         order = batches(training, settings.train_batch, generator)
-        saved = None if settings.checkpoint is None else SavedTraining.of(lesson, settings)
-        with learning(lesson, settings) as learner:
+        saved = None if settings.checkpoint is None else SavedTraining.of(training_task, settings)
+        with learning(training_task, settings) as learner:
             if saved is not None:
                 saved.resume(learner)
             progress("train", learner.steps, steps)
@@ -120,10 +120,10 @@ class SavedTraining:
     recipe: dict[str, Any]
 
     @classmethod
-    def of(cls, lesson: Lesson, settings: Settings) -> SavedTraining:
+    def of(cls, training_task: TrainingTask, settings: Settings) -> SavedTraining:
         """The checkpoint of this lesson and recipe, in a folder that can be written to."""
         recipe = {name: getattr(settings, name) for name in RECIPE}
-        saved = cls(Path(str(settings.checkpoint)), lesson.identity, {**recipe, "samples": lesson.size})
+        saved = cls(Path(str(settings.checkpoint)), training_task.identity, {**recipe, "samples": training_task.size})
         try:
             saved.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -188,8 +188,8 @@ class Fewshot(Trainer):
 
     whole_split: ClassVar[bool] = False
 
-    def train(self, lesson: Lesson, progress: Progress) -> Trained:
-        with learning(lesson, self.settings) as learner:
-            learner.step(range(lesson.size), self.settings.learning_rate)
+    def train(self, training_task: TrainingTask, progress: Progress) -> Trained:
+        with learning(training_task, self.settings) as learner:
+            learner.step(range(training_task.size), self.settings.learning_rate)
             progress("train", 1, 1)
-            return Trained(learner.changes(), steps=1, samples=lesson.size, validation=None)
+            return Trained(learner.changes(), steps=1, samples=training_task.size, validation=None)

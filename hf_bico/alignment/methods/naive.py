@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carried, Carrier, Seen, SiteDelta, require_same_shapes
+from hf_bico.alignment.methods.base import Carrier, MethodInputs, SiteDelta, TransportedSite, require_same_shapes
 from hf_bico.alignment.statistics import Kind, ParameterGradient
 from hf_bico.models.layout import Layout, SitePair
 from hf_bico.models.low_rank import Change, Factors, dense
@@ -29,14 +29,14 @@ class GradFix(Carrier):
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
         require_same_shapes("gradfix", pairs)
 
-    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
         self._gradients = {pair.target.name: seen.statistics.target_gradients[pair.target.name] for pair in pairs}
 
-    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+    def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         found = self._gradients[pair.target.name]
         of_weight, of_bias = found.majority_signs if self.settings.signs == "majority" else found.mean_signs
         weight = None if delta.weight is None else dense(delta.weight)
-        return Carried(SiteDelta(_masked(weight, of_weight), _masked(delta.bias, of_bias)))
+        return TransportedSite(SiteDelta(_masked(weight, of_weight), _masked(delta.bias, of_bias)))
 
 
 def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
@@ -50,14 +50,14 @@ def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
 class Naive(Carrier):
     looks_at_data = False
 
-    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
         """Nothing to prepare: no sample is looked at."""
 
-    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+    def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = pair.target.shape
         weight = None if delta.weight is None else _fit_weight(delta.weight, rows, columns)
         bias = None if delta.bias is None else _fit(delta.bias, (rows,))
-        return Carried(SiteDelta(weight, bias))
+        return TransportedSite(SiteDelta(weight, bias))
 
 
 def _fit_weight(change: Change, rows: int, columns: int) -> Change:

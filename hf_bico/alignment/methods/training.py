@@ -23,7 +23,7 @@ STEP, AVERAGES = "step", ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingTask:
     """What a trainer learns from: parameters by name, and the losses of numbered samples.
 
     `parameters` are trained in place and put back afterwards. `loss` gives the sum of the losses of some samples, from
@@ -62,15 +62,15 @@ class Learner:
     Parameters narrower than float32 follow weights in float32, for a small step would be lost in their rounding.
     """
 
-    def __init__(self, lesson: Lesson, settings: Settings) -> None:
-        self.lesson = lesson
+    def __init__(self, training_task: TrainingTask, settings: Settings) -> None:
+        self.training_task = training_task
         self.batch_size = settings.batch
         self.steps = 0
-        self.before = {name: parameter.detach().clone() for name, parameter in lesson.parameters.items()}
+        self.before = {name: parameter.detach().clone() for name, parameter in training_task.parameters.items()}
         # of a parameter that is wide enough, this is the parameter's own memory
         self.weights = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-            for name, parameter in lesson.parameters.items()
+            for name, parameter in training_task.parameters.items()
         }
         self.optimizer = torch.optim.AdamW(
             list(self.weights.values()),
@@ -96,7 +96,7 @@ class Learner:
 
     @torch.no_grad()
     def accuracy(self, samples: Sequence[int]) -> float | None:
-        right = self.lesson.accuracy
+        right = self.training_task.accuracy
         if right is None or not samples:
             return None
 
@@ -141,9 +141,9 @@ class Learner:
         """Leave the gradient of the mean loss with the weights, from so many samples at a time; returns that loss."""
         self.batch_size = size  # what memory ran out with is not tried again
         self.optimizer.zero_grad()
-        parameters, mean = list(self.lesson.parameters.values()), 0.0
+        parameters, mean = list(self.training_task.parameters.values()), 0.0
         for part in _parts(samples, size):
-            loss = self.lesson.loss(part) / len(samples)
+            loss = self.training_task.loss(part) / len(samples)
             if not loss.requires_grad:
                 raise ObjectiveError("the loss depends on no trained parameter", "compute it from the model, in torch")
             mean += float(loss.detach())
@@ -157,7 +157,7 @@ class Learner:
     @torch.no_grad()
     def _follow(self) -> None:
         """Round the weights to the parameters that are narrower."""
-        for name, parameter in self.lesson.parameters.items():
+        for name, parameter in self.training_task.parameters.items():
             if parameter.dtype != self.weights[name].dtype:
                 parameter.copy_(self.weights[name])
 
@@ -169,18 +169,18 @@ class Learner:
 
 
 @contextmanager
-def learning(lesson: Lesson, settings: Settings) -> Iterator[Learner]:
+def learning(training_task: TrainingTask, settings: Settings) -> Iterator[Learner]:
     """The lesson's parameters, ready to be trained; afterwards they are as they were, whatever happens."""
-    flags = {name: parameter.requires_grad for name, parameter in lesson.parameters.items()}
-    learner = Learner(lesson, settings)
+    flags = {name: parameter.requires_grad for name, parameter in training_task.parameters.items()}
+    learner = Learner(training_task, settings)
     try:
-        for parameter in lesson.parameters.values():
+        for parameter in training_task.parameters.values():
             parameter.requires_grad_(True)
         with torch.enable_grad():
             yield learner
     finally:
         with torch.no_grad():
-            for name, parameter in lesson.parameters.items():
+            for name, parameter in training_task.parameters.items():
                 parameter.copy_(learner.before[name])
                 parameter.requires_grad_(flags[name])
 

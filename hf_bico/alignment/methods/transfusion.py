@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carried, Carrier, Pretrained, Seen, SiteDelta
+from hf_bico.alignment.methods.base import Carrier, MethodInputs, Pretrained, SiteDelta, TransportedSite
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
 from hf_bico.models.layout import Layout, Site, SitePair
 from hf_bico.models.low_rank import Change, Factors
@@ -56,7 +56,7 @@ class TransFusion(Carrier):
             if pair.source.name != pair.target.name and not pair.target.tower:
                 raise _unsuitable(f"the target's '{pair.target.name}' is paired with the source's '{pair.source.name}'")
 
-    def prepare(self, pairs: Sequence[SitePair], seen: Seen) -> None:
+    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
         if any(pair.target.tower for pair in pairs):
             raise UnsuitableMethodError(
                 "transfusion matches the residual stream of one tower, and a text tower is to be carried too",
@@ -66,11 +66,11 @@ class TransFusion(Carrier):
         self.objectives = matching.run()
         self.permutations = matching.permutations
 
-    def carry(self, pair: SitePair, delta: SiteDelta) -> Carried:
+    def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = (None if group is None else self.permutations[group] for group in _groups(pair.target))
         weight = None if delta.weight is None else _permuted(delta.weight, rows, columns)
         bias = None if delta.bias is None else _taken(delta.bias, rows, 0)
-        return Carried(SiteDelta(weight, bias))
+        return TransportedSite(SiteDelta(weight, bias))
 
 
 @dataclass(frozen=True)

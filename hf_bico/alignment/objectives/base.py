@@ -24,7 +24,7 @@ from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.hooks import Losses
 from hf_bico.models.inference import Batched, accuracy, logits_of
 from hf_bico.models.tokenization import TokenBatch
-from hf_bico.runtime.environment import sent
+from hf_bico.runtime.environment import to_device
 
 MOST_LABELS = 10
 """So many labels of each sample are differentiated, one backward pass each."""
@@ -48,7 +48,7 @@ class LikelyLabels:
 
 
 @dataclass(frozen=True)
-class Question:
+class LossBatch:
     """One batch of samples to ask a model about; unknown labels are -1.
 
     `likely` are the labels that the fine-tuned source finds likely, where they are asked for, and `first` is the number
@@ -77,7 +77,7 @@ class Head(ABC):
         return ()
 
     @abstractmethod
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         """One forward pass over one batch. Losses are SUMS, so that batches add up."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Classifier(Head):
     def logits(self, features: Tensor) -> Tensor:
         """(samples, classes)."""
 
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         logits = self.logits(model.features(asked.samples))
         found = class_losses(logits, asked.labels, asked.likely)
         return replace(found, text=model.text_rows(asked.samples))
@@ -116,13 +116,13 @@ def class_losses(logits: Tensor, labels: Sequence[int], likely: LikelyLabels | N
     """Cross-entropies summed over the samples: with the labels, where all are known, and with the likely ones."""
     found = Losses()
     if min(labels) >= 0:
-        wanted = sent(torch.tensor(labels), logits.device)
+        wanted = to_device(torch.tensor(labels), logits.device)
         task = functional.cross_entropy(logits, wanted, reduction="sum")
         found = Losses(task, answers=torch.tensor(len(labels)), wrong=(logits.argmax(-1) != wanted).sum())
     if likely is None:
         return found
-    ranks = sent(likely.labels, logits.device).T
-    roots = sent(likely.probabilities.sqrt(), logits.device, logits.dtype).T
+    ranks = to_device(likely.labels, logits.device).T
+    roots = to_device(likely.probabilities.sqrt(), logits.device, logits.dtype).T
     each = (
         (root * functional.cross_entropy(logits, label, reduction="none")).sum()
         for label, root in zip(ranks, roots, strict=True)
@@ -149,10 +149,10 @@ class OwnHead(Head):
     objective: Callable[..., Any]
     looks_inside: ClassVar[bool] = True
 
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         pixels = model.pixels(asked.samples) if isinstance(model, ImageModel) else None
         tokens = model.tokens(asked.samples) if isinstance(model, TextModel) else None
-        value = self.objective(model.module, Batch(pixels, sent(torch.tensor(asked.labels), model.device), tokens))
+        value = self.objective(model.module, Batch(pixels, to_device(torch.tensor(asked.labels), model.device), tokens))
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ObjectiveError(
                 f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.alignment.objectives.base import Classifier, Head, Question
+from hf_bico.alignment.objectives.base import Classifier, Head, LossBatch
 from hf_bico.errors import ClassNamesError, ObjectiveError, UnsupportedModelError
 from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.models.hooks import Losses, TextRows
 from hf_bico.models.inference import Batched
-from hf_bico.runtime.environment import halving_batches, sent
+from hf_bico.runtime.environment import halving_batches, to_device
 from hf_bico.utils.samples import Captioned
 
 
@@ -55,7 +55,7 @@ class PairGradients:
 
         The value itself means nothing.
         """
-        some = sent(torch.tensor(numbers), self.images.device)
+        some = to_device(torch.tensor(numbers), self.images.device)
         sides = ((images, self.images[some]), (texts, self.texts[some]))
         forth, back = ((features * gradient.to(features)).sum() for features, gradient in sides)
         return forth + back
@@ -153,7 +153,7 @@ class ContrastHead(Head):
     def metric(self) -> str:
         return "loss"
 
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         raise ObjectiveError("the contrastive loss of a batch depends on all pairs", "make a head for all of them")
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
@@ -182,7 +182,7 @@ class CaptionHead(ContrastHead):
     def tensors(self) -> Sequence[Tensor]:
         return [self.gradients.images, self.gradients.texts]
 
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         images, captions = split(asked.samples, asked.labels, self.class_names, self.templates)
         clip = require_clip(model)
         text = TextRows(*clip.text_tokens(captions))

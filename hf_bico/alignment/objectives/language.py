@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.alignment.objectives.base import Head, Question
+from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.errors import ObjectiveError, UnreadableSampleError
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import CausalModel, SequenceModel
@@ -36,7 +36,7 @@ class TokenHead(Head):
     def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
         """Logits (samples, tokens, vocabulary), the labels that they should give, and what was read."""
 
-    def losses(self, model: LiveModel, asked: Question) -> Losses:
+    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
         logits, wanted, read = self.run(model, asked.samples, asked.labels)
         learnt = wanted != UNLEARNT
         wrong = learnt & (logits.argmax(-1) != wanted)

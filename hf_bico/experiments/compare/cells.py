@@ -161,7 +161,7 @@ def label(key: CellKey) -> str:
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanAndError:
     """A mean over seeds, with the sample standard deviation where there are several."""
 
     mean: float
@@ -169,7 +169,7 @@ class Spread:
     seeds: int = 1
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> MeanAndError:
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
 
@@ -189,8 +189,8 @@ class Row:
     control: bool
     readout: bool
     protocol: str | None
-    values: dict[str, Spread]
-    average: Spread | None = None
+    values: dict[str, MeanAndError]
+    average: MeanAndError | None = None
     gain: float | None = None
 
     @property
@@ -236,7 +236,7 @@ def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> 
 
 
 def _row(key: CellKey, found: dict[str, dict[int | None, float]], data_sets: Sequence[str]) -> Row:
-    values = {data: Spread.of(list(found[data].values())) for data in data_sets if data in found}
+    values = {data: MeanAndError.of(list(found[data].values())) for data in data_sets if data in found}
     return Row(
         label=label(key),
         values=values,
@@ -245,12 +245,12 @@ def _row(key: CellKey, found: dict[str, dict[int | None, float]], data_sets: Seq
     )
 
 
-def _average(values: dict[str, Spread], found: dict[str, dict[int | None, float]]) -> Spread:
+def _average(values: dict[str, MeanAndError], found: dict[str, dict[int | None, float]]) -> MeanAndError:
     mean = fmean(spread.mean for spread in values.values())
     seeds = set.intersection(*(set(by_seed) for by_seed in found.values()))
     if any(set(by_seed) != seeds for by_seed in found.values()):
-        return Spread(mean, None, min(spread.seeds for spread in values.values()))
-    return replace(Spread.of([fmean(by_seed[seed] for by_seed in found.values()) for seed in seeds]), mean=mean)
+        return MeanAndError(mean, None, min(spread.seeds for spread in values.values()))
+    return replace(MeanAndError.of([fmean(by_seed[seed] for by_seed in found.values()) for seed in seeds]), mean=mean)
 
 
 def _gain(row: Row, rows: dict[CellKey, Row]) -> float | None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.experiments.compare.cells import LABELS, Cell, CellKey, Order, Refusal, Row, Spread, aggregate
+from hf_bico.experiments.compare.cells import LABELS, Cell, CellKey, MeanAndError, Order, Refusal, Row, aggregate
 from hf_bico.experiments.compare.picture import picture
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import read_text, write_file, write_files
 from hf_bico.utils.files import from_plain, parse_json
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
@@ -109,7 +109,7 @@ def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
     return [row.label, size, *values, gain]
 
 
-def _value(row: Row, spread: Spread | None) -> str:
+def _value(row: Row, spread: MeanAndError | None) -> str:
     if spread is None:
         return "-"
     if row.is_loss:
@@ -275,7 +275,7 @@ class Comparison:
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise RecordError(f"the comparison cannot be read: {error!r}", "compare again") from error
 
-    @last_net()
+    @translate_errors()
     def draw(self, path: Path | str) -> bool:
         """A PNG of accuracy against the number of samples; False, and no file, where there is nothing to draw."""
         drawn = picture(self.rows(), self.data_sets, self.title)
@@ -285,7 +285,7 @@ class Comparison:
         write_file(Path(path), drawn)
         return True
 
-    @last_net()
+    @translate_errors()
     def save(self, folder: Path | str) -> tuple[Path, ...]:
         """Write comparison.csv, .json, .md and .png, each whole or not at all; the files that were written."""
         drawn = picture(self.rows(), self.data_sets, self.title)
@@ -293,7 +293,7 @@ class Comparison:
         return write_files(Path(folder), dict(zip(RESULT_FILES, content, strict=True)))
 
     @classmethod
-    @last_net()
+    @translate_errors()
     def load(cls, folder: Path | str) -> Comparison:
         """Read what `save` wrote."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a comparison"))

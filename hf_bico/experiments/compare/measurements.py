@@ -22,21 +22,28 @@ from hf_bico.alignment.methods.base import Carrier, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.alignment.statistics import Kind
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.draw import EVALUATION_SPLITS, Drawn, calibration_split, draw_from, evaluation_samples, open_data
+from hf_bico.data.draw import (
+    EVALUATION_SPLITS,
+    CalibrationDraw,
+    calibration_split,
+    draw_from,
+    evaluation_samples,
+    open_data,
+)
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import LOSS, Cell, CellKey
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
 from hf_bico.models.inference import Batched, Prepared
-from hf_bico.porting.calibration import Round
-from hf_bico.porting.evaluate import Yardstick
+from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import heads_of, tuned_target_head
-from hf_bico.porting.model_pair import Bench, similar_blocks
+from hf_bico.porting.model_pair import ModelPair, similar_blocks
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.prepare import require_readable, training_samples
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.porting.transfer import UNTOUCHED, Outcome, outcome_of, with_readout
+from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import METHOD_NAMES, PROBE, Settings
@@ -184,7 +191,7 @@ LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds
 
 
 @dataclass(frozen=True)
-class Subject:
+class ComparedDataset:
     """One data set, with the held-out rows `samples` of `split`, which the target's images are `prepared` from once.
 
     `heads` are None where they depend on the draw.
@@ -192,7 +199,7 @@ class Subject:
 
     data: DataSet
     heads: Heads | None
-    draws: Mapping[Draw, Drawn]
+    draws: Mapping[Draw, CalibrationDraw]
     split: str
     samples: Samples
     prepared: Batched
@@ -240,7 +247,7 @@ def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = Tr
     return open_data(lineage.data, settings, hub, known_names=names, reads=lineage.base.layout.reads)
 
 
-def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, Drawn]:
+def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, CalibrationDraw]:
     """All draws; from a large data set each reads rows of its own, as a port does, unless those may be measured on."""
     split = calibration_split(data, grid.settings.split)
     apart = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
@@ -250,110 +257,114 @@ def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw,
     }
 
 
-def subject_of(data: DataSet, draws: Mapping[Draw, Drawn], bench: Bench) -> Subject:
+def subject_of(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> ComparedDataset:
     """The data set as these models see it; no row that any draw took is measured on."""
-    heads = None if bench.settings.objective == "classification" else heads_of(bench, data.class_names, None)
+    heads = None if models.settings.objective == "classification" else heads_of(models, data.class_names, None)
 
-    def settled_by(drawn: Drawn) -> Drawn:
-        chosen = bench.chosen(drawn)
-        require_readable(bench, chosen.split, chosen.samples)
-        return bench.labelled(chosen, heads or heads_of(bench, data.class_names, chosen))
+    def settled_by(drawn: CalibrationDraw) -> CalibrationDraw:
+        chosen = models.chosen(drawn)
+        require_readable(models, chosen.split, chosen.samples)
+        return models.labelled(chosen, heads or heads_of(models, data.class_names, chosen))
 
     settled = {draw: settled_by(drawn) for draw, drawn in draws.items()}
     first = next(iter(settled.values()))
     used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
     everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
-    split, samples = evaluation_samples(data, everything, first.split, bench.settings.seed, bench.settings.eval_samples)
+    split, samples = evaluation_samples(
+        data, everything, first.split, models.settings.seed, models.settings.eval_samples
+    )
     if split == first.split:  # half of it is for training
         samples = samples.first(max(1, len(data.splits[split]) // 2))
     if not len(samples):
         remedy = "draw fewer, or use data with a test split" if data.labelled else "use data with labels"
         raise SampleCountError(f"'{data.name}' has no labelled sample to measure on", remedy)
-    if not data.labelled and bench.settings.evaluation != "zero-shot":
-        by_loss = bench.settings.objective != "classification"
+    if not data.labelled and models.settings.evaluation != "zero-shot":
+        by_loss = models.settings.objective != "classification"
         other = ", or --evaluation zero-shot, which measures the loss" if by_loss else ""
         raise UsageError(
             f"a linear probe is fitted to labels, and '{data.name}' has none", f"use data with labels{other}"
         )
-    require_readable(bench, split, samples)
+    require_readable(models, split, samples)
     prepared: Batched = samples
-    if isinstance(bench.target, ImageModel):
-        prepared = Prepared.by(bench.target, samples, bench.settings.batch)
-    return Subject(data, heads, settled, split, samples, prepared)
+    if isinstance(models.target, ImageModel):
+        prepared = Prepared.by(models.target, samples, models.settings.batch)
+    return ComparedDataset(data, heads, settled, split, samples, prepared)
 
 
 @dataclass
-class DrawnRounds:
+class DrawMeasurements:
     """The rounds of one draw, or those without samples.
 
     `names` are the methods whose numbers of this draw are not all known: their statistics are collected together.
     """
 
-    bench: Bench
+    models: ModelPair
     grid: Grid
-    subject: Subject
+    subject: ComparedDataset
     draw: Draw | None
     names: Collection[str]
     tuned: TaskVector | None
     checkpoint: str
-    _rounds: dict[tuple[int, bool], Round] = field(default_factory=dict)
-    _outcomes: dict[tuple[str, bool], Outcome] = field(default_factory=dict)
+    _rounds: dict[tuple[int, bool], Calibration] = field(default_factory=dict)
+    _outcomes: dict[tuple[str, bool], TransferResult] = field(default_factory=dict)
 
     def measured(self, name: str, variant: Variant, keys: Sequence[CellKey]) -> Iterator[Cell]:
         """These numbers of one method or reference."""
         by_protocol = {key.protocol: key for key in keys}
         evaluation = "both" if len(keys) > 1 else PROBE if PROBE in by_protocol else "zero-shot"
         probed_on = self.subject.samples if self._drawn is None else self._drawn.samples
-        yardstick = Yardstick(
+        evaluator = HeldOutEvaluation(
             *(self.subject.name, self.subject.split, self.subject.prepared, probed_on),
             *(evaluation, self._settings.batch),
         )
-        for record in self._records(yardstick, name, variant):
+        for record in self._records(evaluator, name, variant):
             protocol = LOSS if record.metric == LOSS else record.protocol
             yield by_protocol[protocol].measured(record.value)
 
-    def _records(self, yardstick: Yardstick, name: str, variant: Variant) -> list[EvaluationRecord]:
-        round = self._round(name, variant.control)
+    def _records(self, evaluator: HeldOutEvaluation, name: str, variant: Variant) -> list[EvaluationRecord]:
+        calibration = self._round(name, variant.control)
         if name == "source":  # the samples are prepared for the target
-            return replace(yardstick, samples=self.subject.samples).measure_source(name, round)
+            return replace(evaluator, samples=self.subject.samples).measure_source(name, calibration)
         if name == "base":
-            return replace(yardstick, samples=self.subject.samples).measure_base(name, round)
+            return replace(evaluator, samples=self.subject.samples).measure_base(name, calibration)
         if name == "target fine-tuned" and self.tuned is not None:
-            target = self.bench.target
-            with self.tuned.renamed(self.bench.planned.lineage.target.layout.own_names).applied_to(target.module):
-                head = tuned_target_head(self.bench, self.subject.data.class_names, round.heads.target)
-                return yardstick.measure(name, target, head)
-        outcome = UNTOUCHED if name == "target" else self._outcome(name, variant.control)
-        outcome = with_readout(outcome, round) if variant.readout else outcome
-        return yardstick.measure_target(name, round, outcome.changes)
+            target = self.models.target
+            with self.tuned.renamed(self.models.planned.lineage.target.layout.own_names).applied_to(target.module):
+                head = tuned_target_head(self.models, self.subject.data.class_names, calibration.heads.target)
+                return evaluator.measure(name, target, head)
+        result = UNTOUCHED if name == "target" else self._result(name, variant.control)
+        result = with_readout(result, calibration) if variant.readout else result
+        return evaluator.measure_target(name, calibration, result.changes)
 
-    def _outcome(self, name: str, mispaired: bool) -> Outcome:
+    def _result(self, name: str, mispaired: bool) -> TransferResult:
         """What a method makes of the target; statistics are collected once for all methods that share the round."""
         if (name, mispaired) not in self._outcomes:
-            round = self._round(name, mispaired)
-            kinds = self._kinds(round) if takes_samples(name) else set()
-            if kinds and round.fit(kinds).passes == 1:  # else each method collects its own, some pairs at a time
-                round.see(kinds)
+            calibration = self._round(name, mispaired)
+            kinds = self._kinds(calibration) if takes_samples(name) else set()
+            if (
+                kinds and calibration.memory_plan(kinds).passes == 1
+            ):  # else each method collects its own, some pairs at a time
+                calibration.see(kinds)
             # what takes no samples is the same in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
             method = METHODS[name](replace(settings, method=name, checkpoint=self.checkpoint))
             whole = None
             if isinstance(method, Trainer) and method.whole_split:
                 whole = self.subject.training_samples(settings.seed)
-            self._outcomes[name, mispaired] = outcome_of(method, round, whole)
+            self._outcomes[name, mispaired] = transfer(method, calibration, whole)
         return self._outcomes[name, mispaired]
 
-    def _kinds(self, round: Round) -> set[Kind]:
-        sharing = (METHODS[name] for name in self.names if self._round(name, round.mispaired) is round)
-        pairing = Aligner if round.mispaired else Carrier
+    def _kinds(self, calibration: Calibration) -> set[Kind]:
+        sharing = (METHODS[name] for name in self.names if self._round(name, calibration.mispaired) is calibration)
+        pairing = Aligner if calibration.mispaired else Carrier
         return {kind for method in sharing if issubclass(method, pairing) for kind in method.kinds}
 
-    def _round(self, name: str, mispaired: bool) -> Round:
+    def _round(self, name: str, mispaired: bool) -> Calibration:
         """That of a method: those with the same number of altered copies share one."""
         settings = replace(self._settings, method=name) if name in METHODS else self._settings
-        copies = 0 if self._drawn is None else self.bench.copies(settings, len(self._drawn.samples))
+        copies = 0 if self._drawn is None else self.models.copies(settings, len(self._drawn.samples))
         if (copies, mispaired) not in self._rounds:
-            self._rounds[copies, mispaired] = Round(
+            self._rounds[copies, mispaired] = Calibration(
                 *(self._matched, self._drawn, self._heads, Stopwatch(), settings), mispaired=mispaired
             )
         return self._rounds[copies, mispaired]
@@ -363,15 +374,15 @@ class DrawnRounds:
         return self.grid.settings_of(self.draw)
 
     @cached_property
-    def _drawn(self) -> Drawn | None:
+    def _drawn(self) -> CalibrationDraw | None:
         return None if self.draw is None else self.subject.draws[self.draw]
 
     @cached_property
     def _heads(self) -> Heads:
-        return self.subject.heads or heads_of(self.bench, self.subject.data.class_names, self._drawn)
+        return self.subject.heads or heads_of(self.models, self.subject.data.class_names, self._drawn)
 
     @cached_property
-    def _matched(self) -> Bench:
+    def _matched(self) -> ModelPair:
         if self._settings.layers != "similarity" or self._drawn is None:
-            return self.bench
-        return self.bench.matched(similar_blocks(self.bench, self._drawn.samples))
+            return self.models
+        return self.models.matched(similar_blocks(self.models, self._drawn.samples))

@@ -27,10 +27,10 @@ from hf_bico.experiments.compare.measurements import (
     BY_LOSS,
     USUAL_METHODS,
     USUAL_SEEDS,
+    ComparedDataset,
     Draw,
-    DrawnRounds,
+    DrawMeasurements,
     Grid,
-    Subject,
     Variant,
     digest,
     drawn_from,
@@ -41,13 +41,13 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import require_enough_to_mispair
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import matched, plan, settled
+from hf_bico.porting.planner import matched, plan, with_model_defaults
 from hf_bico.porting.prepare import require_projection, require_tokenizers
-from hf_bico.porting.task_vector import Tuned, parts_of
+from hf_bico.porting.task_vector import FineTune, parts_of
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
@@ -69,7 +69,7 @@ DECISIVE = (
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
-@last_net()
+@translate_errors()
 def compare(
     source: ModelReference,
     to: ModelReference,
@@ -118,8 +118,8 @@ def compare(
         work = _Work.of(plans, grid, hub, progress)
         work.with_base = with_base
         if fine_tuned is not None:
-            target = work.bench.planned.lineage.target
-            work.tuned = Tuned.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
+            target = work.models.planned.lineage.target
+            work.tuned = FineTune.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
         log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
         if work.tuned is not None:
             log.refer("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
@@ -136,7 +136,7 @@ def compare(
 
 def _settled(planned: Plan, settings: Settings) -> Settings:
     """By an objective of these models; classifiers are all measured by a probe, which any model can have."""
-    found = settled(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+    found = with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
     return replace(found, evaluation=PROBE) if found.objective == "classification" else found
 
 
@@ -144,10 +144,10 @@ def _settled(planned: Plan, settings: Settings) -> Settings:
 class _Work:
     """All that the numbers of a comparison share."""
 
-    bench: Bench
+    models: ModelPair
     grid: Grid
-    subjects: list[Subject]
-    tuned: Tuned | None = None
+    subjects: list[ComparedDataset]
+    tuned: FineTune | None = None
     with_base: bool = False
 
     @classmethod
@@ -164,16 +164,16 @@ class _Work:
             require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()))
         with watch("download"):
             first = first.fetched(watch.progress)
-        bench = Bench.open(first, settings, choose_device(settings.device), watch)
-        bench.agree_on_length()
+        models = ModelPair.open(first, settings, choose_device(settings.device), watch)
+        models.agree_on_length()
         if settings.objective == "zero-shot":  # the methods that predict ask the vision tower alone
-            bench = bench.of_towers(("",), "zero-shot")
-        return cls(bench, grid, [subject_of(*one, bench) for one in zip(data_sets, draws, strict=True)])
+            models = models.of_towers(("",), "zero-shot")
+        return cls(models, grid, [subject_of(*one, models) for one in zip(data_sets, draws, strict=True)])
 
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
         """What the methods say that cannot carry between these models."""
-        planned, found = self.bench.planned, []
+        planned, found = self.models.planned, []
         for name in self.grid.methods:
             method = METHODS[name](self.grid.settings)
             try:
@@ -196,7 +196,7 @@ class _Work:
         references += ["target fine-tuned"] if self.tuned is not None else []
         return [*references, *(name for name in self.grid.methods if name not in refused)]
 
-    def _cells(self, subject: Subject) -> list[tuple[Draw | None, str, Variant, list[CellKey]]]:
+    def _cells(self, subject: ComparedDataset) -> list[tuple[Draw | None, str, Variant, list[CellKey]]]:
         return list(self.grid.cells(subject.name, self.names))
 
     @cached_property
@@ -217,7 +217,7 @@ class _Work:
                 names = dict.fromkeys(name for name, _, _ in here if name in METHODS)
                 checkpoint = str(log.folder / f"{TRAINING}{digest([subject.name, identity])}")
                 tuned = None if self.tuned is None else self.tuned.vector
-                rounds = DrawnRounds(self.bench, self.grid, subject, draw, names, tuned, checkpoint)
+                rounds = DrawMeasurements(self.models, self.grid, subject, draw, names, tuned, checkpoint)
                 for name, variant, keys in here:
                     for cell in rounds.measured(name, variant, keys):
                         log.add(cell)
@@ -225,8 +225,8 @@ class _Work:
 
     def identity(self) -> dict[str, Any]:
         """What a number depends on, but for method, number of samples and seed."""
-        lineage, settings = self.bench.planned.lineage, vars(self.grid.settings)
-        source = lineage.source.sha256 or digest_of(parts_of(self.bench.vector))
+        lineage, settings = self.models.planned.lineage, vars(self.grid.settings)
+        source = lineage.source.sha256 or digest_of(parts_of(self.models.vector))
         models = {"base": lineage.base, "target": lineage.target}
         return {
             "hf_bico": __version__,
@@ -242,7 +242,7 @@ class _Work:
 
     def comparison(self, log: CellLog) -> Comparison:
         """What was asked for and is known."""
-        lineage, settings, usual = self.bench.planned.lineage, vars(self.grid.settings), vars(Settings())
+        lineage, settings, usual = self.models.planned.lineage, vars(self.grid.settings), vars(Settings())
         about = {
             "hf_bico": __version__,
             "base": lineage.base.name,

@@ -33,7 +33,7 @@ from hf_bico.experiments.demo.digits import (
     load_splits,
 )
 from hf_bico.models.checkpoints import save_tensors
-from hf_bico.runtime.output import whole_folder
+from hf_bico.runtime.output import atomic_folder
 from hf_bico.utils.progress import Progress, silent
 
 CONFIG_FILE = "open_clip_config.json"
@@ -94,7 +94,7 @@ def pretrain(folder: Path, shape: str, *, seed: int, progress: Progress = silent
     tokenizer = build_tokenizer()
     config = _model_config(SHAPES[shape], len(tokenizer))
     number = _number("pretrain", shape, seed)
-    with whole_folder(folder) as draft, training.quiet_torch(number):
+    with atomic_folder(folder) as draft, training.quiet_torch(number):
         model = open_clip.CLIP(**config)
         wording = Wording.draw(random.Random(number), training.WORDING_SIZE)
         step_done = partial(progress, f"pretraining {shape}")
@@ -108,7 +108,7 @@ def fine_tune(folder: Path, base: Path, task: str, *, seed: int) -> Path:
     domain = find_task(task).domain
     config = json.loads((base / CONFIG_FILE).read_text())["model_cfg"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    with whole_folder(folder) as draft, training.quiet_torch(_number("fine-tune", task, seed)):
+    with atomic_folder(folder) as draft, training.quiet_torch(_number("fine-tune", task, seed)):
         model = open_clip.CLIP(**config)
         model.load_state_dict(load_file(base / WEIGHTS_FILE))
         training.fine_tune_on_domain(model, tokenizer, load_splits()["train"], domain)
@@ -122,7 +122,7 @@ def write_data(folder: Path, task: str, *, seed: int) -> Path:
     The splits `train` and `test` have the columns image (8x8 RGB PNG) and label; the seed orders the rows.
     """
     domain = find_task(task).domain
-    with whole_folder(folder) as draft:
+    with atomic_folder(folder) as draft:
         digits.write_parquet(draft / "data", domain, seed=_number("data", task, seed))
     return folder
 

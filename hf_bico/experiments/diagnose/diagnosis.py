@@ -19,11 +19,11 @@ from hf_bico.experiments.diagnose.findings import SCHEMA as SCHEMA
 from hf_bico.experiments.diagnose.findings import (
     UNTOUCHED,
     Cost,
+    DiagnosisFindings,
     Drift,
-    Findings,
     InputLikeness,
     OutputLikeness,
-    Place,
+    SitePlace,
     by_place,
 )
 from hf_bico.experiments.diagnose.pictures import (
@@ -36,19 +36,19 @@ from hf_bico.experiments.diagnose.pictures import (
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.reports.pictures import block_of, is_of_text_tower
 from hf_bico.reports.record import SiteRecord
-from hf_bico.runtime.library_errors import last_net
-from hf_bico.runtime.output import claimed, read_text, require_free, whole_folder, write_files
+from hf_bico.runtime.library_errors import translate_errors
+from hf_bico.runtime.output import atomic_folder, locked_folder, read_text, require_free, write_files
 from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 NOT_DEFINED = "n/a"
 
 
-def block_rows(found: Findings) -> list[list[str]]:
+def block_rows(found: DiagnosisFindings) -> list[list[str]]:
     """A head, and a row for each block: likeness before and after the map, the sites' scores, and the drift."""
     last = found.checkpoints[-1] if found.checkpoints else None
     drifted = [one for one in found.drift if one.checkpoint == last]
-    columns: dict[str, Mapping[Place, float]] = {
+    columns: dict[str, Mapping[SitePlace, float]] = {
         "CKA": by_place(found.inputs, lambda one: one.cka),
         "CKA aligned": by_place(found.inputs, lambda one: one.cka_aligned),
         "cosine": by_place(found.inputs, lambda one: one.cosine),
@@ -56,10 +56,10 @@ def block_rows(found: Findings) -> list[list[str]]:
     }
     places = list(dict.fromkeys(one.place for one in found.inputs))
     scores = {"score in": "score_in", "score out": "score_out", "unseen": "unseen"}
-    at: dict[Place, list[SiteRecord]] = {}
+    at: dict[SitePlace, list[SiteRecord]] = {}
     for site in found.sites:
         tower = TEXT_SIDE if is_of_text_tower(site) else ""
-        at.setdefault(Place(tower, block_of(site)), []).append(site)
+        at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
     rows = [["block", *columns, *scores, "energy", "Δdirection", "Δmagnitude"]]
     for place in places:
         sites = at.get(place, [])
@@ -76,7 +76,7 @@ def block_rows(found: Findings) -> list[list[str]]:
     return rows
 
 
-def output_rows(found: Findings) -> list[list[str]]:
+def output_rows(found: DiagnosisFindings) -> list[list[str]]:
     """A head, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
     if not found.outputs:
         return []
@@ -144,7 +144,7 @@ _CAPTIONS = {
 
 
 @dataclass(frozen=True)
-class Diagnosis(Findings):
+class Diagnosis(DiagnosisFindings):
     """How alike two models are on some samples, and how well a task vector is carried between them."""
 
     def to_json(self) -> str:
@@ -163,7 +163,7 @@ class Diagnosis(Findings):
         return found
 
     @classmethod
-    @last_net()
+    @translate_errors()
     def load(cls, folder: Path | str) -> Diagnosis:
         """Read what was written into a folder."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a diagnosis"))
@@ -207,7 +207,7 @@ class Diagnosis(Findings):
         tables = [markdown_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
         return [*tables, *(plain(line) for line in (*cost_lines(self.cost), seconds_line(self.cost)))]
 
-    @last_net()
+    @translate_errors()
     def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> tuple[Path, ...]:
         """Write diagnosis.json, .md and the pictures; the files that were written.
 
@@ -220,11 +220,11 @@ class Diagnosis(Findings):
         told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in drawn if drawn[name] is not None]
         # what tells that the folder is ours comes last
         content = {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()}
-        with claimed(folder):
+        with locked_folder(folder):
             require_own(folder, overwrite)
             if folder.is_dir():
                 return write_files(folder, content)
-            with whole_folder(folder) as scratch:
+            with atomic_folder(folder) as scratch:
                 written = write_files(scratch, content)
         return tuple(folder / file.name for file in written)
 

@@ -22,7 +22,7 @@ UNTOUCHED = "target"
 """What outputs call the target as it is, beside the methods."""
 
 
-class Place(NamedTuple):
+class SitePlace(NamedTuple):
     """A block of a tower; None for what stands outside of the blocks. The main tower is ""."""
 
     tower: str
@@ -47,8 +47,8 @@ class _AtSite:
     tower: str = ""
 
     @property
-    def place(self) -> Place:
-        return Place(self.tower, self.block)
+    def place(self) -> SitePlace:
+        return SitePlace(self.tower, self.block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Findings:
+class DiagnosisFindings:
     """How alike two models are on some samples, and how well a task vector is carried between them.
 
     `outputs` are there where a fine-tuned target was given, `drift` where a checkpoint or the fine-tuned source was
@@ -162,14 +162,14 @@ class Findings:
 Found = TypeVar("Found", bound=_AtSite)
 
 
-def by_place(found: Iterable[Found], value: Callable[[Found], float | None]) -> dict[Place, float]:
+def by_place(found: Iterable[Found], value: Callable[[Found], float | None]) -> dict[SitePlace, float]:
     """The mean of a value over the sites of each block, in the order of the places; where it is known.
 
     >>> two = [OutputLikeness(name=name, block=0, model="bico", cosine=c) for name, c in (("q", 0.5), ("k", 1.0))]
     >>> by_place(two, lambda one: one.cosine)
     {Place(tower='', block=0): 0.75}
     """
-    values: dict[Place, list[float]] = {}
+    values: dict[SitePlace, list[float]] = {}
     for one in found:
         number = value(one)
         if number is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import LABELS
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
-from hf_bico.experiments.diagnose.findings import UNTOUCHED, Drift, Findings, Place, by_place
+from hf_bico.experiments.diagnose.findings import UNTOUCHED, DiagnosisFindings, Drift, SitePlace, by_place
 from hf_bico.reports.pictures import (
     BLUE,
     FONT,
@@ -52,18 +52,18 @@ _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 class BlockAxis:
     """Where places stand on an axis that is so many inches long."""
 
-    positions: dict[Place, float]
+    positions: dict[SitePlace, float]
     inches: float
 
     @classmethod
-    def of(cls, places: Iterable[Place], inches: float) -> BlockAxis:
+    def of(cls, places: Iterable[SitePlace], inches: float) -> BlockAxis:
         """One after the other, tower by tower, and towers further apart."""
         unique = list(dict.fromkeys(places))
         towers = {tower: number for number, tower in enumerate(dict.fromkeys(place.tower for place in unique))}
         ordered = sorted(unique, key=lambda place: towers[place.tower])
         return cls({place: float(number + 2 * towers[place.tower]) for number, place in enumerate(ordered)}, inches)
 
-    def line(self, axes: Axes, values: dict[Place, float], first_marker: int = 0, **style: Any) -> Line2D | None:
+    def line(self, axes: Axes, values: dict[SitePlace, float], first_marker: int = 0, **style: Any) -> Line2D | None:
         """A line through each tower, with a gap where nothing is known; returns the first, which has the label."""
         every = ceil(_MARKER * len(self.positions) / self.inches)
         shown = {"linewidth": 1.5, "markersize": 4.5, "markevery": (first_marker % every, every), "clip_on": False}
@@ -87,7 +87,7 @@ class BlockAxis:
         axes.set_xlim(-max(0.5, 0.03 * last), last + max(0.5, 0.03 * last))
         axes.set_xlabel(f"{of} block", fontsize=9, **FONT)
 
-    def spread(self, widths: dict[Place, float]) -> list[Place]:
+    def spread(self, widths: dict[SitePlace, float]) -> list[SitePlace]:
         """Those that have room beside each other: the first of each tower, what is outside of blocks, round numbers.
 
         >>> axis = BlockAxis.of([*(Place("", block) for block in range(24)), Place("", None)], inches=3)
@@ -98,14 +98,14 @@ class BlockAxis:
         step = next((step for step in _STEPS if step >= widest), ceil(widest))
         outside = [place for place in self.positions if place.block is None]
         round_numbers = [place for place in self.positions if place.block is not None and place.block % step == 0]
-        shown: list[Place] = []
+        shown: list[SitePlace] = []
         for place in dict.fromkeys([*self._first_of_towers(), *outside, *round_numbers]):
             apart = ((other, abs(self.positions[place] - self.positions[other])) for other in shown)
             if all(distance >= (widths[place] + widths[other]) / 2 for other, distance in apart):
                 shown.append(place)
         return sorted(shown, key=lambda place: self.positions[place])
 
-    def _first_of_towers(self) -> list[Place]:
+    def _first_of_towers(self) -> list[SitePlace]:
         return list({place.tower: place for place in reversed(self.positions)}.values())
 
 
@@ -135,23 +135,23 @@ _LEGEND: dict[str, Any] = {
 }
 
 
-def similarity_picture(diagnosis: Findings) -> bytes | None:
+def similarity_picture(diagnosis: DiagnosisFindings) -> bytes | None:
     """Figure 1: CKA and cosine of what each target block reads, before and after the input-side alignment."""
     return png(lambda: _draw_similarity(diagnosis)) if diagnosis.inputs else None
 
 
-def initial_picture(diagnoses: Sequence[Findings]) -> bytes | None:
+def initial_picture(diagnoses: Sequence[DiagnosisFindings]) -> bytes | None:
     """Figure B: CKA of several pairs before any alignment, and cosine where a pair has one width."""
     towers = _towers(diagnoses)
     return png(lambda: _draw_initial(towers)) if towers else None
 
 
-def outputs_picture(diagnosis: Findings) -> bytes | None:
+def outputs_picture(diagnosis: DiagnosisFindings) -> bytes | None:
     """Figure 2: how near what each model writes is to what the fine-tuned target writes."""
     return png(lambda: _draw_outputs(diagnosis)) if diagnosis.outputs else None
 
 
-def drift_picture(diagnosis: Findings) -> bytes | None:
+def drift_picture(diagnosis: DiagnosisFindings) -> bytes | None:
     """Figure A: how far what each block reads moves from the base, along the checkpoints; of one, block by block."""
     checkpoints = _checkpoints(diagnosis)
     if len(checkpoints) > 1:
@@ -159,7 +159,7 @@ def drift_picture(diagnosis: Findings) -> bytes | None:
     return png(lambda: _draw_only_drift(diagnosis)) if checkpoints else None
 
 
-def sites_picture(diagnosis: Findings) -> bytes | None:
+def sites_picture(diagnosis: DiagnosisFindings) -> bytes | None:
     """Score in, score out and unseen energy of every site, as the card of a port shows them."""
     return alignment_picture(diagnosis.sites, len(diagnosis.layers))
 
@@ -167,7 +167,7 @@ def sites_picture(diagnosis: Findings) -> bytes | None:
 # Figure 1
 
 
-def _draw_similarity(diagnosis: Findings) -> Figure:
+def _draw_similarity(diagnosis: DiagnosisFindings) -> Figure:
     found = diagnosis.inputs
     cka, cosine = by_place(found, lambda one: one.cka), by_place(found, lambda one: one.cosine)
     aligned = by_place(found, lambda one: one.cka_aligned), by_place(found, lambda one: one.cosine_aligned)
@@ -203,15 +203,15 @@ class _Tower:
     """One tower of one pair, before anything is lined up."""
 
     name: str
-    cka: dict[Place, float]
-    cosine: dict[Place, float]
+    cka: dict[SitePlace, float]
+    cosine: dict[SitePlace, float]
 
     @property
     def blocks(self) -> list[int]:
         return [place.block for place in self.cka if place.block is not None]
 
 
-def _towers(diagnoses: Sequence[Findings]) -> list[_Tower]:
+def _towers(diagnoses: Sequence[DiagnosisFindings]) -> list[_Tower]:
     titles = [diagnosis.title for diagnosis in diagnoses if diagnosis.inputs]
     towers = []
     for diagnosis in diagnoses:
@@ -250,7 +250,7 @@ def _draw_initial(towers: Sequence[_Tower]) -> Figure:
 # Figure 2
 
 
-def _draw_outputs(diagnosis: Findings) -> Figure:
+def _draw_outputs(diagnosis: DiagnosisFindings) -> Figure:
     figure, (axes,) = _figure(3.2)
     blocks = BlockAxis.of((one.place for one in diagnosis.outputs), _MOST)
     ends = []
@@ -279,13 +279,13 @@ def _draw_outputs(diagnosis: Findings) -> Figure:
 # Figure A
 
 
-def _checkpoints(diagnosis: Findings) -> list[str]:
+def _checkpoints(diagnosis: DiagnosisFindings) -> list[str]:
     """Those that something is known of, in their order."""
     known = {one.checkpoint for one in diagnosis.drift}
     return [name for name in dict.fromkeys(diagnosis.checkpoints) if name in known]
 
 
-def _draw_only_drift(diagnosis: Findings) -> Figure:
+def _draw_only_drift(diagnosis: DiagnosisFindings) -> Figure:
     (checkpoint,) = _checkpoints(diagnosis)
     found = [one for one in diagnosis.drift if one.checkpoint == checkpoint]
     blocks = BlockAxis.of((one.place for one in found), _HALF)
@@ -297,10 +297,10 @@ def _draw_only_drift(diagnosis: Findings) -> Figure:
     return figure
 
 
-def _draw_drift(diagnosis: Findings) -> Figure:
+def _draw_drift(diagnosis: DiagnosisFindings) -> Figure:
     checkpoints = _checkpoints(diagnosis)
     numbers = _numbers(checkpoints)
-    towers: dict[str, list[Place]] = {}
+    towers: dict[str, list[SitePlace]] = {}
     for place in dict.fromkeys(one.place for one in diagnosis.drift):
         towers.setdefault(place.tower, []).append(place)
     styles = _depth_styles(towers)
@@ -319,7 +319,7 @@ def _draw_drift(diagnosis: Findings) -> Figure:
     return figure
 
 
-def _depth_styles(towers: dict[str, list[Place]]) -> dict[Place, dict[str, Any]]:
+def _depth_styles(towers: dict[str, list[SitePlace]]) -> dict[SitePlace, dict[str, Any]]:
     """The colour tells the depth of a place, and dashes its tower; the base, at zero, has no marker."""
     import matplotlib
 
@@ -327,7 +327,7 @@ def _depth_styles(towers: dict[str, list[Place]]) -> dict[Place, dict[str, Any]]
     last = max(1, *(len(places) - 1 for places in towers.values()))
     marked = sum(map(len, towers.values())) <= _MOST_MARKED
     shown = {"linewidth": 1.2, "marker": "o", "markersize": 2.5} if marked else {"linewidth": 0.8}
-    styles: dict[Place, dict[str, Any]] = {}
+    styles: dict[SitePlace, dict[str, Any]] = {}
     for dashes, places in zip(cycle(("-", _DASHES, (0, (1, 1.5)))), towers.values(), strict=False):
         for number, place in enumerate(places):
             colour = viridis(_LIGHTEST * number / last)
@@ -379,7 +379,7 @@ def _drift_axis(axes: Axes, title: str, unit: str) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[Place, Any]) -> None:
+def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, Any]) -> None:
     """Which colour is which block."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap

@@ -22,7 +22,7 @@ from hf_bico.alignment.memory import FLOAT64
 from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier
-from hf_bico.alignment.objectives.base import Head, Question
+from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.procrustes import polar
 from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, turned_away
 from hf_bico.alignment.statistics import Kind, key_of
@@ -36,12 +36,12 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass, Trace
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import ModelReference
-from hf_bico.porting.calibration import Round, no_predictions
+from hf_bico.porting.calibration import Calibration, no_predictions
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan, settled
-from hf_bico.porting.prepare import Ready, prepare
-from hf_bico.porting.task_vector import Tuned
-from hf_bico.porting.transfer import account, outcome_of
+from hf_bico.porting.planner import plan, with_model_defaults
+from hf_bico.porting.prepare import PreparedPort, prepare
+from hf_bico.porting.task_vector import FineTune
+from hf_bico.porting.transfer import account, transfer
 from hf_bico.runtime.environment import (
     Stopwatch,
     available_memory,
@@ -52,7 +52,7 @@ from hf_bico.runtime.environment import (
     halving_batches,
     installed_versions,
 )
-from hf_bico.runtime.library_errors import last_net
+from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import METHOD_NAMES, Settings
 from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent
@@ -67,7 +67,7 @@ Result = TypeVar("Result")
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
-@last_net()
+@translate_errors()
 def diagnose(
     source: ModelReference,
     to: ModelReference,
@@ -106,11 +106,13 @@ def diagnose(
                 locate(reference, what, hub)
     watch, device = Stopwatch(progress), choose_device(settings.device)
     ready = prepare(planned, settings, hub, watch, device, unchanged=True)
-    found, lineage = _Look(ready, watch), ready.bench.planned.lineage
+    found, lineage = _Look(ready, watch), ready.models.planned.lineage
     tuned = None
     if fine_tuned is not None:
-        tuned = Tuned.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
-    stops = [_by_revision(Tuned.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle), one) for one in checkpoints]
+        tuned = FineTune.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
+    stops = [
+        _by_revision(FineTune.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle), one) for one in checkpoints
+    ]
     return found.diagnosis(tuned, names, stops)
 
 
@@ -129,7 +131,7 @@ def _carriers(methods: Sequence[str]) -> list[str]:
 def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: bool) -> list[str]:
     """Those that can carry between these models; one that cannot is refused, unless all were asked for."""
     found, lineage = [], planned.lineage
-    asked = settled(settings, lineage.base.layout, lineage.target.layout)
+    asked = with_model_defaults(settings, lineage.base.layout, lineage.target.layout)
     for name in names:
         method = METHODS[name](settings)
         try:
@@ -146,26 +148,28 @@ def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: b
 class _Look:
     """One look at two models, on one draw of samples."""
 
-    def __init__(self, ready: Ready, watch: Stopwatch) -> None:
+    def __init__(self, ready: PreparedPort, watch: Stopwatch) -> None:
         if ready.drawn is None or ready.heads is None:
             raise TypeError("without samples there is nothing to look at")
-        self.bench, self.settings, self.watch = ready.bench, ready.settings, watch
+        self.models, self.settings, self.watch = ready.models, ready.settings, watch
         self.drawn, self.heads = ready.drawn, ready.heads
-        self.round = self._round(watch, self.settings)
+        self.calibration = self._round(watch, self.settings)
 
-    def _round(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Round:
-        return Round(self.bench, self.drawn, self.heads, watch, settings, keeps=keeps)
+    def _round(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Calibration:
+        return Calibration(self.models, self.drawn, self.heads, watch, settings, keeps=keeps)
 
-    def diagnosis(self, tuned: Tuned | None, methods: Sequence[str], checkpoints: Sequence[Tuned]) -> Diagnosis:
-        lineage, settings = self.bench.planned.lineage, self.settings
+    def diagnosis(self, tuned: FineTune | None, methods: Sequence[str], checkpoints: Sequence[FineTune]) -> Diagnosis:
+        lineage, settings = self.models.planned.lineage, self.settings
         of_port = Stopwatch(self.watch.tell)
         carried = self._round(of_port, settings).carry(self._carrier(settings.method))
-        report = account(self.bench.vector, carried, self.bench.pairs, self.bench.planned.left)
+        report = account(self.models.vector, carried, self.models.pairs, self.models.planned.left)
         inputs = self.inputs()
-        stops = _told_apart([*checkpoints, Tuned(lineage.source.name, self.bench.vector, None)])
+        stops = _told_apart([*checkpoints, FineTune(lineage.source.name, self.models.vector, None)])
         paired = max(one.rows for one in inputs)
         parameters = [sum(map(prod, model.checkpoint.shapes.values())) for model in (lineage.base, lineage.target)]
-        rows = [_rows(model, len(self.round.samples), paired) for model in (self.bench.source, self.bench.target)]
+        rows = [
+            _rows(model, len(self.calibration.samples), paired) for model in (self.models.source, self.models.target)
+        ]
         return Diagnosis(
             hf_bico=__version__,
             source=lineage.source.name,
@@ -178,14 +182,16 @@ class _Look:
             completion=settings.completion,
             inputs=inputs,
             sites=list(report.sites),
-            layers=list(self.bench.planned.blocks),
-            cost=cost_of(self.bench.pairs, (parameters[0], parameters[1]), (rows[0], rows[1]), paired, of_port.seconds),
+            layers=list(self.models.planned.blocks),
+            cost=cost_of(
+                self.models.pairs, (parameters[0], parameters[1]), (rows[0], rows[1]), paired, of_port.seconds
+            ),
             fine_tuned=None if tuned is None else tuned.name,
             outputs=[] if tuned is None else list(self.outputs(tuned, methods)),
             checkpoints=[stop.name for stop in stops],
             drift=[drift for stop in stops for drift in self.drift(stop)],
             seed=settings.seed,
-            device=device_name(self.bench.device),
+            device=device_name(self.models.device),
             versions=installed_versions(),
         )
 
@@ -198,7 +204,7 @@ class _Look:
 
     def inputs(self) -> list[InputLikeness]:
         """CKA and cosine of all that the sites read, as much of it at a time as there is memory for."""
-        by_input = {key_of(Kind.INPUTS, pair): pair for pair in reversed(self.bench.pairs)}
+        by_input = {key_of(Kind.INPUTS, pair): pair for pair in reversed(self.models.pairs)}
         pairs = list(reversed(by_input.values()))
         found: dict[Any, Likeness] = {}
         for number, some in enumerate(groups := _affordable(pairs, self._room)):
@@ -209,10 +215,10 @@ class _Look:
     @property
     def _room(self) -> int:
         """For sums: a quarter of what there is."""
-        return (self.settings.memory or available_memory(self.bench.device)) // 4
+        return (self.settings.memory or available_memory(self.models.device)) // 4
 
     def _likeness(self, pairs: Sequence[SitePair]) -> dict[Any, Likeness]:
-        statistics = self.round.collected({Kind.INPUTS}, pairs)
+        statistics = self.calibration.collected({Kind.INPUTS}, pairs)
         sums = {key_of(Kind.INPUTS, pair): statistics.of(Kind.INPUTS, pair) for pair in pairs}
         norms = torch.stack([one.norms for one in sums.values()]).tolist()
         maps = dict(
@@ -223,10 +229,10 @@ class _Look:
             likeness = {key: Likeness(one.matrix) for key, one in maps.items()}
             return likeness, lambda kind, pair, x, y: likeness[key_of(kind, pair)].add(x, y)
 
-        return self.round.shown(Kind.INPUTS, pairs, begin)
+        return self.calibration.shown(Kind.INPUTS, pairs, begin)
 
     def _told(self, pair: SitePair, likeness: Likeness) -> InputLikeness:
-        readers = [one.target for one in self.bench.pairs if one.target.input == pair.target.input]
+        readers = [one.target for one in self.models.pairs if one.target.input == pair.target.input]
         return InputLikeness(
             name=pair.target.input,
             block=pair.target.block,
@@ -243,16 +249,16 @@ class _Look:
 
     # what changed models read and write, beside themselves
 
-    def outputs(self, tuned: Tuned, methods: Sequence[str]) -> Iterator[OutputLikeness]:
+    def outputs(self, tuned: FineTune, methods: Sequence[str]) -> Iterator[OutputLikeness]:
         """The cosine of what every site writes, to what it writes in the fine-tuned target."""
-        target, layout = self.bench.target, self.bench.planned.lineage.target.layout
+        target, layout = self.models.target, self.models.planned.lineage.target.layout
         wanted = tuned.vector.renamed(layout.own_names)
-        carriers = {name: self._carrier(name) for name in methods if len(self.bench.vector)}
+        carriers = {name: self._carrier(name) for name in methods if len(self.models.vector)}
         rounds = self._rounds_of(carriers)
-        sites = [pair.target for pair in self.bench.pairs]
+        sites = [pair.target for pair in self.models.pairs]
         for number, name in enumerate((UNTOUCHED, *carriers)):
             self.watch.progress("outputs", number, 1 + len(carriers))
-            changes = Deltas({}) if name == UNTOUCHED else outcome_of(carriers[name], rounds[name]).changes
+            changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], rounds[name]).changes
 
             def begin() -> tuple[dict[str, MeanOfRows], Shown]:
                 means = {site.name: MeanOfRows() for site in sites}
@@ -265,32 +271,32 @@ class _Look:
                     name=site.name, block=site.block, tower=site.tower, model=name, cosine=found[site.name].value
                 )
 
-    def _rounds_of(self, carriers: Mapping[str, Carrier]) -> dict[str, Round]:
+    def _rounds_of(self, carriers: Mapping[str, Carrier]) -> dict[str, Calibration]:
         """A round for each method: those with as many altered copies share one, which has seen what they need."""
-        rounds: dict[int, Round] = {}
+        rounds: dict[int, Calibration] = {}
         found = {}
         for name, carrier in carriers.items():
-            copies = self.bench.copies(carrier.settings, len(self.drawn.samples))
+            copies = self.models.copies(carrier.settings, len(self.drawn.samples))
             if copies not in rounds:
                 rounds[copies] = self._round(self.watch, carrier.settings, keeps=True)
             found[name] = rounds[copies]
-        for round in rounds.values():
-            kinds = {kind for name, carrier in carriers.items() if found[name] is round for kind in carrier.kinds}
-            if kinds and round.fit(kinds).passes == 1:
-                round.see(kinds)
+        for calibration in rounds.values():
+            kinds = {kind for name, carrier in carriers.items() if found[name] is calibration for kind in carrier.kinds}
+            if kinds and calibration.memory_plan(kinds).passes == 1:
+                calibration.see(kinds)
         return found
 
-    def drift(self, checkpoint: Tuned) -> Iterator[Drift]:
+    def drift(self, checkpoint: FineTune) -> Iterator[Drift]:
         """How far all that the source's sites read has moved."""
-        sites = list({pair.source.input: pair.source for pair in reversed(self.bench.pairs)}.values())[::-1]
+        sites = list({pair.source.input: pair.source for pair in reversed(self.models.pairs)}.values())[::-1]
 
         def begin() -> tuple[dict[str, Moved], Shown]:
             moved = {site.input: Moved() for site in sites}
             return moved, lambda _, pair, x, y: moved[pair.target.input].add(x, y)
 
-        both = (Deltas({}), self.bench.on_source(checkpoint.vector))
+        both = (Deltas({}), self.models.on_source(checkpoint.vector))
         self.watch.progress("drift", 0, 1)
-        found = self._beside(self.bench.source, self.heads.source, sites, both, Kind.INPUTS, begin)
+        found = self._beside(self.models.source, self.heads.source, sites, both, Kind.INPUTS, begin)
         for site in sites:
             moved = found[site.input]
             yield Drift(
@@ -317,8 +323,8 @@ class _Look:
 
         def passes(size: int) -> Iterator[tuple[Pass, Pass]]:
             done = 0
-            for samples, labels in self.round.samples.batches(size):
-                asked = partial(head.losses, model, Question(model.ready(samples), labels, first=done))
+            for samples, labels in self.calibration.samples.batches(size):
+                asked = partial(head.losses, model, LossBatch(model.ready(samples), labels, first=done))
                 yield asked, asked
                 done += len(labels)
 
@@ -349,13 +355,13 @@ class _Changed:
         return self.model.weight(name)
 
 
-def _by_revision(checkpoint: Tuned, reference: ModelReference) -> Tuned:
+def _by_revision(checkpoint: FineTune, reference: ModelReference) -> FineTune:
     """A revision of a repo under a name that tells it: the repo's own would be that of all of them."""
     place = parse(reference, A_CHECKPOINT) if isinstance(reference, str) else None
     return replace(checkpoint, name=str(place)) if isinstance(place, HubReference) else checkpoint
 
 
-def _told_apart(checkpoints: Sequence[Tuned]) -> list[Tuned]:
+def _told_apart(checkpoints: Sequence[FineTune]) -> list[FineTune]:
     """Under names of their own: folders may share one, and loaded models that of their class."""
     seen: Counter[str] = Counter()
     found = []

@@ -26,7 +26,7 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Task:
+class PaperTask:
     """One data set of the paper: where it is, how it is split, and how models are asked about it.
 
     `classes` are the words for the classes, in the order of the data set's numbers; `rows` and `download` are the rows
@@ -138,7 +138,7 @@ def table(name: str) -> PaperTable:
 
 
 @cache
-def task(name: str) -> Task:
+def task(name: str) -> PaperTask:
     """The task of that name.
 
     >>> task("rte").data, task("rte").measured_on, len(task("sun397").classes)
@@ -149,7 +149,7 @@ def task(name: str) -> Task:
         raise UsageError(
             f"the paper has no task '{name}'", did_you_mean(name, known, f"use some of: {', '.join(known)}")
         )
-    return Task(name, **_frozen(_read("tasks", name)))
+    return PaperTask(name, **_frozen(_read("tasks", name)))
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:

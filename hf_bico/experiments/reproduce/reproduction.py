@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_bico.experiments.compare.cells import LABELS, Row, Spread
+from hf_bico.experiments.compare.cells import LABELS, MeanAndError, Row
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.reproduce.paper import PaperRow, PaperTable, task
 from hf_bico.runtime.output import write_files
@@ -28,7 +28,7 @@ _ALL_DATA = "N is all of the training data in the paper; here a probe on the lar
 class Measured:
     """What was measured here of one line of a table, in percent, by task."""
 
-    values: Mapping[str, Spread] = field(default_factory=dict)
+    values: Mapping[str, MeanAndError] = field(default_factory=dict)
 
     def average(self, tasks: Sequence[str]) -> float | None:
         """Of all tasks; None while one is missing."""
@@ -53,7 +53,7 @@ class Reproduction:
 
     def measured(self, row: PaperRow) -> Measured:
         """What was measured here for a line of the table."""
-        found: dict[str, Spread] = {}
+        found: dict[str, MeanAndError] = {}
         for name in self.asked:
             comparison = self.comparisons.get((name, row.sampling or self.table.samplings[0]))
             value = None if comparison is None else _found(comparison, row, self.table)
@@ -181,7 +181,7 @@ def _told(row: PaperRow) -> list[str]:
     return [*found, _ALL_DATA] if row.all_data else found
 
 
-def _found(comparison: Comparison, row: PaperRow, table: PaperTable) -> Spread | None:
+def _found(comparison: Comparison, row: PaperRow, table: PaperTable) -> MeanAndError | None:
     """The measured number of a line, in percent."""
     n, per_class = row.n, row.per_class
     protocol = PROBE if table.protocol == PROBE else None
@@ -190,7 +190,7 @@ def _found(comparison: Comparison, row: PaperRow, table: PaperTable) -> Spread |
     for one in comparison.rows():
         if _is_of(one, row.method, n, per_class, protocol):
             [value] = one.values.values()
-            return Spread(100 * value.mean, None if value.std is None else 100 * value.std, value.seeds)
+            return MeanAndError(100 * value.mean, None if value.std is None else 100 * value.std, value.seeds)
     return None
 
 
@@ -200,7 +200,7 @@ def _is_of(one: Row, method: str, n: int | None, per_class: int | None, protocol
     return (one.n, one.per_class) in ((n, per_class), (None, None))
 
 
-def _spread(value: Spread | None) -> str:
+def _spread(value: MeanAndError | None) -> str:
     return _number(None if value is None else value.mean, None if value is None else value.std)
 
 

@@ -28,7 +28,7 @@ from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.compare.measurements import takes_samples
 from hf_bico.experiments.compare.run import compare
 from hf_bico.experiments.diagnose.findings import BACKWARD, FORWARD
-from hf_bico.experiments.reproduce.paper import PaperTable, Task, table, task
+from hf_bico.experiments.reproduce.paper import PaperTable, PaperTask, table, task
 from hf_bico.experiments.reproduce.reproduction import Reproduction
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import parse
@@ -36,8 +36,8 @@ from hf_bico.models.model import Model
 from hf_bico.porting.lineage import open_source
 from hf_bico.porting.port import port
 from hf_bico.reports.record import read_record
-from hf_bico.runtime.library_errors import last_net
-from hf_bico.runtime.output import RECORD_FILE, claimed
+from hf_bico.runtime.library_errors import translate_errors
+from hf_bico.runtime.output import RECORD_FILE, locked_folder
 from hf_bico.settings import PROBE, Settings
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
@@ -83,7 +83,7 @@ class Job:
     """What a table takes: which tasks, with which models, and which of them are fine-tuned first."""
 
     table: PaperTable
-    tasks: tuple[Task, ...]
+    tasks: tuple[PaperTask, ...]
     folder: Path
     given: Given = field(default_factory=Given)
     seeds: int | Sequence[int] = 1
@@ -113,17 +113,17 @@ class Job:
             raise UsageError(f"--seeds is {seeds}", "give at least one draw of the samples")
         return cls(wanted, tuple(map(task, chosen)), expanded(folder), given, seeds, train_target)
 
-    def data_of(self, of: Task) -> str:
+    def data_of(self, of: PaperTask) -> str:
         return self.given.data.get(of.name, of.data)
 
-    def tuned_folder(self, model: str, of: Task) -> Path:
+    def tuned_folder(self, model: str, of: PaperTask) -> Path:
         """Where a model that is fine-tuned here is kept; tables that need the same one share it."""
         return self.folder / "fine-tuned" / f"{model.rpartition('/')[2]}-{of.name}"
 
-    def source_of(self, of: Task) -> str | Path:
+    def source_of(self, of: PaperTask) -> str | Path:
         return self.given.sources.get(of.name) or self.tuned_folder(self.table.source, of)
 
-    def target_of(self, of: Task) -> str | Path | None:
+    def target_of(self, of: PaperTask) -> str | Path | None:
         """The fine-tuned target, where there is one and the table has a line of it."""
         if not self.table.has("target fine-tuned"):
             return None
@@ -139,7 +139,7 @@ class Job:
         ):
             yield from ((given[one.name], what) for one in self.tasks if one.name in given)
 
-    def trainings(self, of: Task) -> list[str]:
+    def trainings(self, of: PaperTask) -> list[str]:
         """The models that are to be fine-tuned on a task, and are not yet."""
         wanted = [] if of.name in self.given.sources else [self.table.source]
         wanted += [self.table.target] if self.train_target and of.name not in self.given.targets else []
@@ -163,7 +163,7 @@ class Job:
                 yield sampling, {"methods": methods, size: numbers, "sampling": sampling}
 
 
-@last_net()
+@translate_errors()
 def reproduce(
     name: str,
     tasks: Sequence[str] | None = None,
@@ -195,10 +195,10 @@ def reproduce(
     for option in options:
         if option not in (*RUNNING, *RECIPE):
             raise UsageError(f"'{option}' is the table's own", f"the options are: {', '.join((*RUNNING, *RECIPE))}")
-    return carry_out(job, settings, token, allow_pickle, progress, shown)
+    return run_job(job, settings, token, allow_pickle, progress, shown)
 
 
-def carry_out(
+def run_job(
     job: Job,
     settings: Settings,
     token: str | None = None,
@@ -217,7 +217,7 @@ def carry_out(
     how = {"token": token, "allow_pickle": allow_pickle, "progress": progress}
     hub = Hub(token)
 
-    def asked_with(of: Task) -> dict[str, Any]:
+    def asked_with(of: PaperTask) -> dict[str, Any]:
         options = of.options(job.data_of(of)) | _running(settings)
         return options | _names(of, job.data_of(of), Settings.of(options), hub, reads)
 
@@ -245,7 +245,12 @@ def carry_out(
 
 
 def _compared(
-    job: Job, of: Task, sampling: str, grid: dict[str, Any], options: dict[str, Any], note: Callable[[Comparison], None]
+    job: Job,
+    of: PaperTask,
+    sampling: str,
+    grid: dict[str, Any],
+    options: dict[str, Any],
+    note: Callable[[Comparison], None],
 ) -> Iterator[Comparison]:
     """The numbers of one task that are asked for together; of sizes that its classes cannot give, why not."""
     size = "per_class" if job.table.is_per_class else "n"
@@ -292,7 +297,7 @@ def _recipe(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in RECIPE}
 
 
-def _names(of: Task, data: str, settings: Settings, hub: Hub, reads: str) -> dict[str, Any]:
+def _names(of: PaperTask, data: str, settings: Settings, hub: Hub, reads: str) -> dict[str, Any]:
     """The names of the classes in the order in which this copy of the data set counts them."""
     if reads == TEXTS:
         return {}
@@ -322,11 +327,11 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dict[str, Any]) -> None:
+def _fine_tune(job: Job, model: str, of: PaperTask, options: dict[str, Any], how: dict[str, Any]) -> None:
     """Fine-tune a pretrained model on a task, by the paper's recipe, and keep it; what was interrupted goes on."""
     folder = job.tuned_folder(model, of)
     checkpoint = folder.with_name(f"{folder.name}-training")
-    with claimed(folder):
+    with locked_folder(folder):
         if (folder / RECORD_FILE).is_file():  # another process has made it since
             return
         if folder.exists():
@@ -347,7 +352,7 @@ def _fine_tune(job: Job, model: str, of: Task, options: dict[str, Any], how: dic
         remove_checkpoint(checkpoint)
 
 
-def _require_same_recipe(job: Job, of: Task, settings: Settings) -> None:
+def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
     """Refuse to go on with a model that was fine-tuned here by another recipe, or on other data."""
     for model, used in ((job.table.source, job.source_of(of)), (job.table.target, job.target_of(of))):
         folder = job.tuned_folder(model, of)
@@ -469,7 +474,7 @@ def _of_sample(model: Model) -> int:
     return rows * sum(prod(site.shape) for site in model.layout.main_sites)
 
 
-def _data_bytes(job: Job, of: Task, hub: Hub, whole: bool) -> int | None:
+def _data_bytes(job: Job, of: PaperTask, hub: Hub, whole: bool) -> int | None:
     """What is downloaded of a task's data set; None where its repo does not say which file is of which split."""
     place = parse(job.data_of(of), "the data set", files=True)
     if isinstance(place, Path):

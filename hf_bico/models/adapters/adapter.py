@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.errors import AdapterError, BaseMismatchError, PickledWeightsError
-from hf_bico.hub.client import Place
+from hf_bico.hub.client import RepoFiles
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.config import LORA, AdapterConfig, parse_adapter_config, read_adapter_config
 from hf_bico.models.adapters.lora import AdapterChanges, changes_of
 from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
-from hf_bico.models.model import Model, Opened, known_weights
+from hf_bico.models.model import Model, OpenedRepo, known_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,13 +26,13 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter(Opened):
+class Adapter(OpenedRepo):
     """A PEFT adapter that is known but not read."""
 
     config: AdapterConfig
 
     @classmethod
-    def open(cls, place: Place, allow_pickle: bool = False) -> Adapter:
+    def open(cls, place: RepoFiles, allow_pickle: bool = False) -> Adapter:
         """Read its configuration, and refuse what cannot be read exactly; of its tensors, names and shapes alone."""
         config = read_adapter_config(place.folder, place.name)
         notice, pickled = None, ADAPTER_FILE not in place.sizes
@@ -161,7 +161,7 @@ def is_peft_model(module: object) -> bool:
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 
-def _without_pickles(place: Place) -> Place:
+def _without_pickles(place: RepoFiles) -> RepoFiles:
     from hf_bico.models.checkpoints import convert
 
     place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])

@@ -31,7 +31,7 @@ from hf_bico.models.adapters.lora_names import (
     tensors_of,
 )
 from hf_bico.models.checkpoints import ByName, Checkpoint, not_floats
-from hf_bico.models.name_matching import Overlap, made_anew
+from hf_bico.models.name_matching import Overlap, reinitialised_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +152,7 @@ def changes_of(
         entries |= lora.entries(module, places[module], layers)
     require_targeted(keys.lora, config.raw, called)
     whole = {name: places[name] for name in keys.whole if name in places}
-    anew = made_anew(whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes)
+    anew = reinitialised_head(whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes)
     for name, key in keys.whole.items():
         if name in places and name not in anew:
             _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))

@@ -50,7 +50,7 @@ _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score
 """The modules that peft saves whole, asked or not, when a model of that task is loaded."""
 
 
-def task_of(model: nn.Module) -> str | None:
+def peft_task(model: nn.Module) -> str | None:
     """peft's name for what a model is for, where transformers' own class for that task takes it.
 
     None where one of the heads that peft would save cannot be told from other modules by the end of its name.
@@ -149,7 +149,7 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
 
 def _heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """The heads that peft saves whole, changed or not, with the names of their tensors."""
-    found = [head for head in _HEADS.get(task_of(model) or "", ()) if head in modules]
+    found = [head for head in _HEADS.get(peft_task(model) or "", ()) if head in modules]
     return {head: [f"{head}.{key}" for key in modules[head].state_dict()] for head in found}
 
 
@@ -287,7 +287,7 @@ def kept_of(asked: Change, held: Change | None) -> float:
     return max(0.0, 1.0 - lost) if lost > _NOISE else 1.0
 
 
-def fit(
+def fit_adapter(
     vector: Deltas,
     model: nn.Module,
     sites: Collection[str],
@@ -408,7 +408,7 @@ def _config(fitted: Fitted, model: nn.Module, named: BaseName, tensors: Mapping[
         base_model_name_or_path=named.id,
         revision=named.revision,
         inference_mode=True,
-        task_type=task_of(model),
+        task_type=peft_task(model),
         auto_mapping={"base_model_class": type(model).__name__, "parent_library": type(model).__module__},
     )
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

@@ -46,7 +46,7 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 
 @dataclass(frozen=True)
-class Spread:
+class DeviceSpread:
     """How a model that is too large for one device is spread over several: a rule of accelerate's.
 
     `memory` is the most that each GPU may take of it, in bytes.
@@ -95,7 +95,9 @@ class Family(ABC):
         """The model's modules without weights, on the meta device, by the names that `load` gives them."""
 
     @abstractmethod
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+    def load(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
+    ) -> LiveModel:
         """The model of a folder, ready to run; `spread` over several devices where it is too large for one."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import ModelError, UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import Family, Shapes, Spread
+from hf_bico.models.families.base import DeviceSpread, Family, Shapes
 from hf_bico.models.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.families.pretrained import (
@@ -72,7 +72,9 @@ class Generic(Family):
         shapes = FileCheckpoint.in_folder(folder, self.library).shapes
         return bare_model_of(folder, first_architecture(config) or "", config, shapes)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+    def load(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
+    ) -> LiveModel:
         from hf_bico.models.families.modules import module_layout, stored_names
 
         name = first_architecture(require_config(self, folder)) or ""

@@ -177,10 +177,10 @@ class ImageModel(LiveModel):
 
         Of captioned images, the images.
         """
-        from hf_bico.runtime.environment import sent
+        from hf_bico.runtime.environment import to_device
 
         prepared = self._pixels([image.image if isinstance(image, Captioned) else image for image in images])
-        return sent(prepared, self.device, self.dtype)
+        return to_device(prepared, self.device, self.dtype)
 
     def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
         """The samples with their images prepared, as tensors on the model's device; captions stay with them."""

@@ -26,9 +26,9 @@ from hf_bico.models.families.base import (
     CLIP_OBJECTIVES,
     TEXT_TOWER,
     WHOLE_MODEL,
+    DeviceSpread,
     Family,
     Shapes,
-    Spread,
     count_blocks,
     patch_tokens,
     prefix_before,
@@ -155,10 +155,10 @@ class OpenClipModel(ClipModel):
         return getattr(self.module, "text", self.module)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        from hf_bico.runtime.environment import sent
+        from hf_bico.runtime.environment import to_device
 
         model: Any = self.module
-        features: Tensor = model.encode_text(sent(self._text_ids(prompts), self.device))
+        features: Tensor = model.encode_text(to_device(self._text_ids(prompts), self.device))
         return features
 
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -339,7 +339,9 @@ class OpenClip(Family):
             "copy the file again, or use the open_clip release that it was made for",
         )
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+    def load(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
+    ) -> LiveModel:
         import open_clip
         import torch
         from open_clip.transform import PreprocessCfg, image_transform_v2

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, RepoError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import TOKENIZER_FILES, Family, Shapes, Spread, weights_do_not_fit
+from hf_bico.models.families.base import TOKENIZER_FILES, DeviceSpread, Family, Shapes, weights_do_not_fit
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.layout import Site
 from hf_bico.runtime.library_errors import is_failure
@@ -203,7 +203,12 @@ def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Sh
 
 
 def load_pretrained(
-    folder: Path, name: str, device: torch.device, dtype: torch.dtype, spread: Spread | None = None, **options: Any
+    folder: Path,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    spread: DeviceSpread | None = None,
+    **options: Any,
 ) -> nn.Module:
     """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
     import torch
@@ -230,7 +235,7 @@ def load_pretrained(
     return loaded
 
 
-def _spread(spread: Spread) -> dict[str, Any]:
+def _spread(spread: DeviceSpread) -> dict[str, Any]:
     """What transformers is told about it; what no GPU has room for stays in main memory, and is not put on disk."""
     import torch
 
@@ -345,7 +350,9 @@ class PretrainedFamily(Family):
         name, config, options = self.known(folder)
         return bare_model_of(folder, name, config, FileCheckpoint.in_folder(folder).shapes, **options)
 
-    def load(self, folder: Path, device: torch.device, dtype: torch.dtype, spread: Spread | None = None) -> LiveModel:
+    def load(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
+    ) -> LiveModel:
         name, _, options = self.known(folder)
         module = load_pretrained(folder, name, device, dtype, spread, **options)
         try:

@@ -62,10 +62,10 @@ class TransformersClipModel(PretrainedModel, ClipModel):
         return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        from hf_bico.runtime.environment import sent
+        from hf_bico.runtime.environment import to_device
 
         model: Any = self.module
-        ids, mask = (sent(one.long(), self.device) for one in self.text_tokens(prompts))
+        ids, mask = (to_device(one.long(), self.device) for one in self.text_tokens(prompts))
         pooled = model.text_model(input_ids=ids, attention_mask=mask).pooler_output
         features: Tensor = model.text_projection(pooled)
         return features

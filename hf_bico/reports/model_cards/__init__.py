@@ -10,7 +10,7 @@ from __future__ import annotations
 from hf_bico.reports.model_cards.change_card import render_made_card
 from hf_bico.reports.model_cards.port_card import render_port_card
 from hf_bico.reports.pictures import PICTURE_FILE, record_picture
-from hf_bico.reports.record import Made, Record
+from hf_bico.reports.record import ChangeRecord, Record
 from pathlib import Path
 
 
@@ -18,7 +18,7 @@ from pathlib import Path
 CARD_FILE = "README.md"
 
 
-def write_card(record: Record | Made, folder: Path) -> Path:
+def write_card(record: Record | ChangeRecord, folder: Path) -> Path:
     """Write the card, and the picture of the alignment where there is one to draw; returns the card's path."""
     picture = record_picture(record) if isinstance(record, Record) else None
     if picture is not None:
@@ -28,6 +28,6 @@ def write_card(record: Record | Made, folder: Path) -> Path:
     return file
 
 
-def render_card(record: Record | Made) -> str:
+def render_card(record: Record | ChangeRecord) -> str:
     """The whole card: metadata, then the body."""
     return render_port_card(record) if isinstance(record, Record) else render_made_card(record)

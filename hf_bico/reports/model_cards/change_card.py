@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hf_bico.hub.references import is_hub_id
 from hf_bico.reports.model_cards.rendering import (
-    Place,
+    LinkTarget,
     kind_of,
     public_command,
     render,
@@ -24,8 +24,8 @@ from hf_bico.reports.model_cards.rendering import (
     shown_source,
     without_names,
 )
-from hf_bico.reports.model_cards.sections import Held, Licences, Usage, held_layers, languages, task_of
-from hf_bico.reports.record import Made, ModelRecord
+from hf_bico.reports.model_cards.sections import AdapterContents, Licences, Usage, held_layers, languages, card_task
+from hf_bico.reports.record import ChangeRecord, ModelRecord
 from hf_bico.reports.results import Report
 from typing import Any
 
@@ -40,9 +40,9 @@ MOST_NAMES = 3
 class MadeCard:
     """What the template prints; `record` names no local folder any more."""
 
-    record: Made
+    record: ChangeRecord
     use: Usage
-    held: Held | None
+    held: AdapterContents | None
 
     @property
     def extracted(self) -> bool:
@@ -79,10 +79,10 @@ class MadeCard:
         return Report((), tuple(self.record.left)).left_by_reason()
 
 
-def render_made_card(record: Made) -> str:
+def render_made_card(record: ChangeRecord) -> str:
     """The whole card: metadata, then the body."""
     public = _without_local_names(record)
-    use = Usage(public.output, public.target, task_of(public.target.family))
+    use = Usage(public.output, public.target, card_task(public.target.family))
     card = MadeCard(public, use, _held(public))
     return render(
         TEMPLATE,
@@ -97,7 +97,7 @@ def render_made_card(record: Made) -> str:
     )
 
 
-def _held(record: Made) -> Held | None:
+def _held(record: ChangeRecord) -> AdapterContents | None:
     if record.output.format != "adapter":
         return None
     adapters = bool(record.parts) and all(part.model.kind == "adapter" for part in record.parts)
@@ -117,7 +117,7 @@ def _part(source: ModelRecord, weight: float) -> str:
     return kind if weight == 1.0 else f"{kind}, times {weight:g}"
 
 
-def _without_local_names(record: Made) -> Made:
+def _without_local_names(record: ChangeRecord) -> ChangeRecord:
     public = replace(
         record,
         parts=[replace(part, model=shown_source(part.model)) for part in record.parts],
@@ -129,11 +129,11 @@ def _without_local_names(record: Made) -> Made:
     return replace(public, notices=notices, command=_command(public, record.command))
 
 
-def _command(public: Made, command: str | None) -> str | None:
+def _command(public: ChangeRecord, command: str | None) -> str | None:
     word = "FINETUNED" if public.job == "extract" else "VECTOR"
     numbered = len(public.parts) > 1
-    given: list[Place] = [(part.model, f"{word}{i}" if numbered else word) for i, part in enumerate(public.parts, 1)]
-    options: dict[str, Place] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
+    given: list[LinkTarget] = [(part.model, f"{word}{i}" if numbered else word) for i, part in enumerate(public.parts, 1)]
+    options: dict[str, LinkTarget] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
     return public_command(command, public.job, given, options)
 
 

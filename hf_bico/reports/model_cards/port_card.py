@@ -20,7 +20,7 @@ from hf_bico.reports.model_cards.descriptions import (
     uses_labels,
 )
 from hf_bico.reports.model_cards.rendering import (
-    Place,
+    LinkTarget,
     WORD,
     kind_of,
     public_command,
@@ -30,7 +30,7 @@ from hf_bico.reports.model_cards.rendering import (
     shown_source,
     without_names,
 )
-from hf_bico.reports.model_cards.sections import Held, Licences, Usage, held_sites, languages, measured_task, task_of
+from hf_bico.reports.model_cards.sections import AdapterContents, Licences, Usage, held_sites, languages, measured_task, card_task
 from hf_bico.reports.pictures import PICTURE_FILE, has_alignment, record_panels
 from hf_bico.reports.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.reports.results import (
@@ -92,7 +92,7 @@ class Card:
     trained: bool
     licences: Licences
     use: Usage | None
-    held: Held | None
+    held: AdapterContents | None
     picture: str | None
 
     @property
@@ -257,14 +257,14 @@ def _usage(record: Record) -> Usage | None:
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
     answers = METHODS.get(record.method.name, UNKNOWN).loss
-    task = task_of(record.target.family, record.objective, answers)
+    task = card_task(record.target.family, record.objective, answers)
     shown_names = [name for name in names if 0 < len(name) <= 60][:5]
     if record.objective.head is not None:
         shown_names = [clean(name, 60) for name in names]
     return Usage(record.output, record.target, task, shown_names, (templates or DEFAULT_TEMPLATES)[0])
 
 
-def _held(record: Record) -> Held | None:
+def _held(record: Record) -> AdapterContents | None:
     if record.output is None or record.output.format != "adapter":
         return None
     return held_sites(record.sites, record.output, record.source.kind == "adapter", record.target.family)
@@ -302,7 +302,7 @@ def _without_local_names(record: Record) -> Record:
 
 
 def _command(public: Record, command: str | None) -> str | None:
-    options: dict[str, Place] = {
+    options: dict[str, LinkTarget] = {
         "--base": (public.source.base, "BASE"),
         "--to": (public.target, "TARGET"),
         "--data": (public.data, "DATA"),

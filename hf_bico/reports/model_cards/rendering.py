@@ -33,7 +33,7 @@ _OWN_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target")
 _LOCAL_KINDS = {"adapter": "a local adapter", "delta": "a local task vector"}
 
 Entry = TypeVar("Entry", ModelRecord, DataRecord)
-Place = tuple[ModelRecord | DataRecord | None, str]
+LinkTarget = tuple[ModelRecord | DataRecord | None, str]
 """What a word of a command line names, and the word that stands for it where that is local."""
 
 
@@ -73,7 +73,7 @@ def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | No
     return text
 
 
-def public_command(command: str | None, job: str, given: Sequence[Place], options: Mapping[str, Place]) -> str | None:
+def public_command(command: str | None, job: str, given: Sequence[LinkTarget], options: Mapping[str, LinkTarget]) -> str | None:
     """The command line with a word in place of each local folder; None where its words cannot be told apart.
 
     `given` are its arguments, in order, which come before any option.
@@ -93,7 +93,7 @@ def public_command(command: str | None, job: str, given: Sequence[Place], option
     return clean(shlex.join([*words[:2], *public]), 2000)
 
 
-def _public(word: str, place: Place) -> str:
+def _public(word: str, place: LinkTarget) -> str:
     entry, placeholder = place
     on_hub = entry is not None and entry.commit and word.partition("@")[0] == entry.id
     return clean(word if on_hub else placeholder, 200)

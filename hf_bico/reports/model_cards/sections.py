@@ -36,7 +36,7 @@ _MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
-class HeldRow:
+class ContentsRow:
     """Layers of one kind: how many, of which ranks, and the share of their energy that is kept."""
 
     label: str
@@ -56,12 +56,12 @@ class HeldRow:
 
 
 @dataclass(frozen=True)
-class Held:
+class AdapterContents:
     """What an adapter holds."""
 
     what: str
     """What a row is of: "role" or "layer"."""
-    rows: Sequence[HeldRow]
+    rows: Sequence[ContentsRow]
     asked: str
     """The rank that was asked for, in words."""
     energy_kept: float | None
@@ -71,7 +71,7 @@ class Held:
     """Whether attention modules are saved whole."""
 
 
-def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> Held:
+def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> AdapterContents:
     """By role, of a port."""
     labels = role_labels(site.role for site in sites)
     rows = []
@@ -79,13 +79,13 @@ def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: 
         known = [(site.rank, site.kept) for site in sites if labels[site.role] == label and site.kept is not None]
         if known:
             mean = sum(kept for _, kept in known) / len(known)
-            rows.append(HeldRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
+            rows.append(ContentsRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
     exact = {site.role for site in sites if site.rank is None and site.kept is not None}
     attention = family == OPEN_CLIP and any(role.startswith("attn.") for role in exact)
-    return Held("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+    return AdapterContents("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
 
 
-def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> Held:
+def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> AdapterContents:
     """By layer, whatever its block; a bias counts to its layer."""
     labels = role_labels(_layer(entry.name) for entry in layers)
     rows = []
@@ -96,10 +96,10 @@ def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapte
         weights = [entry.rank for entry in own if not _is_bias(entry.name)]
         count = len({_layer(entry.name) for entry in own})
         name = "other layers" if label == OTHER_ROLES else label
-        rows.append(HeldRow(name, count, _ranks(weights or [None]), kept, energy))
+        rows.append(ContentsRow(name, count, _ranks(weights or [None]), kept, energy))
     exact = {entry.name for entry in layers if entry.rank is None}
     attention = family == OPEN_CLIP and any(name.endswith(".attn.in_proj_weight") for name in exact)
-    return Held("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+    return AdapterContents("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
 
 
 def _in_place(output: OutputRecord) -> list[str]:
@@ -142,7 +142,7 @@ LIBRARIES = {"open_clip ViT": "open_clip"} | dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Task:
+class CardTask:
     """One of the Hub's tasks, with the class that loads a model for it, and the one that prepares what it reads."""
 
     type: str
@@ -155,17 +155,17 @@ class Task:
         return {"type": self.type, "name": self.name}
 
 
-ZERO_SHOT = Task("zero-shot-image-classification", "Zero-Shot Image Classification")
-GENERATION = Task("text-generation", "Text Generation", "AutoModelForCausalLM")
-TEXT_TO_TEXT = Task("text2text-generation", "Text-to-Text Generation", "AutoModelForSeq2SeqLM")
-TEXT_CLASSES = Task("text-classification", "Text Classification", "AutoModelForSequenceClassification")
-IMAGE_CLASSES = Task(
+ZERO_SHOT = CardTask("zero-shot-image-classification", "Zero-Shot Image Classification")
+GENERATION = CardTask("text-generation", "Text Generation", "AutoModelForCausalLM")
+TEXT_TO_TEXT = CardTask("text2text-generation", "Text-to-Text Generation", "AutoModelForSeq2SeqLM")
+TEXT_CLASSES = CardTask("text-classification", "Text Classification", "AutoModelForSequenceClassification")
+IMAGE_CLASSES = CardTask(
     "image-classification", "Image Classification", "AutoModelForImageClassification", "AutoImageProcessor"
 )
-FEATURES = Task("feature-extraction", "Feature Extraction")
+FEATURES = CardTask("feature-extraction", "Feature Extraction")
 
 
-def task_of(family: str | None, objective: ObjectiveRecord | None = None, answers: bool = True) -> Task | None:
+def card_task(family: str | None, objective: ObjectiveRecord | None = None, answers: bool = True) -> CardTask | None:
     """What a model of a family is for; None where nothing says it.
 
     `answers` says whether a T5 was asked for answers, which one without a decoder has not.
@@ -182,7 +182,7 @@ def task_of(family: str | None, objective: ObjectiveRecord | None = None, answer
     return {"encoder": TEXT_CLASSES, "ViT": IMAGE_CLASSES}.get(family or "")
 
 
-def measured_task(record: Record, entry: EvaluationRecord) -> Task:
+def measured_task(record: Record, entry: EvaluationRecord) -> CardTask:
     """What a measurement is one of: by a probe, a classification of texts or of images."""
     family, data = record.target.family, record.data
     reads_text = family in TEXT_FAMILIES or (family == "generic" and data is not None and "image" not in data.columns)
@@ -190,7 +190,7 @@ def measured_task(record: Record, entry: EvaluationRecord) -> Task:
         return TEXT_CLASSES if reads_text else IMAGE_CLASSES
     if entry.metric == LOSS and family in CLIP:
         return FEATURES
-    return task_of(family, record.objective) or (TEXT_CLASSES if reads_text else IMAGE_CLASSES)
+    return card_task(family, record.objective) or (TEXT_CLASSES if reads_text else IMAGE_CLASSES)
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 NOUNS = {"adapter": "adapter", "delta": "change"}
@@ -202,7 +202,7 @@ class Usage:
 
     output: OutputRecord
     target: ModelRecord
-    task: Task | None = None
+    task: CardTask | None = None
     """What the target is for; None where nothing says it."""
     class_names: Sequence[str] = ()
     """A few, short enough for the example; of a classifier all, in the order of its head."""
@@ -227,7 +227,7 @@ class Usage:
         return self.target.family in CLIP
 
     @property
-    def runs_as(self) -> Task | None:
+    def runs_as(self) -> CardTask | None:
         """What the snippet shows beside loading, in transformers: a change of weights alone has no head."""
         task = None if self.is_clip else self.task
         return None if self.format == "delta" and task in (TEXT_CLASSES, IMAGE_CLASSES) else task

@@ -22,7 +22,7 @@ from torch import Tensor
 import hf_bico
 from hf_bico.errors import BicoError
 from hf_bico.experiments.demo.world import World
-from hf_bico.porting.result import Making, Ported
+from hf_bico.porting.result import ChangeResult, Ported
 from hf_bico.reports.results import foresight_sentence
 
 TASK = "inverted"
@@ -94,7 +94,7 @@ class Stage:
         return self.once("clean", self.port)
 
 
-def outcome_of(made: Ported | Making) -> Outcome:
+def outcome_of(made: Ported | ChangeResult) -> Outcome:
     foresight = getattr(made.record, "foresight", None)
     outlook = () if foresight is None else (foresight_sentence(foresight),)
     head = {} if made.form.head is None else {f"the head's {name}": t for name, t in made.form.head.tensors.items()}

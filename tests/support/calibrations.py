@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from hf_bico.data.draw import draw
-from hf_bico.porting.calibration import Round
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import heads_of
-from hf_bico.porting.model_pair import Bench
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan, settled
+from hf_bico.porting.planner import plan, with_model_defaults
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
 from support.language_toys import fine_tuned, sentences, write_decoder, write_t5
@@ -47,12 +47,14 @@ def planned_of(models: dict[str, Any]) -> Plan:
     return plan(models["source"], models["to"], base=models["base"], data=models["data"]).fetched()
 
 
-def make_round(models: dict[str, Any], method: str = "bico", foretells: bool = False) -> Round:
-    planned = planned_of(models)
+def make_calibration(repos: dict[str, Any], method: str = "bico", forecasts: bool = False) -> Calibration:
+    planned = planned_of(repos)
     base, target = planned.lineage.base.layout, planned.lineage.target.layout
-    settings = settled(Settings(n=SAMPLES, batch_size=4, dtype="float64", method=method, augment=0), base, target)
-    bench = Bench.open(planned, settings, torch.device("cpu"), Stopwatch())
-    bench = bench.of_towers(("",), settings.objective) if base.text_blocks else bench
-    drawn = draw(models["data"], settings, reads=base.reads)
-    heads = heads_of(bench, drawn.data.class_names, drawn)
-    return Round(bench, drawn, heads, Stopwatch(), settings, keeps=False, foretells=foretells)
+    settings = with_model_defaults(
+        Settings(n=SAMPLES, batch_size=4, dtype="float64", method=method, augment=0), base, target
+    )
+    models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
+    models = models.of_towers(("",), settings.objective) if base.text_blocks else models
+    drawn = draw(repos["data"], settings, reads=base.reads)
+    heads = heads_of(models, drawn.data.class_names, drawn)
+    return Calibration(models, drawn, heads, Stopwatch(), settings, keeps=False, forecasts=forecasts)
