@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_bico.porting.task_arithmetic import extract as extract
     from hf_bico.porting.task_vector import TaskVector as TaskVector
     from hf_bico.settings import Settings as Settings
+    from hf_bico.settings import register_method as register_method
     from hf_bico.utils.progress import show_progress as show_progress
 
 # a name is imported when it is first used, so that `import hf_bico` loads no torch
@@ -49,6 +50,7 @@ _HOMES = {
     "plan": "hf_bico.porting.planner",
     "port": "hf_bico.porting.port",
     "reproduce": "hf_bico.experiments.reproduce.run",
+    "register_method": "hf_bico.settings",
     "rerun": "hf_bico.porting.rerun",
     "show_progress": "hf_bico.utils.progress",
 }

@@ -1,42 +1,29 @@
-"""How to port: every choice that is not a model or a data set, checked on its own. Knows no torch."""
+"""Every option of a port and every method, each declared once. Knows no torch and no command line.
+
+The field of an option in `Settings` is all there is to declare: its checks, its place on the command line, in the
+recorded command and in the reference of commands, and whether it decides a measured number, are read from there.
+`register_method` is the same for methods.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isfinite
+from pathlib import Path
+from textwrap import indent, wrap
 from typing import Any
 
 from hf_bico.errors import RankError, UsageError
-from hf_bico.utils.text import did_you_mean
+from hf_bico.utils.text import did_you_mean, near
 
-METHOD_NAMES = (
-    *("bico", "bico-fisher", "bico-path", "input-only", "output-only", "gradient-only", "theseus"),
-    *("naive", "transfusion", "gradfix", "fewshot", "finetune"),
-)
-_ALIGNING = METHOD_NAMES[: METHOD_NAMES.index("naive")]
-OPTION_METHODS: dict[str, tuple[str, ...]] = {
-    "completion": _ALIGNING,
-    "path_steps": ("bico-path",),
-    "signs": ("gradfix",),
-    "learning_rate": ("fewshot", "finetune"),
-    "weight_decay": ("fewshot", "finetune"),
-    **dict.fromkeys(("train_steps", "train_batch", "warmup", "checkpoint"), ("finetune",)),
-}
-"""The options that only some methods look at."""
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 PREDICTING = ("zero-shot", "classification")
 """The objectives that tell classes apart."""
-LABELS = ("auto", "dataset", "pseudo")
 LAYERS = ("index", "similarity")
-TOWERS = ("vision", "text", "both")
-SIGNS = ("mean", "majority")
 OBJECTIVES = ("auto", "zero-shot", "contrastive", "language-modelling", "text-to-text", "classification")
-EVALUATIONS = ("auto", "zero-shot", "probe", "both")
-COMPLETIONS = ("drop", "svd")
 FORMATS = ("full", "adapter", "delta")
-DTYPES = ("auto", "float32", "float64", "bfloat16")
 PROBE = "probe"
 """The protocol of a measurement by a linear classifier; without one it is zero-shot."""
 DEFAULT_SAMPLES = 100
@@ -44,125 +31,414 @@ DEFAULT_MEASURED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
 USUAL_BATCH = 32
-DEVICE_MAPS = ("auto", "balanced", "sequential")
-FEW_SAMPLES, COPIES = 50, 7
-"""Below so many samples, bico-path adds so many altered copies of each."""
+FEW_SAMPLES = 50
+"""Below so many samples, methods that ask for it get altered copies of each."""
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """Everything that is known of a method without loading it.
+
+    `implementation` is the class, or "module:Class", which is imported when it is first used.
+    """
+
+    name: str
+    implementation: str | type
+    label: str
+    """Its name in tables and pictures."""
+    sentence: str | None = None
+    """What it does, on model cards."""
+    uses_samples: bool = True
+    uses_loss: bool = True
+    """Whether it reads gradients of the objective; a method without samples does not."""
+    uses_labels: bool = True
+    """Whether those gradients are of labels; a method without gradients reads none."""
+    turns: bool = True
+    """Whether it turns the task vector by maps."""
+    maps: str = "inputs (in) and output gradients (out)"
+    """What the maps of the input side (in) and of the output side (out) line up."""
+    trains_on: str | None = None
+    """What the target is trained on instead: "samples", or all of the "split"."""
+    options: tuple[str, ...] = ()
+    """The options that no other method reads, unless it names them too."""
+    copies: int = 0
+    """Altered copies of each sample where samples are few."""
+    usual: bool = False
+    """Whether a comparison measures it by default."""
+    row: int = 1000
+    """Its place in tables where none is given."""
+    style: tuple[str, str] | None = None
+    """Its colour and its marker in pictures."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uses_loss", self.uses_loss and self.uses_samples)
+        object.__setattr__(self, "uses_labels", self.uses_labels and self.uses_loss)
+
+
+METHODS: dict[str, MethodInfo] = {}
+"""Every method by its name, in the order in which help names them."""
+
+
+def register_method(name: str, implementation: str | type, *, label: str | None = None, **about: Any) -> None:
+    """Make a method known to everything that takes one: `port`, `compare`, `diagnose`, tables, pictures and cards.
+
+    `implementation` is a subclass of `hf_bico.alignment.methods.base.Method`, or "module:Class". `about` are the fields
+    of `MethodInfo`, such as `sentence` for model cards and `options=("completion",)` for a method that reads that
+    option. A method of the same name is replaced.
+
+    >>> register_method("mine", "my_package.mine:Mine", label="My method")
+    >>> Settings(method="mine").method
+    'mine'
+    >>> del METHODS["mine"]
+    """
+    METHODS[name] = MethodInfo(name, implementation, label or name, **about)
+
+
+def method_info(name: str) -> MethodInfo:
+    """Return what is known of a method; of one that is not registered, no more than its name."""
+    return METHODS.get(name) or MethodInfo(name, "", name)
+
+
+def usual_methods() -> tuple[str, ...]:
+    """Return the methods that a comparison measures by default, in the order of its rows."""
+    usual = [info for info in METHODS.values() if info.usual]
+    return tuple(info.name for info in sorted(usual, key=lambda info: info.row))
+
+
+def option_methods(option: str) -> tuple[str, ...]:
+    """Return the names of the methods that read an option: all of them, unless some claim it for themselves."""
+    return tuple(info.name for info in METHODS.values() if option in info.options) or tuple(METHODS)
+
+
+def _known(name: str, home: str, label: str, sentence: str, **about: Any) -> None:
+    register_method(name, f"hf_bico.alignment.methods.{home}", label=label, sentence=sentence, **about)
+
+
+# fmt: off
+_MAPS = {"options": ("completion",)}
+_WEIGHTED = {"maps": "inputs, weighted by gradients, (in) and output gradients (out)", "uses_labels": False}
+_RECIPE = ("learning_rate", "weight_decay")
+_known("bico", "aligned:Bico", "BiCo",
+       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
+       "the gradients of the loss at its outputs.",
+       **_MAPS, usual=True, row=10, style=("#D55E00", "o"))
+_known("bico-fisher", "aligned:BicoFisher", "BiCo-Fisher",
+       "As bico, without labels: the gradients that are lined up are those of every label in turn, each counted by "
+       "how likely the fine-tuned source finds it, and each row of the inputs is counted by the size of the layer's "
+       "own gradients there.",
+       **_MAPS, **_WEIGHTED, usual=True, row=11, style=("#E69F00", "D"))
+_known("bico-path", "aligned:BicoPath", "BiCo-path",
+       "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each part of "
+       "the task vector.",
+       **_WEIGHTED, options=("completion", "path_steps"), copies=7, usual=True, row=12, style=("#CC79A7", "h"))
+_known("input-only", "aligned:InputOnly", "input maps only",
+       "Half of bico: one orthogonal map a site lines up the two models' inputs of the layer; the output side is "
+       "padded by zeros, or cropped.",
+       **_MAPS, uses_loss=False, maps="inputs (in)", row=7, style=("#56B4E9", "<"))
+_known("output-only", "aligned:OutputOnly", "output maps only",
+       "Half of bico: one orthogonal map a site lines up the gradients of the loss at the layer's outputs; the input "
+       "side is padded by zeros, or cropped.",
+       **_MAPS, maps="output gradients (out)", row=8, style=("#9E9AC8", ">"))
+_known("gradient-only", "aligned:GradientOnly", "gradient maps only",
+       "Two orthogonal maps a site turn the task vector, and both line up gradients of the loss: at the layer's "
+       "inputs, and at its outputs.",
+       **_MAPS, maps="input gradients (in) and output gradients (out)", row=9, style=("#C9B800", "d"))
+_known("theseus", "aligned:Theseus", "THESEUS",
+       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
+       "its outputs. No gradient is looked at.",
+       **_MAPS, uses_loss=False, maps="inputs (in) and outputs (out)", usual=True, row=6, style=("#0072B2", "s"))
+_known("naive", "naive:Naive", "naive (padded)",
+       "The task vector is added as it is, padded by zeros or cropped. No data is looked at.",
+       uses_samples=False, turns=False, usual=True, row=1, style=("#A0703C", "x"))
+_known("transfusion", "transfusion:TransFusion", "TransFusion",
+       "Permutations of heads, neurons and axes bring the source's pretrained weights into the order in which they "
+       "are most like the target's, and the task vector with them. They are found from the weights alone, without "
+       "data.",
+       uses_samples=False, usual=True, row=2, style=("#6A51A3", "P"))
+_known("gradfix", "naive:GradFix", "GradFix",
+       "The task vector is added as it is, but kept only where its sign agrees with the target's negative gradient.",
+       turns=False, options=("signs",), usual=True, row=3, style=("#009E73", "^"))
+_known("fewshot", "finetuning:Fewshot", "one training step",
+       "One step of AdamW on the mean loss of the samples: what the same samples give without a source.",
+       turns=False, trains_on="samples", options=_RECIPE, usual=True, row=4, style=("#888888", "v"))
+_known("finetune", "finetuning:Finetune", "fine-tuning",
+       "AdamW on nine in ten of the split's samples, but for those that are measured on: what training gives.",
+       turns=False, trains_on="split", options=(*_RECIPE, "train_steps", "train_batch", "warmup", "checkpoint"),
+       row=5, style=("#333333", "p"))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: how it is typed, what it means, which values it takes, and where it counts."""
+
+    section: str
+    """The heading of a command's help that it stands under."""
+    help: str
+    group: str = "port"
+    """The commands that take it: those that take this group."""
+    type: type = str
+    flag: str | None = None
+    """How it is typed, where that is not its name."""
+    metavar: str | None = None
+    choices: Sequence[str] | Mapping[str, Any] | None = None
+    least: int | None = None
+    read: Callable[[str, str], Any] | None = None
+    """Reads what is typed, given with the option that it was typed for."""
+    typed_default: str | None = None
+    """The default as it is typed, where that is another than Python's."""
+    recorded: bool = True
+    """Whether the recorded command names it where it is not the default."""
+    decisive: bool = False
+    """Whether a measured number depends on it."""
+    python: str = ""
+    """What Python callers may give instead."""
+
+    def typed_as(self, name: str) -> str:
+        """Return what is typed on the command line for the option of this name."""
+        return self.flag or f"--{name.replace('_', '-')}"
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that is none of the choices, or below the least."""
+        if self.choices is not None and value is not None and isinstance(value, str):
+            _require_one_of(self.typed_as(name), value, tuple(self.choices))
+        if self.least is None or value is None:
+            return
+        if self.type is float:
+            if not isinstance(value, int | float) or not isfinite(value) or value < self.least:
+                raise UsageError(f"{self.typed_as(name)} is {value}", f"use a number of at least {self.least}")
+        elif type(value) is not int or value < self.least:
+            raise UsageError(f"{self.typed_as(name)} is {value}", f"use a whole number of at least {self.least}")
+
+
+def option(default: Any, section: str, help: str, **facts: Any) -> Any:
+    """Declare an option as a field of `Settings`; `facts` are the fields of `Option`."""
+    return field(default=default, metadata={"option": Option(section, help, **facts)})
+
+
+def require_rank(rank: Any) -> int | float | None:
+    """Return a rank that is a whole number of at least 1, a share of energy between 0 and 1, or None."""
+    if rank is None or (type(rank) is int and rank >= 1) or (type(rank) is float and 0.0 < rank < 1.0):
+        found: int | float | None = rank
+        return found
+    which = ": the rank 1, or all of the energy?" if rank == 1.0 and type(rank) is float else ""
+    raise RankError(
+        f"the rank is {rank!r}{which}",
+        "give a whole number of at least 1, or a share of energy between 0 and 1, such as 0.95",
+    )
+
+
+def read_rank(text: str, option: str = "--rank") -> int | float:
+    """Read a rank as it is typed: 16, or 0.95."""
+    for kind in (int, float):
+        try:
+            rank = require_rank(kind(text))
+        except ValueError:
+            continue
+        return 1 if rank is None else rank
+    raise RankError(f"{option} is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
+
+
+def read_layers(text: str, option: str = "--layers") -> str | tuple[int, ...]:
+    """Read layers as they are typed: index, similarity, or 0,0,1,1."""
+    if text in LAYERS:
+        return text
+    meant = near(text, LAYERS)
+    if meant is not None:
+        raise UsageError(f"{option} is '{text}'", f"did you mean '{meant}'?")
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{option} is '{text}'", f"use {' or '.join(LAYERS)}, or the source block of each target block: 0,0,1,1"
+        ) from None
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
+
+
+def read_size(text: str, option: str) -> int:
+    """Read a size in bytes as it is typed.
+
+    >>> read_size("1.5 GB", "--max-download")
+    1500000000
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{option} is '{text}'", "use a size such as 500MB or 2GB")
+    return int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " "))
+
+
+def read_lines(file: str, option: str) -> list[str]:
+    """Read a text file of one entry a line."""
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
+    kept = [line for line in lines if line]
+    if not kept:
+        raise UsageError(f"{option}: '{file}' is empty", "give a text file with one entry a line")
+    return kept
+
+
+def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        remedy = did_you_mean(str(value), choices, f"use one of: {', '.join(choices)}")
+        raise UsageError(f"{option} is '{value}'", remedy)
+
+
+_DATA, _METHOD, _TRAINING = "Samples", "Method", "Training, of fewshot and finetune"
+_MEASURING, _RUN, _OUTPUT = "Measuring", "Running", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of a port.
+    """The options of a port."""
 
-    Samples: `n` in all (100 by default) or `per_class` of each class, drawn from `split` of the data set's `config` by
-    `seed`, in the way that `sampling` names (random, class-balanced, centroid-near, centroid-far, half-class,
-    one-class), with at most `max_download` bytes of it downloaded; `image_column`, `caption_column`, `text_column`
-    (of a pair "a,b", of a prompt and its answer "prompt=a,completion=b"), `label_column` and `class_names` where they
-    cannot be found; prompts from `templates`, with {} for the class; texts of up to `max_length` tokens. `labels` are
-    the "dataset"'s, or "pseudo": what the fine-tuned source predicts; "auto" takes the data set's where it has any.
-    `augment` adds so many altered copies of each sample (by default 7 for bico-path below 50 samples, else none).
-    Loss: `objective` is "auto" (what the models are made for), one of OBJECTIVES, or a callable (model, batch) -> loss
-    that sums over the samples of `batch.pixels` or `batch.tokens`, and `batch.labels` (each -1 where the data set has
-    none).
-    Method: `method` is one of METHOD_NAMES; `completion` says what the maps do where calibration saw nothing: "drop"
-    it, or complete it arbitrarily by the "svd"; `alpha` scales what is added. `layers` says which source block each
-    target block takes: by "index", by "similarity" (CKA), or a list. `tower` says which of a CLIP's two are carried:
-    "vision", "text" or "both"; by default those that the source changed. `path_steps` are those of bico-path, `signs`
-    how gradfix takes the target's gradient ("mean", or the "majority" of the samples). `readout` corrects the final
-    projection towards the fine-tuned source's predictions, in closed form. `fit_head` fits a classifier's head to the
-    calibration samples, instead of carrying the source's.
-    Training, of fewshot and finetune alone: `learning_rate`, `weight_decay`; of finetune: `train_steps`, `train_batch`,
-    `warmup` and `checkpoint`, a folder that an interrupted training goes on from.
-    Result: `format` is "full", a model, "adapter", for peft, or "delta", the change alone; by default a LoRA gives an
-    adapter and anything else a full model. `rank` is an adapter's: a whole number, or a share of each layer's energy
-    such as 0.95; by default a LoRA keeps its rank and anything else is exact.
-    Run: on `device` in `dtype`, with at most `memory` bytes of it (or a text such as "8GB"; by default what is free):
-    where models and sums do not fit together, the samples are gone through several times. `batch_size` samples at a
-    time; by default as many as are quick, and fit; `calibration_batch` of them in calibration, to repeat a port
-    exactly. `device_map` "auto" spreads models that are too large for one GPU over all, and the main memory, by
-    accelerate. `evaluate` measures on at most `eval_samples` held-out samples, by `evaluation` "zero-shot" (as the
-    objective asks, without fitting anything), by a linear "probe" that is fitted to the calibration samples, or "both";
-    "auto" is a probe for text-to-text, else zero-shot. `control` also measures a port whose two models saw different
-    samples; `force` goes on although the base looks wrong.
-    """
-
-    config: str | None = None
-    split: str | None = None
-    n: int | None = None
-    per_class: int | None = None
-    seed: int = 0
-    sampling: str = "random"
-    labels: str = "auto"
-    augment: int | None = None
-    objective: str | Callable[..., Any] = "auto"
-    method: str = "bico"
-    completion: str = "drop"
-    alpha: float = 1.0
-    layers: str | Sequence[int] = "index"
-    tower: str | None = None
-    path_steps: int = 2
-    signs: str = "mean"
-    readout: bool = False
-    fit_head: bool = False
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.1
-    train_steps: int = 2000
-    train_batch: int = 128
-    warmup: int = 200
-    checkpoint: str | None = None
-    format: str | None = None
-    rank: int | float | None = None
-    image_column: str | None = None
-    label_column: str | None = None
-    text_column: str | None = None
-    caption_column: str | None = None
-    max_length: int | None = None
-    class_names: Sequence[str] | None = None
-    templates: Sequence[str] = DEFAULT_TEMPLATES
-    max_download: int = DEFAULT_DOWNLOAD
-    batch_size: int | None = None
-    calibration_batch: int | None = None
-    memory: int | None = None
-    device_map: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    evaluate: bool = True
-    eval_samples: int = DEFAULT_MEASURED
-    evaluation: str = "auto"
-    control: bool = False
-    force: bool = False
+    # fmt: off
+    split: str | None = option(None, _DATA, "Split to calibrate on; train by default.", recorded=False, decisive=True)
+    n: int | None = option(
+        None, _DATA, f"Calibration samples in all; {DEFAULT_SAMPLES} by default.",
+        flag="-n", type=int, least=1, recorded=False)
+    per_class: int | None = option(
+        None, _DATA, "Calibration samples of each class, instead of -n.",
+        flag="-k", type=int, least=1, recorded=False)
+    config: str | None = option(
+        None, _DATA, "Configuration of the data set, where it has several.", group="data", decisive=True)
+    max_download: int = option(
+        DEFAULT_DOWNLOAD, _DATA, "Most to download of a data set; large ones are sampled.",
+        group="data", read=read_size, typed_default="2GB", decisive=True)
+    image_column: str | None = option(
+        None, _DATA, "The column with the images, when it cannot be found by its type.", group="data", decisive=True)
+    label_column: str | None = option(
+        None, _DATA, "The column with the labels, when it cannot be found by its type.", group="data", decisive=True)
+    text_column: str | None = option(
+        None, _DATA, "The column with the texts, or the two of a pair, when they cannot be found by their names; "
+        "prompt=COLUMN,completion=COLUMN of a prompt and its answer.",
+        group="data", metavar="COLUMN[,COLUMN]", decisive=True)
+    caption_column: str | None = option(
+        None, _DATA, "The column with the images' captions, where there are any.", group="data", decisive=True)
+    max_length: int | None = option(
+        None, _DATA, "Most tokens of a text; by default what the tokenizer says, and at most 2048.",
+        group="data", type=int, metavar="TOKENS", least=1, decisive=True)
+    class_names: Sequence[str] | None = option(
+        None, _DATA, "File with one class name a line.",
+        group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of names.")
+    templates: Sequence[str] = option(
+        DEFAULT_TEMPLATES, _DATA, "File with one prompt a line, {} in it.",
+        group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
+    seed: int = option(0, _DATA, "Seed of the sampling.", group="data", type=int, decisive=True)
+    batch_size: int | None = option(
+        None, _RUN, "Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs "
+        "out.", group="data", type=int, least=1)
+    device: str = option("auto", _RUN, "auto, cpu, cuda or cuda:N.", group="data", recorded=False)
+    dtype: str = option(
+        "auto", _RUN, "Precision to run the models in; auto is float32.",
+        group="data", choices=("auto", "float32", "float64", "bfloat16"), decisive=True)
+    memory: int | None = option(
+        None, _RUN, "Most memory of the device to use, such as 8GB; by default all.",
+        group="limits", metavar="SIZE", read=read_size, type=int, least=1)
+    device_map: str | None = option(
+        None, _RUN, "Spread models that are too large for one GPU over all and the main memory, by accelerate.",
+        group="limits", choices=("auto", "balanced", "sequential"))
+    method: str = option(
+        "bico", _METHOD, "How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side.",
+        choices=METHODS, metavar="METHOD")
+    completion: str = option(
+        "drop", _METHOD, "What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the "
+        "SVD.", group="aligning", choices=("drop", "svd"), decisive=True)
+    alpha: float = option(
+        1.0, _METHOD, "How much of the task vector to add.", group="aligning", type=float, decisive=True)
+    layers: str | Sequence[int] = option(
+        "index", _METHOD, "Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
+        group="aligning", metavar="index|similarity|LIST", read=read_layers, decisive=True)
+    sampling: str = option(
+        "random", _DATA, "How calibration samples are chosen.",
+        group="aligning", choices=SAMPLINGS, metavar="SAMPLING", decisive=True)
+    labels: str = option(
+        "auto", _DATA, "The data set's, or what the fine-tuned source predicts (pseudo); auto: the former if any.",
+        group="aligning", choices=("auto", "dataset", "pseudo"), decisive=True)
+    augment: int | None = option(
+        None, _DATA, "Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
+        group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
+    objective: str | Callable[..., Any] = option(
+        "auto", _METHOD, "The loss whose gradients are lined up; auto: what the models are made for.",
+        group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True,
+        python="A callable (model, batch) -> loss that sums over the samples of `batch.pixels` or `batch.tokens`, and "
+        "`batch.labels` (each -1 where the data set has none).")
+    path_steps: int = option(2, _METHOD, "Steps of bico-path.", group="aligning", type=int, least=1, decisive=True)
+    signs: str = option(
+        "mean", _METHOD, "gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
+        group="aligning", choices=("mean", "majority"), decisive=True)
+    learning_rate: float = option(
+        1e-5, _TRAINING, "Of fewshot and finetune.", group="training", type=float, least=0, decisive=True)
+    weight_decay: float = option(
+        0.1, _TRAINING, "Of fewshot and finetune.", group="training", type=float, least=0, decisive=True)
+    train_steps: int = option(2000, _TRAINING, "Of finetune.", group="training", type=int, least=1, decisive=True)
+    train_batch: int = option(128, _TRAINING, "Of finetune.", group="training", type=int, least=1, decisive=True)
+    warmup: int = option(200, _TRAINING, "Steps of finetune.", group="training", type=int, least=0, decisive=True)
+    eval_samples: int = option(
+        DEFAULT_MEASURED, _MEASURING, "Held-out samples to measure on, at most.",
+        group="measuring", type=int, metavar="N", least=1, decisive=True)
+    evaluation: str = option(
+        "auto", _MEASURING, "How models are measured: zero-shot, as the objective asks, or by a probe, a linear "
+        "classifier fitted to the calibration samples; auto: a probe for text-to-text, else zero-shot.",
+        group="measuring", choices=("auto", "zero-shot", "probe", "both"))
+    tower: str | None = option(
+        None, _METHOD, "Of a CLIP: which tower to carry; by default what the source changed.",
+        choices=("vision", "text", "both"))
+    fit_head: bool = option(
+        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", flag="--probe", type=bool)
+    readout: bool = option(
+        False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)
+    control: bool = option(
+        False, _MEASURING, "Measure a port from mispaired samples too: its gain should vanish.", type=bool)
+    checkpoint: str | None = option(
+        None, _TRAINING, "Of finetune: where to go on from; by default beside the output.",
+        metavar="FOLDER", recorded=False)
+    format: str | None = option(
+        None, _OUTPUT, "A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything "
+        "else a model.", choices=FORMATS, recorded=False)
+    rank: int | float | None = option(
+        None, _OUTPUT, "Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a "
+        "LoRA keeps its rank and anything else is exact.", read=read_rank, recorded=False)
+    evaluate: bool = option(
+        True, _MEASURING, "Skip measuring target, port and source on held-out samples.",
+        flag="--no-eval", type=bool, recorded=False, python="False skips it.")
+    force: bool = option(
+        False, _RUN, "Go on although the base looks wrong, or the port measured worse.", type=bool)
+    calibration_batch: int | None = option(
+        None, _RUN, "Samples at a time in calibration, to repeat a port exactly.",
+        group="python", flag="calibration_batch", type=int, least=1, recorded=False)
+    # fmt: on
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Settings:
-        """Options by name; one that there is not is said, and sizes may be texts such as 2GB."""
-        known = [field.name for field in fields(cls)]
+        """Make settings of options by name; sizes may be texts such as 2GB."""
         for name in options:
-            if name not in known:
+            if name not in OPTIONS:
                 meant = "per_class" if name == "k" else name
-                remedy = did_you_mean(meant, known, f"the options are: {', '.join(known)}")
+                remedy = did_you_mean(meant, OPTIONS, f"the options are: {', '.join(OPTIONS)}")
                 raise UsageError(f"there is no option '{name}'", remedy)
         sizes = {name: options.get(name) for name in ("max_download", "memory")}
         read = {name: read_size(size, name) for name, size in sizes.items() if isinstance(size, str)}
         return cls(**{**options, **read})
 
     def __post_init__(self) -> None:
-        _require_one_of("method", self.method, METHOD_NAMES)
-        _require_one_of("completion", self.completion, COMPLETIONS)
-        _require_one_of("sampling", self.sampling, SAMPLINGS)
-        _require_one_of("labels", self.labels, LABELS)
-        _require_one_of("signs", self.signs, SIGNS)
-        _require_one_of("evaluation", self.evaluation, EVALUATIONS)
-        self._require_layers()
-        _require_one_of("dtype", self.dtype, DTYPES)
-        if self.device_map is not None:
-            _require_one_of("device-map", self.device_map, DEVICE_MAPS)
-        if self.tower is not None:
-            _require_one_of("tower", self.tower, TOWERS)
-        if self.format is not None:
-            _require_one_of("format", self.format, FORMATS)
+        for name, known in OPTIONS.items():
+            known.check(name, getattr(self, name))
+        self._check_layers()
+        self._check_texts()
+        self._check_together()
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed is {self.seed}", "use a whole number of at least 0, and below 2^63")
+        if not isinstance(self.alpha, int | float) or not isfinite(self.alpha):
+            raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
+
+    def _check_together(self) -> None:
+        """Refuse options that contradict each other."""
         if require_rank(self.rank) is not None and self.format not in (None, "adapter"):
             raise UsageError(f"--rank was given with --format {self.format}", "use --rank with --format adapter")
-        if isinstance(self.objective, str):
-            _require_one_of("objective", self.objective, OBJECTIVES)
         if self.labels == "pseudo" and self.objective not in ("auto", *PREDICTING):
             raise UsageError(
                 "pseudo-labels are what an objective predicts that tells classes apart, and this one does not",
@@ -170,34 +446,13 @@ class Settings:
             )
         if self.n is not None and self.per_class is not None:
             raise UsageError("-n and -k were both given", "choose the number of samples in all, or per class")
-        for option, value, least in (
-            ("-n", self.n, 1),
-            ("-k", self.per_class, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--memory", self.memory, 1),
-            ("calibration_batch", self.calibration_batch, 1),
-            ("--augment", self.augment, 0),
-            ("--max-length", self.max_length, 1),
-            ("--path-steps", self.path_steps, 1),
-            ("--train-steps", self.train_steps, 1),
-            ("--train-batch", self.train_batch, 1),
-            ("--warmup", self.warmup, 0),
-            ("--eval-samples", self.eval_samples, 1),
-        ):
-            if value is not None and (type(value) is not int or value < least):
-                raise UsageError(f"{option} is {value}", f"use a whole number of at least {least}")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed is {self.seed}", "use a whole number of at least 0, and below 2^63")
         if self.control and not self.evaluate:
             raise UsageError("--control is measured, and --no-eval measures nothing", "leave one of the two out")
-        for option, rate in (("--learning-rate", self.learning_rate), ("--weight-decay", self.weight_decay)):
-            if not isinstance(rate, int | float) or not isfinite(rate) or rate < 0:
-                raise UsageError(f"{option} is {rate}", "use a number of at least 0")
+
+    def _check_texts(self) -> None:
         for name, texts in (("templates", self.templates), ("class_names", self.class_names)):
             if isinstance(texts, str):
                 raise UsageError(f"{name} is one string, {texts!r}", "give a list of strings")
-        if not isinstance(self.alpha, int | float) or not isfinite(self.alpha):
-            raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
         object.__setattr__(self, "templates", tuple(self.templates))
         for template in self.templates:
             if "{}" not in template:
@@ -205,9 +460,9 @@ class Settings:
         if not self.templates:
             raise UsageError("there is no prompt template", "give at least one line with {} in it")
 
-    def _require_layers(self) -> None:
+    def _check_layers(self) -> None:
         if isinstance(self.layers, str):
-            _require_one_of("layers", self.layers, LAYERS)
+            _require_one_of("--layers", self.layers, LAYERS)
             return
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or any(type(block) is not int or block < 0 for block in self.layers):
@@ -216,20 +471,20 @@ class Settings:
             )
 
     def copies(self, samples: int) -> int:
-        """How many altered copies of each of so many samples are used."""
+        """Return how many altered copies of each of so many samples are used."""
         if self.augment is not None:
             return self.augment
-        return COPIES if self.method == "bico-path" and samples < FEW_SAMPLES else 0
+        return method_info(self.method).copies if samples < FEW_SAMPLES else 0
 
     @property
     def batch(self) -> int:
-        """How many samples are run at a time where nothing is differentiated."""
+        """Samples at a time where nothing is differentiated."""
         return self.batch_size or USUAL_BATCH
 
     @property
     def trains_on_all(self) -> bool:
         """Whether the method trains on all of the split, and not on some samples."""
-        return self.method == "finetune"
+        return method_info(self.method).trains_on == "split"
 
     @property
     def own_objective(self) -> bool:
@@ -247,57 +502,18 @@ class Settings:
         return self.objective in PREDICTING
 
 
-def require_rank(rank: Any) -> int | float | None:
-    """A whole number of at least 1, a share of energy between 0 and 1, or None."""
-    if rank is None or (type(rank) is int and rank >= 1) or (type(rank) is float and 0.0 < rank < 1.0):
-        found: int | float | None = rank
-        return found
-    which = ": the rank 1, or all of the energy?" if rank == 1.0 and type(rank) is float else ""
-    raise RankError(
-        f"the rank is {rank!r}{which}",
-        "give a whole number of at least 1, or a share of energy between 0 and 1, such as 0.95",
-    )
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Settings)}
+"""Every option by its name in Python."""
 
 
-def read_rank(text: str) -> int | float:
-    """A rank as it is typed: 16, or 0.95."""
-    for kind in (int, float):
-        try:
-            rank = require_rank(kind(text))
-        except ValueError:
-            continue
-        return 1 if rank is None else rank
-    raise RankError(f"--rank is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
+def _described() -> str:
+    """Return the docstring of `Settings`: every option under its heading."""
+    sections: dict[str, list[str]] = {}
+    for name, known in OPTIONS.items():
+        text = f"{name}: {known.help} {known.python}".rstrip()
+        sections.setdefault(known.section, []).append(indent("\n".join(wrap(text, 110)), "    "))
+    listed = [f"{title}:\n" + "\n".join(lines) for title, lines in sections.items()]
+    return "\n\n".join(["The options of a port.", *listed])
 
 
-def read_layers(text: str) -> str | tuple[int, ...]:
-    """Layers as they are typed: index, similarity, or 0,0,1,1."""
-    if text in LAYERS:
-        return text
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--layers is '{text}'", f"use {' or '.join(LAYERS)}, or the source block of each target block: 0,0,1,1"
-        ) from None
-
-
-def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        remedy = did_you_mean(str(value), choices, f"use one of: {', '.join(choices)}")
-        raise UsageError(f"--{option} is '{value}'", remedy)
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
-
-
-def read_size(text: str, option: str) -> int:
-    """What a text such as 500MB means.
-
-    >>> read_size("1.5 GB", "--max-download")
-    1500000000
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"{option} is '{text}'", "use a size such as 500MB or 2GB")
-    return int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " "))
+Settings.__doc__ = _described()

@@ -18,12 +18,11 @@ from hf_bico.cli.options import (
     Choice,
     SectionedHelp,
     base_option,
-    device_option,
     folder_option,
     hub_options,
     last_name,
     output_options,
-    rank_option,
+    setting,
 )
 from hf_bico.errors import UsageError
 from hf_bico.settings import FORMATS, read_rank, require_rank
@@ -34,9 +33,9 @@ overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an o
 @click.command(cls=SectionedHelp, short_help="Take a fine-tune's change as a PEFT adapter.")
 @click.argument("finetuned", shell_complete=complete_model)
 @base_option
-@rank_option
+@setting("rank")
 @OUTPUT.option("--everything", is_flag=True, help="Hold norms, embeddings and the like too, as they will be.")
-@device_option
+@setting("device")
 @folder_option("Output folder; ./FINETUNED-adapter by default.")
 @overwrite_option
 @hub_options
@@ -79,8 +78,8 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
     type=Choice(FORMATS),
     help="A model, a PEFT adapter, or only the change.",
 )
-@rank_option
-@device_option
+@setting("rank")
+@setting("device")
 @folder_option("Output folder; ./VECTOR-applied by default.")
 @overwrite_option
 @hub_options

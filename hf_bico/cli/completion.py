@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from hf_bico.settings import METHOD_NAMES
+from hf_bico.settings import METHODS
 
 _CACHED = {"model": "models--", "dataset": "datasets--"}
 _HARMLESS = re.compile(r"(?!-)[\w.+@%,-]+")
@@ -37,7 +37,7 @@ def complete_folder(context: click.Context, parameter: click.Parameter, incomple
 def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The next of some methods with commas between them, without those that are there already."""
     given, comma, last = incomplete.rpartition(",")
-    left = [name for name in ("all", *METHOD_NAMES) if name not in given.split(",")]
+    left = [name for name in ("all", *METHODS) if name not in given.split(",")]
     return [f"{given}{comma}{name}" for name in _starting(last, left)]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 SIZE, DRAWS = 100, 3
-METHODS = "naive,theseus,bico,bico-fisher,bico-path"
+SHOWN_METHODS = "naive,theseus,bico,bico-fisher,bico-path"
 
 
 @click.command(cls=SectionedHelp, short_help="The whole job on two small models, made on the spot.")
@@ -66,7 +66,7 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
             hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
             hf_bico("eval", "ported", "--data", f"data/{hard}")
             for task, sizes in ((hard, f"10,{SIZE}"), (easy, str(SIZE))):
-                grid = ["--methods", METHODS, "-n", sizes, "--seeds", str(DRAWS)]
+                grid = ["--methods", SHOWN_METHODS, "-n", sizes, "--seeds", str(DRAWS)]
                 references = ["--fine-tuned", f"models/wide-{task}"]
                 hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
             hf_bico("card", "ported")
@@ -128,16 +128,18 @@ def _activation() -> str:
 
 def _side_by_side(compared: Mapping[str, Comparison]) -> str:
     """A column a task: the target, what each method makes of it, and the target fine-tuned directly."""
-    from hf_bico.experiments.compare.cells import LABELS
+    from hf_bico.experiments.compare.cells import method_label
     from hf_bico.utils.text import format_table
 
-    shown = ("target", *METHODS.split(","), "target fine-tuned")
+    shown = ("target", *SHOWN_METHODS.split(","), "target fine-tuned")
     columns = [
         {row.method: row.average for row in comparison.rows() if row.size in (None, SIZE)}
         for comparison in compared.values()
     ]
     means = [[f"{100 * spread.mean:.1f}" for column in columns if (spread := column[name])] for name in shown]
-    return format_table([("model", *compared), *((LABELS[name], *row) for name, row in zip(shown, means, strict=True))])
+    return format_table(
+        [("model", *compared), *((method_label(name), *row) for name, row in zip(shown, means, strict=True))]
+    )
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -30,26 +30,19 @@ from hf_bico.cli.options import (
     TRAINING,
     Choice,
     SectionedHelp,
-    aligning_options,
     base_option,
-    data_options,
-    device_option,
-    dtype_option,
-    eval_samples_option,
     folder_option,
     hub_options,
     last_name,
-    limit_options,
-    memory_options,
-    method_options,
     output_options,
     read_methods,
     read_settings,
+    setting,
+    settings_of,
     target_option,
-    training_options,
 )
 from hf_bico.errors import UsageError
-from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, read_size
+from hf_bico.settings import DEFAULT_SAMPLES, METHODS, read_size
 
 if TYPE_CHECKING:
     from hf_bico.experiments.compare.comparison import Comparison
@@ -71,12 +64,13 @@ if TYPE_CHECKING:
 )
 @SAMPLES.option("--data-of", multiple=True, metavar="TASK=DATA", help="Another copy of a task's data set.")
 @TRAINING.option("--train-target", is_flag=True, help="Fine-tune the target too, for its own line.")
-@training_options
+@settings_of("training")
 @SAMPLES.option("--max-download", default="20GB", show_default=True, help="Most to download of a data set.")
-@eval_samples_option
-@memory_options
-@device_option
-@dtype_option
+@setting("eval_samples")
+@setting("batch_size")
+@setting("memory")
+@setting("device")
+@setting("dtype")
 @folder_option("Folder of all tables and fine-tunes; ./reproduced by default.")
 @RUNNING.option("--dry-run", is_flag=True, help="Only show the table, and what it would take.")
 @hub_options
@@ -195,9 +189,7 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
     help="The target fine-tuned directly, as a reference.",
 )
 @MEASURING.option("--with-base", is_flag=True, help="Measure the source before it was fine-tuned, too.")
-@data_options
-@limit_options
-@method_options
+@settings_of("data", "limits", "aligning", "training", "measuring")
 @METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
 @MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
 @folder_option("Output folder; ./SOURCE-to-TARGET-compared by default.")
@@ -281,7 +273,7 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
 @SAMPLES.option("-n", "n", type=int, help=f"Samples in all; {DEFAULT_SAMPLES} by default.")
 @SAMPLES.option("-k", "per_class", type=int, help="Samples of each class, instead of -n.")
 @METHOD.option(
-    "--method", default="bico", show_default=True, type=Choice(METHOD_NAMES), help="Whose maps are looked at."
+    "--method", default="bico", show_default=True, type=Choice(tuple(METHODS)), help="Whose maps are looked at."
 )
 @METHOD.option(
     "--methods",
@@ -290,10 +282,8 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
     shell_complete=complete_methods,
     help="With --fine-tuned: the methods whose models are held against it.",
 )
-@METHOD.option("--tower", type=Choice(TOWERS), help="Of a CLIP: which tower; by default what the source changed.")
-@data_options
-@limit_options
-@aligning_options
+@setting("tower", help="Of a CLIP: which tower; by default what the source changed.")
+@settings_of("data", "limits", "aligning")
 @OUTPUT.option(
     "--beside",
     multiple=True,
@@ -365,7 +355,7 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
 @MEASURING.option(
     "--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split."
 )
-@data_options
+@settings_of("data")
 @hub_options
 @output_options
 def evaluate(model: str, data: str | None, base: str | None, n: int | None, probe: int | None, **options: Any) -> None:

@@ -1,10 +1,6 @@
-"""Options by sections, from the table in settings.
+"""The options of the commands, under the headings of their help, and what was typed read back as data.
 
-Help in sections: every option says under which heading it stands, and examples come last.
-
-Knows how help is laid out; not what the options mean.
-
-The command line's options, by their sections, and what was typed read back as data. Runs nothing.
+Options of a port are built from their declaration in `hf_bico.settings`; those of one command alone stand with it.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import inspect
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +16,7 @@ import click
 
 from hf_bico.cli.completion import complete_folder, complete_model
 from hf_bico.errors import UsageError
-from hf_bico.settings import (
-    COMPLETIONS,
-    DEFAULT_MEASURED,
-    DEVICE_MAPS,
-    DTYPES,
-    EVALUATIONS,
-    FORMATS,
-    LABELS,
-    LAYERS,
-    METHOD_NAMES,
-    OBJECTIVES,
-    OPTION_METHODS,
-    SAMPLINGS,
-    SIGNS,
-    Settings,
-    read_layers,
-    read_rank,
-    read_size,
-)
+from hf_bico.settings import METHODS, OPTIONS, Settings, option_methods, read_lines
 from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
@@ -129,6 +107,37 @@ class Choice(click.Choice[str]):
             self.fail(f"{error.message}{hint}", param, ctx)
 
 
+def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
+    """Return the click option of a setting as `hf_bico.settings` declares it, maybe with another `help`."""
+    known = OPTIONS[name]
+    facts: dict[str, Any] = {"metavar": known.metavar, "help": help or known.help}
+    names = [known.typed_as(name)]
+    if known.type is bool:  # --no-eval is the flag of what is on by default
+        facts["is_flag"] = True
+        names += [] if _DEFAULTS[name] else [name]
+    else:
+        names.append(name)
+        default = known.typed_default or _DEFAULTS[name]
+        if default is not None and known.read is not read_lines:
+            facts |= {"default": default, "show_default": True}
+        facts["type"] = known.type if known.read is None else str
+    if known.choices is not None:
+        facts["type"] = Choice(tuple(known.choices))
+        if known.metavar is not None:
+            facts["help"] += f" One of: {', '.join(known.choices)}."
+    if known.read is read_lines:
+        facts["type"] = click.Path(dir_okay=False)
+    if known.metavar == "FOLDER":
+        facts["shell_complete"] = complete_folder
+    return Section(known.section).option(*names, **facts)
+
+
+def settings_of(*groups: str) -> Callable[[Command], Command]:
+    """Return the options of these groups of settings, in the order of their declaration, as one decorator."""
+    return _together(*(setting(name) for name, known in OPTIONS.items() if known.group in groups))
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Settings)}
 target_option = MODELS.option(
     "--to", "target", required=True, shell_complete=complete_model, help="The pretrained model to carry to."
 )
@@ -136,17 +145,6 @@ base_option = MODELS.option(
     "--base",
     shell_complete=complete_model,
     help="The model that was fine-tuned; by default what card or configuration say.",
-)
-device_option = RUNNING.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-format_option = OUTPUT.option(
-    "--format",
-    type=Choice(FORMATS),
-    help="A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything else a model.",
-)
-rank_option = OUTPUT.option(
-    "--rank",
-    help="Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a LoRA keeps its "
-    "rank and anything else is exact.",
 )
 token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
 CALIBRATION_DATA = (
@@ -156,12 +154,12 @@ CALIBRATION_DATA = (
 
 
 def folder_option(help: str) -> Callable[[Command], Command]:
-    """`-o`, where to write."""
+    """Return `-o`, where to write."""
     return OUTPUT.option("-o", "output", shell_complete=complete_folder, help=help)
 
 
 def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, in the order in which they are named."""
+    """Join several options into one decorator, in the order in which they are named."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -193,169 +191,28 @@ push_options = _together(
     HUB.option("--message", help="Commit message."),
 )
 
-_batch_option = RUNNING.option(
-    "--batch-size",
-    type=int,
-    help="Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs out.",
-)
-_memory_option = RUNNING.option(
-    "--memory", metavar="SIZE", help="Most memory of the device to use, such as 8GB; by default all."
-)
-memory_options = _together(_batch_option, _memory_option)
-limit_options = _together(
-    _memory_option,
-    RUNNING.option(
-        "--device-map",
-        type=Choice(DEVICE_MAPS),
-        help="Spread models that are too large for one GPU over all and the main memory, by accelerate.",
-    ),
-)
-
-dtype_option = RUNNING.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=Choice(DTYPES),
-    help="Precision to run the models in; auto is float32.",
-)
-eval_samples_option = MEASURING.option(
-    "--eval-samples",
-    default=DEFAULT_MEASURED,
-    show_default=True,
-    metavar="N",
-    help="Held-out samples to measure on, at most.",
-)
-training_options = _together(
-    TRAINING.option("--learning-rate", default=1e-5, show_default=True, help="Of fewshot and finetune."),
-    TRAINING.option("--weight-decay", default=0.1, show_default=True, help="Of fewshot and finetune."),
-    TRAINING.option("--train-steps", default=2000, show_default=True, help="Of finetune."),
-    TRAINING.option("--train-batch", default=128, show_default=True, help="Of finetune."),
-    TRAINING.option("--warmup", default=200, show_default=True, help="Steps of finetune."),
-)
-
-data_options = _together(
-    SAMPLES.option("--config", help="Configuration of the data set, where it has several."),
-    SAMPLES.option(
-        "--max-download",
-        default="2GB",
-        show_default=True,
-        help="Most to download of a data set; large ones are sampled.",
-    ),
-    SAMPLES.option("--image-column", help="The column with the images, when it cannot be found by its type."),
-    SAMPLES.option("--label-column", help="The column with the labels, when it cannot be found by its type."),
-    SAMPLES.option(
-        "--text-column",
-        metavar="COLUMN[,COLUMN]",
-        help="The column with the texts, or the two of a pair, when they cannot be found by their names; "
-        "prompt=COLUMN,completion=COLUMN of a prompt and its answer.",
-    ),
-    SAMPLES.option("--caption-column", help="The column with the images' captions, where there are any."),
-    SAMPLES.option(
-        "--max-length",
-        type=int,
-        metavar="TOKENS",
-        help="Most tokens of a text; by default what the tokenizer says, and at most 2048.",
-    ),
-    SAMPLES.option("--class-names", type=click.Path(dir_okay=False), help="File with one class name a line."),
-    SAMPLES.option("--templates", type=click.Path(dir_okay=False), help="File with one prompt a line, {} in it."),
-    SAMPLES.option("--seed", default=0, show_default=True, help="Seed of the sampling."),
-    _batch_option,
-    device_option,
-    dtype_option,
-)
-
-aligning_options = _together(
-    METHOD.option(
-        "--completion",
-        default="drop",
-        show_default=True,
-        type=Choice(COMPLETIONS),
-        help="What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the SVD.",
-    ),
-    METHOD.option("--alpha", default=1.0, show_default=True, help="How much of the task vector to add."),
-    METHOD.option(
-        "--layers",
-        default="index",
-        show_default=True,
-        metavar="index|similarity|LIST",
-        help="Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
-    ),
-    SAMPLES.option(
-        "--sampling",
-        default="random",
-        show_default=True,
-        type=Choice(SAMPLINGS),
-        metavar="SAMPLING",
-        help=f"How calibration samples are chosen. One of: {', '.join(SAMPLINGS)}.",
-    ),
-    SAMPLES.option(
-        "--labels",
-        default="auto",
-        show_default=True,
-        type=Choice(LABELS),
-        help="The data set's, or what the fine-tuned source predicts (pseudo); auto: the former if any.",
-    ),
-    SAMPLES.option(
-        "--augment",
-        type=int,
-        metavar="COPIES",
-        help="Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
-    ),
-    METHOD.option(
-        "--objective",
-        default="auto",
-        show_default=True,
-        type=Choice(OBJECTIVES),
-        metavar="OBJECTIVE",
-        help=f"The loss whose gradients are lined up; auto: what the models are made for. One of: "
-        f"{', '.join(OBJECTIVES)}.",
-    ),
-    METHOD.option("--path-steps", default=2, show_default=True, help="Steps of bico-path."),
-    METHOD.option(
-        "--signs",
-        default="mean",
-        show_default=True,
-        type=Choice(SIGNS),
-        help="gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
-    ),
-)
-
-method_options = _together(
-    aligning_options,
-    training_options,
-    eval_samples_option,
-    MEASURING.option(
-        "--evaluation",
-        default="auto",
-        show_default=True,
-        type=Choice(EVALUATIONS),
-        help="How models are measured: zero-shot, as the objective asks, or by a probe, a linear classifier fitted to "
-        "the calibration samples; auto: a probe for text-to-text, else zero-shot.",
-    ),
-)
-
 
 def read_settings(options: dict[str, Any]) -> Settings:
-    """The settings: files read, and checked before anything heavy is imported."""
-    if options.get("rank") is not None:
-        options["rank"] = read_rank(options["rank"])
-    if "layers" in options:
-        options["layers"] = _layers(options["layers"])
-    for name in ("max_download", "memory"):
-        if options.get(name) is not None:
-            options[name] = read_size(options[name], f"--{name.replace('_', '-')}")
-    if "no_eval" in options:
-        options["evaluate"] = not options.pop("no_eval")
-    for name in ("class_names", "templates"):
-        file = options.pop(name)
-        if file is not None:
-            options[name] = _lines(file, name.replace("_", "-"))
-    return Settings(**options)
+    """Read what was typed into settings, which are checked before anything heavy is imported."""
+    values: dict[str, Any] = {}
+    for name, known in OPTIONS.items():
+        typed = known.typed_as(name)
+        if known.type is bool and _DEFAULTS[name]:
+            name_typed = typed.removeprefix("--").replace("-", "_")
+            if name_typed in options:
+                values[name] = not options.pop(name_typed)
+        elif name in options:
+            value = options.pop(name)
+            if known.read is not None and value is not None:
+                value = known.read(value, typed)
+            if value is not None or _DEFAULTS[name] is None:
+                values[name] = value
+    return Settings(**values, **options)
 
 
 def read_methods(text: str) -> list[str]:
     """Methods as they are typed: naive,theseus,bico; or all."""
-    names, known = [name.strip() for name in text.split(",") if name.strip()], ("all", *METHOD_NAMES)
+    names, known = [name.strip() for name in text.split(",") if name.strip()], ("all", *METHODS)
     for name in names:
         if name not in known:
             meant = near(name, known)
@@ -369,7 +226,7 @@ def require_used(method: str) -> None:
     context = click.get_current_context()
     for parameter in context.command.params:
         name = str(parameter.name)
-        methods = OPTION_METHODS.get(name, ())
+        methods = option_methods(name) if name in OPTIONS else ()
         if methods and method not in methods and _is_typed(context, name):
             option = parameter.opts[0]
             raise UsageError(
@@ -384,24 +241,6 @@ def _either(names: Sequence[str], word: str) -> str:
 
 def _is_typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def _layers(text: str) -> str | tuple[int, ...]:
-    meant = near(text, LAYERS)
-    if text not in LAYERS and meant is not None:
-        raise UsageError(f"--layers is '{text}'", f"did you mean '{meant}'?")
-    return read_layers(text)
-
-
-def _lines(file: str, option: str) -> list[str]:
-    try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
-    kept = [line for line in lines if line]
-    if not kept:
-        raise UsageError(f"--{option}: '{file}' is empty", "give a text file with one entry a line")
-    return kept
 
 
 def read_push(options: dict[str, Any]) -> PushOptions:

@@ -20,42 +20,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
-from hf_bico.cli.completion import complete_data, complete_folder, complete_model
+from hf_bico.cli.completion import complete_data, complete_model
 from hf_bico.cli.exit import Edge, edge, go_on_alone, require_device_for_each
 from hf_bico.cli.options import (
     CALIBRATION_DATA,
     HUB,
-    MEASURING,
-    METHOD,
     OUTPUT,
     RUNNING,
     SAMPLES,
-    TRAINING,
-    Choice,
     SectionedHelp,
     base_option,
-    data_options,
-    device_option,
     folder_option,
-    format_option,
     hub_options,
     last_name,
-    limit_options,
-    memory_options,
-    method_options,
     output_options,
     push_options,
-    rank_option,
     read_push,
     read_settings,
     require_used,
+    setting,
+    settings_of,
     target_option,
     typed_line,
 )
 from hf_bico.errors import LineageError
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.output import RECORD_FILE
-from hf_bico.settings import DEFAULT_SAMPLES, METHOD_NAMES, TOWERS, Settings, read_rank, read_size
+from hf_bico.settings import Settings, read_rank, read_size
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
@@ -101,46 +92,12 @@ def noted_line(folder: Path) -> str | None:
 @target_option
 @base_option
 @SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
-@SAMPLES.option("--split", help="Split to calibrate on; train by default.")
-@SAMPLES.option("-n", "n", type=int, help=f"Calibration samples in all; {DEFAULT_SAMPLES} by default.")
-@SAMPLES.option("-k", "per_class", type=int, help="Calibration samples of each class, instead of -n.")
-@data_options
-@limit_options
-@METHOD.option(
-    "--method",
-    default="bico",
-    show_default=True,
-    type=Choice(METHOD_NAMES),
-    metavar="METHOD",
-    help="How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side. One of: "
-    f"{', '.join(METHOD_NAMES)}.",
-)
-@method_options
-@METHOD.option(
-    "--tower",
-    type=Choice(TOWERS),
-    help="Of a CLIP: which tower to carry; by default what the source changed.",
-)
-@METHOD.option(
-    "--probe", "fit_head", is_flag=True, help="Fit a classifier's head to the samples, not carry the source's."
-)
-@METHOD.option("--readout", is_flag=True, help="Correct the final projection towards the source's predictions.")
-@MEASURING.option("--control", is_flag=True, help="Measure a port from mispaired samples too: its gain should vanish.")
-@TRAINING.option(
-    "--checkpoint",
-    metavar="FOLDER",
-    shell_complete=complete_folder,
-    help="Of finetune: where to go on from; by default beside the output.",
-)
-@format_option
-@rank_option
+@settings_of("port", "data", "limits", "aligning", "training", "measuring")
 @folder_option("Output folder; ./SOURCE-to-TARGET by default.")
-@MEASURING.option("--no-eval", is_flag=True, help="Skip measuring target, port and source on held-out samples.")
 @HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
 @push_options
 @HUB.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
-@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong, or the port measured worse.")
 @RUNNING.option("--dry-run", is_flag=True, help="Only show the plan.")
 @hub_options
 @output_options
@@ -227,7 +184,7 @@ def _place_of(folder: Path, overwrite: bool, planned: Plan) -> AbstractContextMa
 
 def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge, silent: bool) -> None:
     """Compute and write; what was found is printed, or only what it warns of."""
-    own_checkpoint = settings.method == "finetune" and settings.checkpoint is None
+    own_checkpoint = settings.trains_on_all and settings.checkpoint is None
     if own_checkpoint:  # a training takes long: it can be gone on with
         settings = replace(settings, checkpoint=f"{result.folder}.training")
         at.interrupted = "the same command goes on with the training"
@@ -284,9 +241,10 @@ def _tell(words: str, as_json: bool, quiet: bool) -> None:
 @target_option
 @base_option
 @SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
-@format_option
-@rank_option
-@memory_options
+@setting("format")
+@setting("rank")
+@setting("batch_size")
+@setting("memory")
 @hub_options
 @output_options
 def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
@@ -321,7 +279,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
 @click.argument("ported", shell_complete=complete_model)
 @folder_option("Keep the result in this folder.")
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
-@device_option
+@setting("device")
 @hub_options
 @output_options
 def rerun(ported: str, output: str | None, overwrite: bool, device: str, **options: Any) -> None:
@@ -365,12 +323,12 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
         if planned.lineage.data is not None:
             with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
         return planned.in_form(settings.format, settings.rank), True
-    from hf_bico.alignment.methods import METHODS
+    from hf_bico.alignment.methods import make_method
     from hf_bico.porting.prepare import require_possible
 
     if planned.lineage.data is not None:
         settings = with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
-    method = METHODS[settings.method](settings)
+    method = make_method(settings.method, settings)
     with suppress(LineageError):  # that no data is known yet is part of the verdict
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
@@ -195,7 +195,7 @@ def prepare(
     """
     planned, asked, measured_by = matched(planned, settings.layers), settings.objective, settings.evaluation
     settings = _settled(planned, settings)
-    method = METHODS[settings.method](settings)
+    method = make_method(settings.method, settings)
     require_possible(planned, settings, method)
     with watch("sample"):
         drawn = _draw(planned, settings, hub)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from hf_bico.alignment.methods import METHODS
-from hf_bico.alignment.methods.aligned import Aligner, BicoPath
-from hf_bico.alignment.methods.finetuning import Finetune
-from hf_bico.alignment.methods.naive import GradFix
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.alignment.readout import Readout
 from hf_bico.data.draw import CalibrationDraw
@@ -37,12 +34,13 @@ from hf_bico.reports.record import (
 from hf_bico.reports.results import Report
 from hf_bico.settings import (
     DEFAULT_DOWNLOAD,
-    DEFAULT_MEASURED,
-    DEFAULT_TEMPLATES,
-    METHOD_NAMES,
-    OPTION_METHODS,
+    OPTIONS,
     PROBE,
+    Option,
     Settings,
+    method_info,
+    option_methods,
+    read_lines,
 )
 from hf_bico.utils import __version__
 
@@ -50,6 +48,13 @@ UNNAMED_LOSS = (
     "cross-entropy of the answers' tokens, label words where there are classes, through each model's own decoder; the "
     "paper does not name its loss"
 )
+_FIRST = (
+    *("seed", "config", "image_column", "label_column", "text_column", "caption_column", "max_length", "class_names"),
+    *("templates", "objective", "tower", "method", "completion", "alpha", "sampling", "labels", "layers", "augment"),
+    *("path_steps", "signs", "readout", "fit_head", "learning_rate", "weight_decay", "train_steps", "train_batch"),
+    *("warmup", "evaluation", "eval_samples", "control", "batch_size", "memory", "device_map", "dtype", "max_download"),
+)
+"""The order of options in the commands of the first records; what is not named here follows."""
 NOTABLE_ROUNDING = 0.05
 """Above this share of the change, what rounding took away is said."""
 
@@ -98,17 +103,17 @@ def make_record(
 
 
 def _method_record(planned: Plan, settings: Settings, found: RunFindings) -> MethodRecord:
-    method = METHODS[settings.method]
+    method = method_info(settings.method)
     readout = found.readout
     return MethodRecord(
         settings.method,
         settings.alpha,
         list(planned.blocks),
-        completion=settings.completion if issubclass(method, Aligner) else None,
+        completion=settings.completion if "completion" in method.options else None,
         matching=None if settings.layers == "index" else "similarity" if settings.layers == "similarity" else "given",
-        steps=settings.path_steps if method is BicoPath else None,
+        steps=settings.path_steps if "path_steps" in method.options else None,
         copies=found.copies or None,
-        signs=settings.signs if method is GradFix else None,
+        signs=settings.signs if "signs" in method.options else None,
         tower=settings.tower,
         training=None if found.trained is None else _training_record(settings, found.trained),
         readout=None
@@ -120,7 +125,7 @@ def _method_record(planned: Plan, settings: Settings, found: RunFindings) -> Met
 
 
 def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
-    many = METHODS[settings.method] is Finetune
+    many = settings.trains_on_all
     return TrainingRecord(
         settings.learning_rate,
         settings.weight_decay,
@@ -270,52 +275,28 @@ def _command(planned: Plan, settings: Settings, drawn: CalibrationDraw | None) -
     if settings.own_objective or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None
     source, base, target = (typed_reference(model) for model in models)
-    layers = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
     words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
         repo = drawn.data.repo
         words += ["--data", drawn.data.name if repo is None else str(repo.asked), "--split", drawn.split]
         words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
-    for option, value, default in (
-        ("--seed", settings.seed, None),
-        ("--config", drawn.data.config if drawn else None, None),
-        ("--image-column", settings.image_column, None),
-        ("--label-column", settings.label_column, None),
-        ("--text-column", settings.text_column, None),
-        ("--caption-column", settings.caption_column, None),
-        ("--max-length", settings.max_length, None),
-        ("--class-names", "FILE" if settings.class_names else None, None),
-        ("--templates", "FILE" if tuple(settings.templates) != DEFAULT_TEMPLATES else None, None),
-        ("--objective", settings.objective, next(iter(lineage.base.layout.objectives), "zero-shot")),
-        ("--tower", settings.tower, None),
-        ("--method", settings.method, "bico"),
-        ("--completion", settings.completion, "drop"),
-        ("--alpha", settings.alpha, 1.0),
-        ("--sampling", settings.sampling, "random"),
-        ("--labels", settings.labels, "auto"),
-        ("--layers", layers, "index"),
-        ("--augment", settings.augment, None),
-        ("--path-steps", settings.path_steps, 2),
-        ("--signs", settings.signs, "mean"),
-        ("--readout", "" if settings.readout else None, None),
-        ("--probe", "" if settings.fit_head else None, None),
-        ("--learning-rate", settings.learning_rate, 1e-5),
-        ("--weight-decay", settings.weight_decay, 0.1),
-        ("--train-steps", settings.train_steps, 2000),
-        ("--train-batch", settings.train_batch, 128),
-        ("--warmup", settings.warmup, 200),
-        ("--evaluation", settings.evaluation, PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"),
-        ("--eval-samples", settings.eval_samples, DEFAULT_MEASURED),
-        ("--control", "" if settings.control else None, None),
-        ("--batch-size", settings.batch_size, None),
-        ("--memory", settings.memory, None),
-        ("--device-map", settings.device_map, None),
-        ("--dtype", settings.dtype, "auto"),
-        ("--max-download", settings.max_download, DEFAULT_DOWNLOAD),
-        ("--allow-pickle", "" if any(model.pickled for model in models) else None, None),
-        ("--force", "" if settings.force else None, None),
-    ):
-        methods = OPTION_METHODS.get(option[2:].replace("-", "_"), METHOD_NAMES)
-        if value is not None and value != default and settings.method in methods:
-            words += [option, str(value)] if value != "" else [option]
+    usual: dict[str, Any] = {one.name: one.default for one in fields(Settings)}
+    usual |= {"seed": None, "objective": next(iter(lineage.base.layout.objectives), "zero-shot")}
+    usual["evaluation"] = PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"
+    values = {**vars(settings), "config": drawn.data.config if drawn else None}
+    for name in dict.fromkeys((*_FIRST, *OPTIONS)):
+        if name == "force":
+            words += ["--allow-pickle"] if any(model.pickled for model in models) else []
+        value, option = values[name], OPTIONS[name]
+        if option.recorded and value not in (None, usual[name]) and settings.method in option_methods(name):
+            words += [option.typed_as(name), *_typed(option, value)]
     return shlex.join(words)
+
+
+def _typed(option: Option, value: Any) -> list[str]:
+    """Return what is typed behind an option for this value; a list of texts is a file that the reader has to make."""
+    if option.type is bool:
+        return []
+    if option.read is read_lines:
+        return ["FILE"]
+    return [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]

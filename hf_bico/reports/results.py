@@ -15,7 +15,7 @@ from math import sqrt
 
 from hf_bico.models.layout import ROLES
 from hf_bico.reports.record import EvaluationRecord, ForecastRecord, LeftRecord, Record, SiteRecord
-from hf_bico.settings import PROBE
+from hf_bico.settings import PROBE, method_info
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 
@@ -60,8 +60,6 @@ VALUE_NAMES = {
     "source": "source, fine-tuned",
 }
 """What each measured model is called, in the order of a table."""
-TRAINERS = ("fewshot", "finetune")
-"""The methods that train the target, for comparison, and carry nothing."""
 LOSS = "loss"
 """The metric of which less is better."""
 MOST_LEFT = 0.5
@@ -98,7 +96,7 @@ def gain_of(value: EvaluationRecord, over: EvaluationRecord) -> float:
 
 def is_trained(record: Record) -> bool:
     """Whether the target was trained, and nothing was carried."""
-    return record.method.training is not None or record.method.name in TRAINERS
+    return record.method.training is not None or method_info(record.method.name).trains_on is not None
 
 
 def results(record: Record) -> list[Result]:

@@ -39,7 +39,7 @@ from hf_bico.alignment.memory import (
     solved_together,
     sum_bytes,
 )
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Carrier, TransportedSite
 from hf_bico.alignment.statistics import Kind, Statistics
 from hf_bico.cli.main import main
@@ -321,7 +321,7 @@ def test_a_batch_takes_what_the_budget_says(way: MemoryMode, kinds: frozenset[Ki
 
 
 def carrier(calibration: Calibration) -> Carrier:
-    method = METHODS[calibration.settings.method](calibration.settings)
+    method = make_method(calibration.settings.method, calibration.settings)
     assert isinstance(method, Carrier)
     return method
 

@@ -29,7 +29,7 @@ from hf_bico.models.hooks import Losses
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.reports.record import ForecastRecord
-from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.settings import METHODS, Settings
 
 pytestmark = [
     pytest.mark.cuda,
@@ -309,7 +309,7 @@ OF_ONE_SHAPE = ("transfusion", "gradfix")
 
 def outcome_on(device: str, name: str, **options: Any) -> Any:
     """What a method makes of the target on one device, in float64, with class embeddings made up."""
-    from hf_bico.alignment.methods import METHODS
+    from hf_bico.alignment.methods import make_method
     from hf_bico.alignment.objectives.base import Heads
     from hf_bico.alignment.objectives.clip import ZeroShotHead
     from hf_bico.data.draw import draw
@@ -335,10 +335,10 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
 
     drawn = draw(data, settings)
     calibration = Calibration(models, drawn, Heads(head(2), head(3), head(2)), watch, settings)
-    return transfer(METHODS[name](settings), calibration, drawn.samples)
+    return transfer(make_method(name, settings), calibration, drawn.samples)
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> None:
     if name == "transfusion":
         pytest.importorskip("scipy")

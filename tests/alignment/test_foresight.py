@@ -19,7 +19,7 @@ from torch.nn import functional
 import hf_bico
 from hf_bico.alignment.calibration_pass import collect
 from hf_bico.alignment.memory import MemoryPlan
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import SiteDelta, SiteLossChange
 from hf_bico.alignment.objectives.base import LossBatch
 from hf_bico.alignment.objectives.clip import zero_shot_head
@@ -39,7 +39,7 @@ from hf_bico.porting.transfer import DOUBTFUL, forecast
 from hf_bico.reports.record import ForecastRecord, read_record
 from hf_bico.reports.results import foresight_sentence
 from hf_bico.runtime.output import RECORD_FILE
-from hf_bico.settings import DEFAULT_TEMPLATES
+from hf_bico.settings import DEFAULT_TEMPLATES, METHODS
 from support import reference
 from support.adapter_ports import forbid_dense, ported_as_dense, write_lora
 from support.adapter_ports import port as port_scene
@@ -541,7 +541,7 @@ def test_a_loss_that_stands_in_for_another_is_not_told(scene: Scene) -> None:
 
 def test_a_round_foretells_only_where_it_is_told_to(rounds: Callable[[str], Calibration]) -> None:
     calibration = rounds("open_clip")
-    method = METHODS["bico"](calibration.settings)
+    method = make_method("bico", calibration.settings)
     assert all(one.descent is None for one in calibration.carry(method).values())
     assert calibration.task is None
     again = Calibration(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hf_bico
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.objectives.base import MOST_LABELS
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.statistics import Kind, Statistics
@@ -32,7 +32,7 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.planner import plan
 from hf_bico.porting.transfer import transfer
 from hf_bico.runtime.environment import Stopwatch
-from hf_bico.settings import DEFAULT_TEMPLATES, Settings
+from hf_bico.settings import DEFAULT_TEMPLATES, METHODS, Settings
 from support import reference
 from support.adapter_ports import forbid_dense, ported_as_dense, write_lora
 from support.adapter_ports import port as port_scene
@@ -260,7 +260,9 @@ class Case:
         )
 
     def result(self, calibration: Calibration) -> Changes:
-        return self.by_site(transfer(METHODS[calibration.settings.method](calibration.settings), calibration).changes)
+        return self.by_site(
+            transfer(make_method(calibration.settings.method, calibration.settings), calibration).changes
+        )
 
 
 def noise(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_bico
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Carrier
 from hf_bico.data.draw import draw
 from hf_bico.porting.calibration import Calibration
@@ -41,7 +41,7 @@ def make_calibration(scene: Scene, target: Path | None = None) -> Calibration:
 
 
 def carrier(name: str, calibration: Calibration) -> Carrier:
-    method = METHODS[name](calibration.settings)
+    method = make_method(name, calibration.settings)
     assert isinstance(method, Carrier)
     return method
 

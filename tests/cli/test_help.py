@@ -9,14 +9,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import method_class
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.cli.main import GROUPS, main
 from hf_bico.cli.options import SECTIONS, SectionedHelp
 from hf_bico.errors import RepoError
 from hf_bico.hub.client import Hub as HubClient
 from hf_bico.hub.references import HubReference
-from hf_bico.settings import OPTION_METHODS, Settings
+from hf_bico.settings import METHODS, Settings, option_methods
 from support.hub import Hub
 from support.hub_scenes import DATA, SOURCE, TARGET, publish
 
@@ -190,7 +190,9 @@ def test_what_was_not_typed_or_is_looked_at_is_not_refused() -> None:
 
 
 def test_options_of_some_methods_are_known_settings_and_methods() -> None:
-    aligning = {name for name, method in METHODS.items() if issubclass(method, Aligner)}
-    assert set(OPTION_METHODS["completion"]) == aligning
-    assert set(OPTION_METHODS) <= set(vars(Settings()))
-    assert all(set(methods) < set(METHODS) for methods in OPTION_METHODS.values())
+    aligning = {name for name in METHODS if issubclass(method_class(name), Aligner)}
+    assert set(option_methods("completion")) == aligning
+    claimed = {option for info in METHODS.values() for option in info.options}
+    assert claimed <= set(vars(Settings()))
+    assert all(set(option_methods(option)) < set(METHODS) for option in claimed)
+    assert option_methods("seed") == tuple(METHODS)

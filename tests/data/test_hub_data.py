@@ -401,7 +401,7 @@ def test_small_parquet_is_pinned_to_its_revision(hub: Hub) -> None:
 
 OFFLINE = """
 import sys
-from hf_bico.data import files as data_files
+from hf_bico.data import loading as data_files
 from hf_bico.data.draw import draw
 from hf_bico.errors import BicoError
 from hf_bico.settings import Settings

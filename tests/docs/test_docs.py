@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_bico.alignment.methods import METHODS
-from hf_bico.experiments.compare.cells import LABELS
-from hf_bico.reports.model_cards.descriptions import METHODS as TOLD
-from hf_bico.settings import METHOD_NAMES, SAMPLINGS
+from hf_bico.alignment.methods import method_class
+from hf_bico.alignment.methods.base import Method
+from hf_bico.settings import METHODS, SAMPLINGS
 from support import ROOT
 from support.page_text import inline_code
 
@@ -19,15 +18,15 @@ pytestmark = pytest.mark.quick
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_its_line(name: str) -> None:
     assert f"| `{name}` |" in PAGE
-    assert name in TOLD
-    assert name in LABELS
+    assert METHODS[name].sentence
 
 
-def test_every_name_has_its_method() -> None:
-    assert tuple(METHODS) == METHOD_NAMES
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_its_class(name: str) -> None:
+    assert issubclass(method_class(name), Method)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -47,7 +46,7 @@ def test_numbers_of_other_pages_are_those_of_the_tables() -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):
         quoted = re.findall(r"\| `(bico[\w-]*)` \| (.*\d ± .*) \|", page.read_text())
         for name, numbers in quoted:
-            assert f"| {LABELS[name]} |  | {numbers} |" in PAGE, (page.name, name)
+            assert f"| {METHODS[name].label} |  | {numbers} |" in PAGE, (page.name, name)
 
 
 def test_the_tests_that_show_what_is_checked_are_there() -> None:

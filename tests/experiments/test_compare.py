@@ -34,7 +34,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.model import Model
 from hf_bico.porting.planner import plan
 from hf_bico.reports.record import EvaluationRecord
-from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.settings import METHODS, Settings
 from hf_bico.utils.progress import silent
 from support import forks
 from support.dying import kill
@@ -404,7 +404,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
     arguments = ["compare", *typed(scene), *GRID, "-o", str(out), "-q"]
     code = (
         "import signal, hf_bico.cli.main\n"
-        "from hf_bico.experiments.compare import CellLog\n"
+        "from hf_bico.experiments.compare.log import CellLog\n"
         "add = CellLog.add\n"
         "def interrupted(log, cell):\n"
         "    add(log, cell)\n"
@@ -522,7 +522,7 @@ def test_all_methods_but_those_that_cannot_carry(scene: Scene, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     found = Comparison.load(tmp_path / "out")
     assert {refusal.method for refusal in found.refusals} == {"transfusion", "gradfix"}
-    assert set(found.methods) == {"target", "source", *METHOD_NAMES} - {"transfusion", "gradfix"}
+    assert set(found.methods) == {"target", "source", *METHODS} - {"transfusion", "gradfix"}
     assert {(cell.n, cell.per_class) for cell in found.cells} == {(None, None), (None, 1)}
     refused = [line for line in result.stdout.splitlines() if line.startswith("not measured: ")]
     assert len(refused) == 2

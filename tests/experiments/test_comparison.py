@@ -367,7 +367,8 @@ def test_a_start_that_was_cut_short_is_no_obstacle(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from hf_bico.experiments.compare import Cell, CellLog
+from hf_bico.experiments.compare.cells import Cell
+from hf_bico.experiments.compare.log import CellLog
 log = CellLog.open(sys.argv[1], {"target": "B"})
 log.add(Cell("x", "bico", 0.5, n=10, seed=0))
 print("held", flush=True)
@@ -394,7 +395,8 @@ def test_two_processes_cannot_have_one_folder_and_a_killed_one_lets_go(tmp_path:
 def test_a_full_disk_leaves_whole_lines_and_an_error(tmp_path: Path) -> None:
     script = f"""
 import resource, signal, sys
-from hf_bico.experiments.compare import Cell, CellLog
+from hf_bico.experiments.compare.cells import Cell
+from hf_bico.experiments.compare.log import CellLog
 from hf_bico.errors import OutputError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = CellLog.open({str(tmp_path)!r}, {{"target": "B"}})

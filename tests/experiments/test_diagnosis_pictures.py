@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hf_bico.experiments.compare.picture import STYLES
+from hf_bico.experiments.compare.picture import method_style
 from hf_bico.experiments.diagnose import pictures
 from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 from hf_bico.experiments.diagnose.findings import Cost, Drift, InputLikeness, OutputLikeness, SitePlace, by_place
@@ -341,7 +341,7 @@ def test_outputs_show_each_model_in_the_style_of_the_comparison() -> None:
     for line, model in zip(axes.lines, MODELS, strict=True):
         of_model = [one for one in diagnosis.outputs if one.model == model]
         assert np.asarray(line.get_ydata()).tolist() == means(of_model, "cosine")
-        assert (line.get_color(), line.get_marker()) == STYLES[model]
+        assert (line.get_color(), line.get_marker()) == method_style(model)
     assert len({line.get_color() for line in axes.lines}) == len(MODELS)
     assert legend(figure) == ["BiCo", "THESEUS", "input maps only", "target, pretrained"], "as the lines end"
 

@@ -8,12 +8,11 @@ from statistics import fmean
 
 import pytest
 
-from hf_bico.alignment.methods import METHODS
 from hf_bico.data.columns import known_task
 from hf_bico.errors import UsageError
 from hf_bico.experiments.reproduce import paper
 from hf_bico.models.tokenization import text_to_text
-from hf_bico.settings import SAMPLINGS, Settings
+from hf_bico.settings import METHODS, SAMPLINGS, Settings
 from hf_bico.utils.samples import Text
 
 pytestmark = pytest.mark.quick
@@ -66,7 +65,7 @@ def test_rows_are_of_methods_that_there_are(name: str) -> None:
         assert row.method in METHODS or row.method in REFERENCES
         assert row.n is None or row.per_class is None
         assert row.sampling is None or row.sampling in SAMPLINGS
-        takes = row.method in METHODS and METHODS[row.method].looks_at_data
+        takes = row.method in METHODS and METHODS[row.method].uses_samples
         assert takes == (row.n is not None or row.per_class is not None) or name == "2"
     assert table.seeds == (5 if name == "A" else 1)
     assert table.protocol == ("probe" if name == "2" else "zero-shot")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hf_bico.cli.main import main
-from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.settings import METHODS, Settings
 from support.scenes import SOURCE, Scene, make_scene, write_images
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
 
@@ -91,7 +91,7 @@ METHOD_OPTIONS = {
 CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     *(
         (["--method", name], {"method.name": name}, METHOD_OPTIONS.get(name, {}))
-        for name in METHOD_NAMES
+        for name in METHODS
         if name not in ("fewshot", "finetune")
     ),
     (["--method", "naive"], {"method.name": "naive", "data": None}, {"data": None}),
@@ -218,11 +218,7 @@ def test_each_of_these_choices_changes_the_weights(tmp_path: Path, written: dict
     digests: dict[tuple[str, ...], list[str]] = {}
     for index, options in enumerate(
         [
-            *(
-                ["--method", name]
-                for name in METHOD_NAMES
-                if name not in ("transfusion", "gradfix", "fewshot", "finetune")
-            ),
+            *(["--method", name] for name in METHODS if name not in ("transfusion", "gradfix", "fewshot", "finetune")),
             *(["--method", "fewshot", *TRAINING], ["--method", "finetune", *TRAINING, *STEPS]),
             *(["--sampling", name] for name in ("class-balanced", "centroid-near", "centroid-far", "one-class")),
             *(["--labels", "pseudo"], ["--augment", "2"], ["--layers", "1,0"], ["--readout"]),

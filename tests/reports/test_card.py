@@ -21,7 +21,6 @@ from markdown_it import MarkdownIt
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports import pictures
 from hf_bico.reports.model_cards import render_card, write_card
-from hf_bico.reports.model_cards.descriptions import METHODS
 from hf_bico.reports.pictures import record_picture
 from hf_bico.reports.record import (
     LeftRecord,
@@ -33,7 +32,7 @@ from hf_bico.reports.record import (
     Record,
 )
 from hf_bico.reports.results import role_labels
-from hf_bico.settings import METHOD_NAMES
+from hf_bico.settings import METHODS
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import clean, code, fenced, literal, plain
 from support.hub import Hub
@@ -366,11 +365,11 @@ def test_card_says_first_that_the_port_is_worse() -> None:
     assert "closed" not in card
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS)
 def test_card_says_what_its_method_does(name: str) -> None:
     trained = name in ("fewshot", "finetune")
     card = render_card(a_trained_record(name) if trained else a_record(method=MethodRecord(name, 1.0, [0, 1])))
-    assert str(METHODS[name].does) in text_of(card)
+    assert str(METHODS[name].sentence) in text_of(card)
     assert not card.endswith("\n\n")
     for empty in ("None", "[]", ": .", " ,", "\n\n\n"):
         assert empty not in card

@@ -10,12 +10,12 @@ from support import forks
 CODE = """
 import os, signal, sys
 from hf_bico.cli.main import main
-from hf_bico.experiments.compare import CellLog
-from hf_bico.alignment.methods import finetune
+from hf_bico.alignment.methods import finetuning
+from hf_bico.experiments.compare.log import CellLog
 
 event, left, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-finetune.CHECKPOINT_EVERY = 10
-owner, name = {"cell": (CellLog, "add"), "checkpoint": (finetune.SavedTraining, "save")}[event]
+finetuning.CHECKPOINT_EVERY = 10
+owner, name = {"cell": (CellLog, "add"), "checkpoint": (finetuning.SavedTraining, "save")}[event]
 original = getattr(owner, name)
 
 def deadly(*given):

@@ -27,6 +27,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from hf_bico.settings import METHODS
 from support import ROOT
 from support.loopback import HUB, TOKEN
 from support.measured import STAMP, drawn_here, is_as_shown, measured_here, stamp
@@ -84,7 +85,7 @@ def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
     run, lines = PageRun(text, exact), text.splitlines()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     moved, said = 0, ""
-    with _scene(world, folder, loras="-lora" in text):
+    with _scene(world, folder, loras="-lora" in text), _registries():
         for block in read_blocks(text):
             place = f"{shown_path(page)}:{block.fence_line}"
             os.chdir(folder)  # whatever ran before
@@ -107,6 +108,17 @@ def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
     for drawn, kept in KEPT.get(shown_path(page), {}).items():
         run.pictures[ROOT / kept] = (folder / drawn).read_bytes()
     return run
+
+
+@contextlib.contextmanager
+def _registries() -> Iterator[None]:
+    """Forget what a page registers."""
+    methods = dict(METHODS)
+    try:
+        yield
+    finally:
+        METHODS.clear()
+        METHODS.update(methods)
 
 
 def _run_transcript(block: Block, run: PageRun, place: str) -> list[str]:

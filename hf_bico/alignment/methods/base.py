@@ -14,7 +14,7 @@ from hf_bico.errors import UnsuitableMethodError
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.layout import Layout, SitePair
 from hf_bico.models.low_rank import Change
-from hf_bico.settings import Settings
+from hf_bico.settings import Settings, method_info
 from hf_bico.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -108,8 +108,6 @@ class Method:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    looks_at_data: ClassVar[bool] = True
-    """Whether it needs samples."""
     keeps_factors: ClassVar[bool] = True
     """Whether a low-rank change stays one."""
     needs_predictions: ClassVar[bool] = False
@@ -117,6 +115,11 @@ class Method:
 
     one_tower: ClassVar[bool] = False
     """Whether it carries a CLIP's vision tower alone, unless another is asked for."""
+
+    @property
+    def looks_at_data(self) -> bool:
+        """Whether it needs samples."""
+        return method_info(self.settings.method).uses_samples
 
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
         """Refuse, by an UnsuitableMethodError, models between which this method cannot carry."""
@@ -168,8 +171,11 @@ class Trainer(Method, ABC):
     """Trains the target instead, for comparison; the source's change is not looked at."""
 
     keeps_factors = False
-    whole_split: ClassVar[bool]
-    """Whether it trains on all of the split, and not on the calibration samples."""
+
+    @property
+    def whole_split(self) -> bool:
+        """Whether it trains on all of the split, and not on the calibration samples."""
+        return self.settings.trains_on_all
 
     @abstractmethod
     def train(self, training_task: TrainingTask, progress: Progress) -> Trained: ...

@@ -48,8 +48,6 @@ def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
 
 
 class Naive(Carrier):
-    looks_at_data = False
-
     def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
         """Nothing to prepare: no sample is looked at."""
 

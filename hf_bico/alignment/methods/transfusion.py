@@ -33,7 +33,6 @@ class TransFusion(Carrier):
     Index j of the target's group is index permutation[j] of the source's.
     """
 
-    looks_at_data = False
     one_tower = True
 
     def __init__(self, settings: Settings) -> None:

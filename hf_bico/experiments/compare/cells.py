@@ -13,29 +13,23 @@ from math import isfinite
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from hf_bico.settings import METHODS, method_info
+
 LOSS = "loss"
 """The protocol whose numbers are losses, of which less is better, and no accuracies."""
-REFERENCES = ("target", "base", "source", "target fine-tuned")
-"""What the methods are held against: nothing is carried."""
-LABELS = {
+REFERENCE_LABELS = {
     "target": "target, zero-shot",
     "base": "source, before it was fine-tuned",
     "source": "source, fine-tuned",
     "target fine-tuned": "target, fine-tuned",
-    "naive": "naive (padded)",
-    "transfusion": "TransFusion",
-    "fewshot": "one training step",
-    "finetune": "fine-tuning",
-    "gradfix": "GradFix",
-    "theseus": "THESEUS",
-    "input-only": "input maps only",
-    "output-only": "output maps only",
-    "gradient-only": "gradient maps only",
-    "bico": "BiCo",
-    "bico-fisher": "BiCo-Fisher",
-    "bico-path": "BiCo-path",
 }
-"""The methods in words, in the order in which they stand unless another is given."""
+REFERENCES = tuple(REFERENCE_LABELS)
+"""What the methods are held against: nothing is carried."""
+
+
+def method_label(name: str) -> str:
+    """Return the name of a method or reference in words."""
+    return REFERENCE_LABELS.get(name) or method_info(name).label
 
 
 class CellKey(NamedTuple):
@@ -96,15 +90,19 @@ class Refusal:
         return asdict(self)
 
 
+def _in_rows() -> tuple[str, ...]:
+    return tuple(sorted(METHODS, key=lambda name: METHODS[name].row))
+
+
 @dataclass(frozen=True)
 class Order:
-    """The place of every number: methods and data sets as given; those not given as in LABELS, then by name."""
+    """The place of every number: methods and data sets as given, then registered methods, then by name."""
 
     methods: Sequence[str] = ()
     data_sets: Sequence[str] = ()
 
     def of_method(self, method: str) -> tuple[int, int, str]:
-        for rank, names in enumerate((REFERENCES, self.methods, tuple(LABELS))):
+        for rank, names in enumerate((REFERENCES, self.methods, _in_rows())):
             if method in names:
                 return rank, names.index(method), ""
         return 3, 0, method
@@ -152,7 +150,7 @@ def label(key: CellKey) -> str:
     >>> label(CellKey("digits", "target", n=100, readout=True))
     'target, readout'
     """
-    name = LABELS.get(key.method, key.method)
+    name = method_label(key.method)
     if key.method == "target" and (key.readout or key.protocol):
         name = "target"
     protocol = None if key.protocol == LOSS else key.protocol

@@ -17,10 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.experiments.compare.cells import LABELS, Cell, CellKey, MeanAndError, Order, Refusal, Row, aggregate
+from hf_bico.experiments.compare.cells import (
+    REFERENCES,
+    Cell,
+    CellKey,
+    MeanAndError,
+    Order,
+    Refusal,
+    Row,
+    aggregate,
+    method_label,
+)
 from hf_bico.experiments.compare.picture import picture
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import read_text, write_file, write_files
+from hf_bico.settings import METHODS
 from hf_bico.utils.files import from_plain, parse_json
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
 
@@ -43,7 +54,10 @@ def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
     lines: list[Sequence[str]] = [_header(rows, data_sets)]
     for row in rows:
         name, *numbers = _texts(row, data_sets)
-        line = [Markdown(name) if row.method in LABELS else plain(name), *(Markdown(number) for number in numbers)]
+        line = [
+            Markdown(name) if row.method in (*REFERENCES, *METHODS) else plain(name),
+            *(Markdown(number) for number in numbers),
+        ]
         for column in (0, average) if id(row) in best else ():
             line[column] = Markdown(f"**{line[column]}**")
         lines.append(line)
@@ -52,7 +66,7 @@ def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
 
 def refusal_line(refusal: Refusal) -> str:
     where = f" on {clean(refusal.data, _LONGEST_NAME)}" if refusal.data is not None else ""
-    return f"{LABELS.get(refusal.method, refusal.method)}{where}: {clean(refusal.reason, 300)}"
+    return f"{method_label(refusal.method)}{where}: {clean(refusal.reason, 300)}"
 
 
 def caption(rows: Sequence[Row]) -> str:

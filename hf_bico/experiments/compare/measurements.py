@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method, method_class
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier, Trainer
 from hf_bico.alignment.objectives.base import Heads
@@ -46,9 +46,8 @@ from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.runtime.environment import Stopwatch
-from hf_bico.settings import METHOD_NAMES, PROBE, Settings
+from hf_bico.settings import METHODS, PROBE, Settings
 
-USUAL_METHODS = ("naive", "transfusion", "gradfix", "fewshot", "theseus", "bico", "bico-fisher", "bico-path")
 USUAL_SIZES = (10, 20, 50, 100)
 USUAL_SEEDS = 3
 BY_LOSS = ("language-modelling", "text-to-text")
@@ -105,7 +104,7 @@ class Grid:
         counted = range(settings.seed, settings.seed + seeds) if isinstance(seeds, int) else seeds
         names = [methods] if isinstance(methods, str) else methods
         return cls(
-            tuple(dict.fromkeys(one for name in names for one in (METHOD_NAMES if name == "all" else [name]))),
+            tuple(dict.fromkeys(one for name in names for one in (METHODS if name == "all" else [name]))),
             (sizes,) if isinstance(sizes, int) else tuple(dict.fromkeys(sizes)),
             tuple(dict.fromkeys(counted)),
             per_class is not None,
@@ -114,8 +113,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in self.methods:
-            if name not in METHOD_NAMES:
-                raise UsageError(f"there is no method '{name}'", f"use some of: all, {', '.join(METHOD_NAMES)}")
+            if name not in METHODS:
+                raise UsageError(f"there is no method '{name}'", f"use some of: all, {', '.join(METHODS)}")
         size = "-k" if self.per_class else "-n"
         for option, values in (("--methods", self.methods), (size, self.sizes), ("--seeds", self.seeds)):
             if not values:
@@ -141,7 +140,7 @@ class Grid:
     def variants(self, name: str) -> list[Variant]:
         """Those of a method or reference that were asked for and make sense."""
         found = [PLAIN]
-        if self.settings.control and name in METHODS and issubclass(METHODS[name], Aligner):
+        if self.settings.control and name in METHODS and issubclass(method_class(name), Aligner):
             found.append(Variant(control=True))
         if self.settings.readout and (name in METHODS or name == "target"):
             found.append(Variant(readout=True))
@@ -167,7 +166,7 @@ class Grid:
 
     def _pairs_by_samples(self, name: str) -> bool:
         """Whether the samples say which blocks are paired, and a method carries between these."""
-        return self.settings.layers == "similarity" and name in METHODS and issubclass(METHODS[name], Carrier)
+        return self.settings.layers == "similarity" and name in METHODS and issubclass(method_class(name), Carrier)
 
     def cells(self, data: str, names: Sequence[str]) -> Iterator[tuple[Draw | None, str, Variant, list[CellKey]]]:
         """Everything about one data set, in the order in which it is measured."""
@@ -181,10 +180,8 @@ class Grid:
 
 def takes_samples(name: str) -> bool:
     """Whether what a method does depends on the calibration samples; references do nothing."""
-    method = METHODS.get(name)
-    if method is None or (issubclass(method, Trainer) and method.whole_split):
-        return False
-    return method.looks_at_data
+    info = METHODS.get(name)
+    return info is not None and info.uses_samples and info.trains_on != "split"
 
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
@@ -347,7 +344,7 @@ class DrawMeasurements:
                 calibration.see(kinds)
             # what takes no samples is the same in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
-            method = METHODS[name](replace(settings, method=name, checkpoint=self.checkpoint))
+            method = make_method(name, replace(settings, checkpoint=self.checkpoint))
             whole = None
             if isinstance(method, Trainer) and method.whole_split:
                 whole = self.subject.training_samples(settings.seed)
@@ -355,7 +352,7 @@ class DrawMeasurements:
         return self._outcomes[name, mispaired]
 
     def _kinds(self, calibration: Calibration) -> set[Kind]:
-        sharing = (METHODS[name] for name in self.names if self._round(name, calibration.mispaired) is calibration)
+        sharing = (method_class(name) for name in self.names if self._round(name, calibration.mispaired) is calibration)
         pairing = Aligner if calibration.mispaired else Carrier
         return {kind for method in sharing if issubclass(method, pairing) for kind in method.kinds}
 

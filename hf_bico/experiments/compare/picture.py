@@ -12,7 +12,8 @@ from math import exp, log
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import LOSS, CellKey, Row, label
-from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, RED, SKY, YELLOW, frame, png
+from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, frame, png
+from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:
@@ -20,23 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# the same in every picture, so that a method is known again; the markers tell them apart in grey
-STYLES = {
+REFERENCE_STYLES = {
     "target": ("#333333", "s"),
     "source": ("#333333", "*"),
     "target fine-tuned": ("#888888", "*"),
-    "naive": ("#A0703C", "x"),
-    "transfusion": ("#6A51A3", "P"),
-    "fewshot": ("#888888", "v"),
-    "finetune": ("#333333", "p"),
-    "gradfix": (GREEN, "^"),
-    "theseus": (BLUE, "s"),
-    "input-only": (SKY, "<"),
-    "output-only": ("#9E9AC8", ">"),
-    "gradient-only": (YELLOW, "d"),
-    "bico": (RED, "o"),
-    "bico-fisher": (ORANGE, "D"),
-    "bico-path": (PINK, "h"),
 }
 _OTHERS = ((GREEN, "1"), (BLUE, "2"), (PINK, "3"), (ORANGE, "4"))
 REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
@@ -44,7 +32,7 @@ REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-
 
 def method_style(method: str) -> tuple[str, str]:
     """The colour and marker of a method; one of a few where it is none of ours."""
-    return STYLES.get(method) or _OTHERS[sum(method.encode()) % len(_OTHERS)]
+    return REFERENCE_STYLES.get(method) or method_info(method).style or _OTHERS[sum(method.encode()) % len(_OTHERS)]
 
 
 @dataclass(frozen=True)

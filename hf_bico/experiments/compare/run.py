@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Trainer
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.errors import UnsuitableMethodError, UsageError
@@ -25,7 +25,6 @@ from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.compare.log import CellLog
 from hf_bico.experiments.compare.measurements import (
     BY_LOSS,
-    USUAL_METHODS,
     USUAL_SEEDS,
     ComparedDataset,
     Draw,
@@ -48,7 +47,7 @@ from hf_bico.porting.prepare import require_projection, require_tokenizers
 from hf_bico.porting.task_vector import FineTune, parts_of
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import DEFAULT_MEASURED, PROBE, Settings
+from hf_bico.settings import DEFAULT_MEASURED, METHODS, OPTIONS, PROBE, Settings, usual_methods
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
@@ -57,13 +56,6 @@ Shown = Callable[[Comparison], None]
 """Called with what is known so far, after every number."""
 TRAINING = "training-"
 """How the folders begin that an interrupted fine-tuning goes on from."""
-DECISIVE = (
-    *("config", "split", "seed", "sampling", "labels", "augment", "completion", "alpha", "layers", "path_steps"),
-    *("signs", "learning_rate", "weight_decay", "train_steps", "train_batch", "warmup", "templates", "class_names"),
-    *("image_column", "label_column", "max_download", "dtype", "objective", "max_length"),
-    *("text_column", "caption_column", "eval_samples"),
-)
-"""The settings that change a number."""
 
 
 @torch.inference_mode(False)
@@ -76,7 +68,7 @@ def compare(
     *,
     base: ModelReference | None = None,
     data: Any = None,
-    methods: Sequence[str] = USUAL_METHODS,
+    methods: Sequence[str] | None = None,
     n: int | Sequence[int] | None = None,
     per_class: int | Sequence[int] | None = None,
     seeds: int | Sequence[int] = USUAL_SEEDS,
@@ -112,7 +104,7 @@ def compare(
         plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
-    grid = Grid.of(methods, n, per_class, seeds, _settled(plans[0], settings))
+    grid = Grid.of(usual_methods() if methods is None else methods, n, per_class, seeds, _settled(plans[0], settings))
     with ExitStack() as stack:
         place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
@@ -175,7 +167,7 @@ class _Work:
         """What the methods say that cannot carry between these models."""
         planned, found = self.models.planned, []
         for name in self.grid.methods:
-            method = METHODS[name](self.grid.settings)
+            method = make_method(name, self.grid.settings)
             try:
                 method.require(planned.lineage.base.layout, planned.lineage.target.layout, planned.pairs)
             except UnsuitableMethodError as error:
@@ -235,7 +227,7 @@ class _Work:
             "data": {subject.name: subject.about() for subject in self.subjects},
             "settings": {
                 name: _plain(settings[name])
-                for name in DECISIVE
+                for name in _decisive()
                 if name != "eval_samples" or settings[name] != DEFAULT_MEASURED  # as it was before one could choose
             },
         }
@@ -249,13 +241,18 @@ class _Work:
             "commits": {model.name: model.commit for model in lineage.models if model.commit is not None},
             "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.subjects},
             "seeds": list(self.grid.seeds),
-            "settings": {name: _plain(settings[name]) for name in DECISIVE if settings[name] != usual[name]},
+            "settings": {name: _plain(settings[name]) for name in _decisive() if settings[name] != usual[name]},
             "versions": installed_versions(),
         }
         return Comparison(
             *(lineage.source.name, lineage.target.name, log.chosen(self.asked), self.refusals, about),
             *(self.grid.methods, tuple(subject.name for subject in self.subjects)),
         )
+
+
+def _decisive() -> list[str]:
+    """Return the names of the settings that change a number."""
+    return [name for name, option in OPTIONS.items() if option.decisive]
 
 
 def _weights(model: Model) -> Any:

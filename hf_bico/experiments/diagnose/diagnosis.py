@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
-from hf_bico.experiments.compare.cells import LABELS
+from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.diagnose.findings import SCHEMA as SCHEMA
 from hf_bico.experiments.diagnose.findings import (
     UNTOUCHED,
@@ -85,7 +85,7 @@ def output_rows(found: DiagnosisFindings) -> list[list[str]]:
         for model in found.models
     }
     places = list(dict.fromkeys(one.place for one in found.outputs))
-    heads = ["target, pretrained" if model == UNTOUCHED else LABELS.get(model, model) for model in means]
+    heads = ["target, pretrained" if model == UNTOUCHED else method_label(model) for model in means]
     rows = [["outputs, block", *heads]]
     return rows + [[place.label, *(_number(mean.get(place)) for mean in means.values())] for place in places]
 

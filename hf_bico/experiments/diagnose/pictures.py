@@ -16,7 +16,7 @@ from itertools import cycle, pairwise
 from math import ceil, floor, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.experiments.compare.cells import LABELS
+from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
 from hf_bico.experiments.diagnose.findings import UNTOUCHED, DiagnosisFindings, Drift, SitePlace, by_place
 from hf_bico.reports.pictures import (
@@ -258,7 +258,7 @@ def _draw_outputs(diagnosis: DiagnosisFindings) -> Figure:
         cosines = by_place([one for one in diagnosis.outputs if one.model == model], lambda one: one.cosine)
         colour, marker = method_style(model)
         style: dict[str, Any] = {
-            "label": "target, pretrained" if model == UNTOUCHED else clean(LABELS.get(model, model), 28),
+            "label": "target, pretrained" if model == UNTOUCHED else clean(method_label(model), 28),
             "linestyle": REFERENCE_LINES[UNTOUCHED] if model == UNTOUCHED else "-",
             "linewidth": 2.2 if model == "bico" else 1.3,
             "zorder": 5 if model == "bico" else 3,

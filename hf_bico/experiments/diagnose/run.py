@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_bico.alignment.calibration_pass import Shown, Side, show
 from hf_bico.alignment.memory import FLOAT64
-from hf_bico.alignment.methods import METHODS
+from hf_bico.alignment.methods import make_method, method_class
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier
 from hf_bico.alignment.objectives.base import Head, LossBatch
@@ -53,7 +53,7 @@ from hf_bico.runtime.environment import (
     installed_versions,
 )
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import METHOD_NAMES, Settings
+from hf_bico.settings import METHODS, Settings
 from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent
 
@@ -93,7 +93,7 @@ def diagnose(
     >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
     """
     settings, hub = Settings.of({**options, "evaluate": False}), Hub(token)
-    if not issubclass(METHODS[settings.method], Aligner):
+    if not issubclass(method_class(settings.method), Aligner):
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
     methods = [methods] if isinstance(methods, str) else methods
     names = _carriers(methods)
@@ -118,7 +118,7 @@ def diagnose(
 
 def _carriers(methods: Sequence[str]) -> list[str]:
     """The methods that were named, or all that carry."""
-    known = [name for name in METHOD_NAMES if issubclass(METHODS[name], Carrier)]
+    known = [name for name in METHODS if issubclass(method_class(name), Carrier)]
     names = list(dict.fromkeys(one for name in methods for one in (known if name == "all" else [name])))
     for name in names:
         if name not in known:
@@ -133,7 +133,7 @@ def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: b
     found, lineage = [], planned.lineage
     asked = with_model_defaults(settings, lineage.base.layout, lineage.target.layout)
     for name in names:
-        method = METHODS[name](settings)
+        method = make_method(name, settings)
         try:
             method.require(lineage.base.layout, lineage.target.layout, planned.main_pairs or planned.pairs)
             if method.needs_predictions and not asked.predicts:
@@ -196,7 +196,7 @@ class _Look:
         )
 
     def _carrier(self, name: str) -> Carrier:
-        method = METHODS[name](replace(self.settings, method=name))
+        method = make_method(name, self.settings)
         assert isinstance(method, Carrier)
         return method
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_bico.experiments.compare.cells import LABELS, MeanAndError, Row
+from hf_bico.experiments.compare.cells import MeanAndError, Row, method_label
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.reproduce.paper import PaperRow, PaperTable, task
 from hf_bico.runtime.output import write_files
@@ -18,7 +18,7 @@ from hf_bico.utils.text import Markdown, format_table, markdown_table, plain
 
 JSON_FILE, MARKDOWN_FILE = "reproduction.json", "reproduction.md"
 SCHEMA = 1
-_LABELS = {**LABELS, "naive": "naive"}
+_LABELS = {"naive": "naive"}
 _PROBED = {**_LABELS, "target": "target, pretrained", "base": "source, pretrained"}
 """Where a classifier is fitted to what a model makes of samples, none is zero-shot."""
 _ALL_DATA = "N is all of the training data in the paper; here a probe on the largest number of samples of the table."
@@ -80,7 +80,11 @@ class Reproduction:
         for row in self.table.rows:
             here = self.measured(row)
             marks = self.marks(row)
-            label = labels.get(row.method, row.method) + (f", {row.sampling}" if row.sampling else "") + marks
+            label = (
+                (labels.get(row.method) or method_label(row.method))
+                + (f", {row.sampling}" if row.sampling else "")
+                + marks
+            )
             sizes = "all" if row.all_data else str(row.n or row.per_class or "")
             average, printed = here.average(self.asked), self.paper_average(row)
             lines.append(

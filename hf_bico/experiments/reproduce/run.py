@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_bico.alignment.methods import METHODS
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
@@ -38,7 +37,7 @@ from hf_bico.porting.port import port
 from hf_bico.reports.record import read_record
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, locked_folder
-from hf_bico.settings import PROBE, Settings
+from hf_bico.settings import METHODS, PROBE, Settings
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import IMAGES, TEXTS

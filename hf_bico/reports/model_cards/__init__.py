@@ -7,13 +7,12 @@ Model cards: from the record alone to text and picture.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hf_bico.reports.model_cards.change_card import render_made_card
 from hf_bico.reports.model_cards.port_card import render_port_card
 from hf_bico.reports.pictures import PICTURE_FILE, record_picture
 from hf_bico.reports.record import ChangeRecord, Record
-from pathlib import Path
-
-
 
 CARD_FILE = "README.md"
 

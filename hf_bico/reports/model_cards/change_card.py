@@ -10,9 +10,12 @@ The short card of a task vector that is pushed on its own: over which model it l
 from __future__ import annotations
 
 import re
-import yaml
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
 from hf_bico.hub.references import is_hub_id
 from hf_bico.reports.model_cards.rendering import (
     LinkTarget,
@@ -24,12 +27,9 @@ from hf_bico.reports.model_cards.rendering import (
     shown_source,
     without_names,
 )
-from hf_bico.reports.model_cards.sections import AdapterContents, Licences, Usage, held_layers, languages, card_task
+from hf_bico.reports.model_cards.sections import AdapterContents, Licences, Usage, card_task, held_layers, languages
 from hf_bico.reports.record import ChangeRecord, ModelRecord
 from hf_bico.reports.results import Report
-from typing import Any
-
-
 
 TEMPLATE = "made.md.jinja"
 MOST_NAMES = 3
@@ -132,7 +132,9 @@ def _without_local_names(record: ChangeRecord) -> ChangeRecord:
 def _command(public: ChangeRecord, command: str | None) -> str | None:
     word = "FINETUNED" if public.job == "extract" else "VECTOR"
     numbered = len(public.parts) > 1
-    given: list[LinkTarget] = [(part.model, f"{word}{i}" if numbered else word) for i, part in enumerate(public.parts, 1)]
+    given: list[LinkTarget] = [
+        (part.model, f"{word}{i}" if numbered else word) for i, part in enumerate(public.parts, 1)
+    ]
     options: dict[str, LinkTarget] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
     return public_command(command, public.job, given, options)
 
@@ -151,6 +153,7 @@ def _metadata(card: MadeCard) -> dict[str, Any]:
     metadata["language"] = languages(record.target)
     metadata["tags"] = ["hf-bico", "task-vector", "training-free", *use.tags]
     return metadata
+
 
 _IMPORTS = {
     "open_clip": ["import hf_bico", "import open_clip", "from huggingface_hub import snapshot_download"],

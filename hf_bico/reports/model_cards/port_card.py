@@ -7,21 +7,21 @@ once it looks like what it should be. What is not a repo of the Hub is not named
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
 from hf_bico.reports.model_cards.descriptions import (
-    About,
     MATCHINGS,
-    METHODS,
-    SAMPLINGS,
-    SIGNS,
-    UNKNOWN,
+    SAMPLING_SENTENCES,
+    SIGN_SENTENCES,
     head_sentence,
     loss_sentence,
     objective_sentence,
     uses_labels,
 )
 from hf_bico.reports.model_cards.rendering import (
-    LinkTarget,
     WORD,
+    LinkTarget,
     kind_of,
     public_command,
     render,
@@ -30,7 +30,15 @@ from hf_bico.reports.model_cards.rendering import (
     shown_source,
     without_names,
 )
-from hf_bico.reports.model_cards.sections import AdapterContents, Licences, Usage, held_sites, languages, measured_task, card_task
+from hf_bico.reports.model_cards.sections import (
+    AdapterContents,
+    Licences,
+    Usage,
+    card_task,
+    held_sites,
+    languages,
+    measured_task,
+)
 from hf_bico.reports.pictures import PICTURE_FILE, has_alignment, record_panels
 from hf_bico.reports.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.reports.results import (
@@ -48,12 +56,8 @@ from hf_bico.reports.results import (
     training_sentence,
     training_steps,
 )
-from hf_bico.settings import DEFAULT_TEMPLATES
+from hf_bico.settings import DEFAULT_TEMPLATES, MethodInfo, method_info
 from hf_bico.utils.text import clean
-from math import isfinite
-from typing import Any
-
-
 
 TEMPLATE = "port.md.jinja"
 
@@ -85,7 +89,7 @@ class Card:
     gap_closed: float | None
     share_of_gain: float | None
     sampling_error: float | None
-    about: About
+    about: MethodInfo
     """The method."""
     calibrated: bool
     """Whether the samples of the record were used to make it."""
@@ -165,9 +169,9 @@ class Card:
         readout = self.record.method.readout is not None
         if self.record.data is None or not (self.calibrated or self.probed):
             return None
-        if self.record.method.name == "fewshot":
+        if self.about.trains_on == "samples":
             return "Training samples"
-        if self.trained or not self.about.calibrated:
+        if self.trained or not self.about.uses_samples:
             found = (("readout", readout), ("head", self.head is not None), ("probe", self.probed))
             used = [name for name, is_used in found if is_used]
             return f"Calibration, for the {' and the '.join(used)} alone" if used else None
@@ -179,13 +183,13 @@ class Card:
         data, of_data = self.record.data, "labels of the data set"
         if data is None:
             return None
-        if self.record.method.name == "finetune":  # its samples are others, and have the data set's where it has any
+        if self.about.trains_on == "split":  # its samples are others, and have the data set's where it has any
             return of_data if data.labels == "dataset" else None
-        looked_at = self.about.labels or self.record.objective.head == "fitted"
+        looked_at = self.about.uses_labels or self.record.objective.head == "fitted"
         if data.labels == "pseudo" and (looked_at or self.probed):
             whose = "labels" if looked_at else "the probe's labels"
             own = f"{whose} are the fine-tuned source's own predictions"
-            by_class = data.per_class is not None or data.sampling in SAMPLINGS
+            by_class = data.per_class is not None or data.sampling in SAMPLING_SENTENCES
             return own if by_class else f"{own}; none of the data set's were used to make it"
         if not uses_labels(self.record):
             return f"for the probe alone, {of_data}" if data.labels == "dataset" else None
@@ -195,7 +199,7 @@ class Card:
 
     @property
     def sampling(self) -> str | None:
-        return SAMPLINGS.get(self.record.data.sampling) if self.record.data else None
+        return SAMPLING_SENTENCES.get(self.record.data.sampling) if self.record.data else None
 
     @property
     def matching(self) -> str | None:
@@ -203,7 +207,7 @@ class Card:
 
     @property
     def signs(self) -> str | None:
-        return SIGNS.get(self.record.method.signs or "")
+        return SIGN_SENTENCES.get(self.record.method.signs or "")
 
     @property
     def panels(self) -> str:
@@ -225,7 +229,7 @@ def gather(record: Record) -> Card:
     public = _without_local_names(record)
     # what an adapter holds of a site is told in a table of its own
     sites = tuple(replace(site, rank=None, kept=None) for site in record.sites)
-    about = METHODS.get(record.method.name, UNKNOWN)
+    about = method_info(record.method.name)
     required, base = (("source", public.source), ("target", public.target)), public.source.base
     return Card(
         record=public,
@@ -236,7 +240,7 @@ def gather(record: Record) -> Card:
         share_of_gain=share_of_gain(record),
         sampling_error=sampling_error(record),
         about=about,
-        calibrated=record.data is not None and (about.calibrated or _looked_again(record)),
+        calibrated=record.data is not None and (about.uses_samples or _looked_again(record)),
         trained=is_trained(record),
         licences=Licences(required, () if base is None else (("base", base),)),
         use=_usage(public),
@@ -256,7 +260,7 @@ def _usage(record: Record) -> Usage | None:
         return None
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
-    answers = METHODS.get(record.method.name, UNKNOWN).loss
+    answers = method_info(record.method.name).uses_loss
     task = card_task(record.target.family, record.objective, answers)
     shown_names = [name for name in names if 0 < len(name) <= 60][:5]
     if record.objective.head is not None:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import re
 import shlex
-import yaml
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import yaml
+from jinja2 import FunctionLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+
 from hf_bico.hub.references import is_repo_id
 from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord
 from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
-from importlib.resources import files
-from jinja2 import FunctionLoader, StrictUndefined
-from jinja2.sandbox import SandboxedEnvironment
-from typing import Any, TypeVar
-
-
 
 HUB = "https://huggingface.co/"
 FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)
@@ -73,7 +73,9 @@ def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | No
     return text
 
 
-def public_command(command: str | None, job: str, given: Sequence[LinkTarget], options: Mapping[str, LinkTarget]) -> str | None:
+def public_command(
+    command: str | None, job: str, given: Sequence[LinkTarget], options: Mapping[str, LinkTarget]
+) -> str | None:
     """The command line with a word in place of each local folder; None where its words cannot be told apart.
 
     `given` are its arguments, in order, which come before any option.
@@ -128,7 +130,9 @@ def render(template: str, metadata: Mapping[str, Any], **values: Any) -> str:
 @cache
 def _environment() -> SandboxedEnvironment:
     environment = SandboxedEnvironment(
-        loader=FunctionLoader(lambda name: files("hf_bico.reports.model_cards").joinpath(name).read_text(encoding="utf-8")),
+        loader=FunctionLoader(
+            lambda name: files("hf_bico.reports.model_cards").joinpath(name).read_text(encoding="utf-8")
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

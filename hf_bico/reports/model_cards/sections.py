@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB
 from hf_bico.reports.record import (
     EvaluationRecord,
@@ -27,8 +28,6 @@ from hf_bico.reports.record import (
 from hf_bico.reports.results import LOSS, OTHER_ROLES, role_labels
 from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.utils.text import clean
-
-
 
 OPEN_CLIP = "open_clip ViT"
 _EXACT = "exact"
@@ -71,7 +70,9 @@ class AdapterContents:
     """Whether attention modules are saved whole."""
 
 
-def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> AdapterContents:
+def held_sites(
+    sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: bool, family: str | None
+) -> AdapterContents:
     """By role, of a port."""
     labels = role_labels(site.role for site in sites)
     rows = []
@@ -85,7 +86,9 @@ def held_sites(sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: 
     return AdapterContents("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
 
 
-def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None) -> AdapterContents:
+def held_layers(
+    layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None
+) -> AdapterContents:
     """By layer, whatever its block; a bias counts to its layer."""
     labels = role_labels(_layer(entry.name) for entry in layers)
     rows = []
@@ -99,7 +102,9 @@ def held_layers(layers: Sequence[LayerRecord], output: OutputRecord, from_adapte
         rows.append(ContentsRow(name, count, _ranks(weights or [None]), kept, energy))
     exact = {entry.name for entry in layers if entry.rank is None}
     attention = family == OPEN_CLIP and any(name.endswith(".attn.in_proj_weight") for name in exact)
-    return AdapterContents("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+    return AdapterContents(
+        "layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention
+    )
 
 
 def _in_place(output: OutputRecord) -> list[str]:
@@ -130,6 +135,7 @@ def _asked(output: OutputRecord, from_adapter: bool) -> str:
     if isinstance(rank, float):
         return f"as factors of the rank that keeps {rank:.4g} of each one's energy"
     return f"as factors of rank {rank:,}, or less where a layer is smaller"
+
 
 CLIP = ("open_clip ViT", "transformers CLIP")
 """The families that classify pictures by texts."""
@@ -191,6 +197,7 @@ def measured_task(record: Record, entry: EvaluationRecord) -> CardTask:
     if entry.metric == LOSS and family in CLIP:
         return FEATURES
     return card_task(family, record.objective) or (TEXT_CLASSES if reads_text else IMAGE_CLASSES)
+
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 NOUNS = {"adapter": "adapter", "delta": "change"}
@@ -284,6 +291,7 @@ class Usage:
 def languages(target: ModelRecord) -> list[str]:
     """Those of the target that the Hub takes."""
     return [name for name in target.language if _LANGUAGE.fullmatch(name)]
+
 
 # the licences that the Hub knows by name: it refuses a card with another, which is "other" with a name of its own
 _KNOWN = re.compile(
