@@ -12,11 +12,15 @@ columns is the float64 decomposition with the same cut:
     isometry    |W W - W| with W = R^T R
     far         |(R - reference) V| over the directions at least ten times above the cut
     space       peak memory of the solver over the batch's own bytes, CUDA only
+
+Maps of 1,500 rows and columns or more, which may be solved in a small space, are also solved by both ways, `reduced`
+and `iterated`, in turn; the ratio is the time of `iterated` over that of `reduced`. With --small, those of 500 or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, LlamaConfig, LlamaForCausalLM
 
 from hf_bico.alignment.calibration_pass import pair_rows
+from hf_bico.alignment.polar import LARGE, SeenPart, seen_parts
 from hf_bico.alignment.procrustes import CUT, OrthogonalMap, polar
 from hf_bico.models.layout import Tokens
 
@@ -46,9 +51,11 @@ class Sizes:
     language: int = 4096
     sequences: int = 16
     repeats: int = 5
+    large: int = LARGE
+    """From which smaller side on both ways are timed."""
 
 
-SMALL = Sizes((192, 224), (6, 7), 4, (0, 3), 20, 512, 4, 2)
+SMALL = Sizes((192, 224), (6, 7), 4, (0, 3), 20, 512, 4, 2, 500)
 
 
 def captured(model: nn.Module, blocks: tuple[int, ...], loss: Callable[[], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -193,6 +200,21 @@ def report(maps: list[tuple[str, Tensor]], repeats: int) -> dict[str, str]:
     }
 
 
+def report_ways(maps: list[tuple[str, Tensor]], repeats: int) -> None:
+    """Print each map's time by the way in a small space, beside that of the iterations over all of it."""
+    for name, covariance in maps:
+
+        def solve(large: int, covariance: Tensor = covariance) -> SeenPart:
+            return seen_parts(covariance.double()[None].clone(), CUT, smallest=0, large=large)[0]
+
+        limits = 0, sys.maxsize
+        parts = [solve(large) for large in limits]
+        times = [quickest(partial(solve, large), repeats, covariance.device) for large in limits]
+        away = float((parts[0].matrix - parts[1].matrix).norm() / parts[1].matrix.norm())
+        both = ", ".join(f"{part.way} {spent:.2f} ms" for part, spent in zip(parts, times, strict=True))
+        print(f"    both ways {name:38s} {both}: {times[1] / times[0]:.2f}x, {away:.0e} apart", flush=True)
+
+
 def measured(sizes: Sizes, device: torch.device) -> list[dict[str, str]]:
     """All batches of both pairs."""
     print("map, objective, isometry, far, rank and reference's, way; space after the ratio")
@@ -201,9 +223,12 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, str]]:
         groups: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
         for name, covariance in pairs(sizes, device):
             # large maps are solved one by one, so each gets its own line
-            key = (covariance.shape, name.split(".")[0] if min(covariance.shape) < 1500 else name)
+            key = (covariance.shape, name.split(".")[0] if min(covariance.shape) < LARGE else name)
             groups.setdefault(key, []).append((name, covariance))
-        lines += [report(maps, sizes.repeats) for maps in groups.values()]
+        for maps in groups.values():
+            lines.append(report(maps, sizes.repeats))
+            if min(maps[0][1].shape) >= sizes.large:
+                report_ways(maps, sizes.repeats)
     return lines
 
 
