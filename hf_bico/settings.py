@@ -77,6 +77,7 @@ class MethodInfo:
 
 METHODS: dict[str, MethodInfo] = {}
 """Every method by its name, in the order in which help names them."""
+_BUILT_IN: set[str] = set()
 
 
 def register_method(name: str, implementation: str | type, *, label: str | None = None, **about: Any) -> None:
@@ -84,13 +85,16 @@ def register_method(name: str, implementation: str | type, *, label: str | None 
 
     `implementation` is a subclass of `hf_bico.alignment.methods.base.Method`, or "module:Class". `about` are the fields
     of `MethodInfo`, such as `sentence` for model cards and `options=("completion",)` for a method that reads that
-    option. A method of the same name is replaced.
+    option. A method that was registered under the same name before is replaced, so that a notebook's cell can run
+    again; the names of built-in methods are refused.
 
     >>> register_method("mine", "my_package.mine:Mine", label="My method")
     >>> Settings(method="mine").method
     'mine'
     >>> del METHODS["mine"]
     """
+    if name in _BUILT_IN:
+        raise UsageError(f"'{name}' is the name of a built-in method", "give the new method a name of its own")
     METHODS[name] = MethodInfo(name, implementation, label or name, **about)
 
 
@@ -166,6 +170,7 @@ _known("finetune", "finetuning:Finetune", "fine-tuning",
        turns=False, trains_on="split", options=(*_RECIPE, "train_steps", "train_batch", "warmup", "checkpoint"),
        row=5, style=("#333333", "p"))
 # fmt: on
+_BUILT_IN |= set(METHODS)
 
 
 @dataclass(frozen=True)
