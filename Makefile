@@ -38,6 +38,7 @@ bench: $(READY)  ## what a port costs on this machine, and what it is worth on a
 docs: $(READY)  ## every transcript of README and docs/, the command reference and the pictures, from real runs
 	$(SUPPORT).pages
 	$(BIN)/python docs/pictures/how_it_works.py
+	$(BIN)/python docs/pictures/architecture.py
 
 notebooks: $(READY)  ## the outputs that the notebooks store, from runs on the small world
 	$(SUPPORT).notebooks

@@ -36,6 +36,13 @@ def test_what_is_kept_is_what_is_drawn(script: dict[str, Any]) -> None:
     assert (FOLDER / "how-it-works.svg").read_bytes() == script["as_bytes"]()
 
 
+def test_the_packages_are_drawn_as_they_import() -> None:
+    script = runpy.run_path(str(FOLDER / "architecture.py"))
+    assert {("cli", "experiments"), ("experiments", "porting"), ("porting", "alignment")} <= script["arrows"]()
+    if drawn_here(STAMP.read_text()):
+        assert (FOLDER / "architecture.svg").read_bytes() == script["as_bytes"]()
+
+
 def test_the_picture_holds_no_date_and_no_font(script: dict[str, Any]) -> None:
     text = script["as_bytes"]().decode()
     assert "<dc:date>" not in text
