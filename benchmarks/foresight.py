@@ -118,7 +118,7 @@ def _ports(folder: Path, world: int, source: str, target: str, task: str, draws:
                 if before is None:
                     before = evaluator.measure_target("target", calibration, UNTOUCHED.changes)[0].value
                 result = transfer(ready.method, calibration)
-                seen = result.foresight
+                seen = result.forecast
                 assert seen is not None
                 after = evaluator.measure_target("ported", calibration, result.changes)[0].value
                 scores = [

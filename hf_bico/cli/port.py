@@ -150,7 +150,7 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
                 from hf_bico.hub.push import require_hidden
 
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
-            with _place_of(folder, overwrite, planned.in_form(settings.format, settings.rank)):
+            with _place_of(folder, overwrite, planned.in_format(settings.format, settings.rank)):
                 _port(planned, settings, hub, _Result(folder, overwrite, push_to, push, typed), at, quiet or as_json)
         if is_first_process():
             _publish(folder, push_to, push, hub, as_json, quiet)
@@ -190,11 +190,11 @@ def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge
         at.interrupted = "the same command goes on with the training"
     # what takes seconds to import comes after what a typo would stop
     from hf_bico.cli.console import print_foresight, print_ported, shown_with_words
-    from hf_bico.porting.port import carry_out
+    from hf_bico.porting.port import run_port
     from hf_bico.reports.record import read_record
 
     with shown_with_words(silent) as (progress, say):
-        ported = carry_out(planned, settings, hub, progress, lambda told: print_foresight(told, say))
+        ported = run_port(planned, settings, hub, progress, lambda forecast: print_foresight(forecast, say))
         if not is_first_process():
             return
         go_on_alone()
@@ -271,7 +271,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
         rank = None if options["rank"] is None else read_rank(options["rank"])
         memory = None if options["memory"] is None else read_size(options["memory"], "--memory")
         settings = Settings(format=options["format"], rank=rank, memory=memory, batch_size=options["batch_size"])
-        shown = planned.in_form(settings.format, settings.rank).within(_limits(settings))
+        shown = planned.in_format(settings.format, settings.rank).within(_limits(settings))
         _show_plan(shown, options["as_json"], options["quiet"], shlex.join(command))
 
 
@@ -316,23 +316,23 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
 
 def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
-    from hf_bico.porting.planner import matched, with_model_defaults
+    from hf_bico.porting.planner import with_blocks, with_model_defaults
 
-    planned = matched(planned, settings.layers).within(_limits(settings))
+    planned = with_blocks(planned, settings.layers).within(_limits(settings))
     if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
         if planned.lineage.data is not None:
-            with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
-        return planned.in_form(settings.format, settings.rank), True
+            with_model_defaults(settings, *planned.lineage.layouts)
+        return planned.in_format(settings.format, settings.rank), True
     from hf_bico.alignment.methods import make_method
     from hf_bico.porting.prepare import require_possible
 
     if planned.lineage.data is not None:
-        settings = with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+        settings = with_model_defaults(settings, *planned.lineage.layouts)
     method = make_method(settings.method, settings)
     with suppress(LineageError):  # that no data is known yet is part of the verdict
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"
-    return planned.in_form(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
+    return planned.in_format(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
 
 
 def _limits(settings: Settings) -> MemoryLimits:

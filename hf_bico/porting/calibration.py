@@ -1,13 +1,12 @@
-"""A round: one draw of samples as the two models see it, and how methods carry the task vector by it.
+"""Collects the statistics of both models on one draw of samples, and carries the task vector by them.
 
-Its statistics are collected once, whatever the number of methods that read them, within the memory that there is, and
-shared out over the processes that do the job. Neither measures nor writes.
+Statistics are collected once for all methods, within the available memory, and shared by the processes of a job.
+Neither evaluates nor writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from torch import Tensor
 from hf_bico.alignment.calibration_pass import Shown, Side, collect, show
 from hf_bico.alignment.memory import MemoryPlan, solved_together
 from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSite
-from hf_bico.alignment.objectives.base import Classifier, Head, Heads, LikelyLabels, LossBatch
+from hf_bico.alignment.objectives.base import Classifier, Heads, LikelyLabels, LossBatch
 from hf_bico.alignment.objectives.clip import ZeroShotHead
 from hf_bico.alignment.readout import Readout, solve_readout
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskLossTotals
@@ -28,7 +27,6 @@ from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
 from hf_bico.models.layout import SitePair, descent_sites
@@ -40,20 +38,21 @@ Result = TypeVar("Result")
 
 
 def require_enough_to_mispair(samples: int) -> None:
-    """Four wrong pairings, in which no sample meets itself, need five samples."""
+    """Refuse too few samples for four wrong pairings in which no sample meets itself."""
     if samples < 5:
         raise UsageError(f"{samples} samples cannot be mispaired in four ways, as --control does", "use at least -n 5")
 
 
 class Calibration:
-    """One draw of calibration samples, with altered copies of each if asked for, as the two models see it; or none.
+    """Both models on one draw of calibration samples, with augmented copies if requested; or without samples.
 
-    As a control, `mispaired` gives the source other samples than the target, in two ways, and takes the statistics of
-    one from those of the other: what any pairing shows, such as the means, goes too. Input and output maps are found
+    `keeps` keeps the statistics for other methods; without it, each sum is dropped once its map is known.
+    With `forecasts`, a backward pass that a method needs anyway also sums the target's parameter gradients, which give
+    the first-order change of its loss.
+
+    As a control, `mispaired` gives the source other samples than the target, in two ways, and subtracts the statistics
+    of one from those of the other: this removes what any pairing shows, such as the means. Input and output maps come
     from different wrong pairings, or they would still agree with each other.
-
-    Its statistics are kept for other methods, unless it `keeps` none: then each sum goes when its map is found. Where
-    it `foretells`, a method that looks at gradients anyway is told what its change does to the target's loss.
     """
 
     def __init__(
@@ -77,23 +76,22 @@ class Calibration:
         self.keeps = keeps
         self.forecasts = forecasts
         self.task: TaskLossTotals | None = None
-        """How the target does on the samples, where that is foretold from."""
+        """The target's loss on the samples, if there is a forecast."""
         self.batch_size: int | None = None
-        """That of the last pass over the samples."""
+        """Batch size of the last pass over the samples."""
         self._drawn = drawn
-        self._seen = Statistics()
-        self._fits: dict[frozenset[Kind], MemoryPlan] = {}
+        self._statistics = Statistics()
+        self._memory_plans: dict[frozenset[Kind], MemoryPlan] = {}
 
     @property
     def heads(self) -> Heads:
-        """How the models are asked; without samples there is nothing to ask."""
         if self._heads is None:
             raise _no_data()
         return self._heads
 
     @property
     def drawn_samples(self) -> Samples:
-        """The samples without altered copies."""
+        """The samples without augmented copies."""
         if self._drawn is None:
             raise _no_data()
         return self._drawn.samples
@@ -104,10 +102,10 @@ class Calibration:
 
     @cached_property
     def samples(self) -> Samples | AugmentedSamples:
-        """What the target sees."""
-        return self._copied(self.drawn_samples)
+        """The samples with augmented copies, as the target reads them."""
+        return self._augmented(self.drawn_samples)
 
-    def _copied(self, samples: Samples) -> Samples | AugmentedSamples:
+    def _augmented(self, samples: Samples) -> Samples | AugmentedSamples:
         return AugmentedSamples(samples, self.copies, self.settings.seed) if self.copies else samples
 
     @cached_property
@@ -116,63 +114,67 @@ class Calibration:
         head = self.heads.tuned
         if not isinstance(head, Classifier):
             raise no_predictions(self.settings.method)
-        with self.models.tuning.applied_to(self.models.source.module):
+        with self.models.tuned_source():
             return logits_of(self.models.source, head, self.samples, self.settings.batch)
 
-    def see(self, kinds: Collection[Kind]) -> Statistics:
-        """The statistics at the two pretrained models; what was not seen yet is collected in one pass."""
-        missing = set(kinds) - self._seen.kinds
+    def statistics(self, kinds: Collection[Kind]) -> Statistics:
+        """Return the statistics at the two pretrained models; missing kinds are collected in one pass."""
+        missing = set(kinds) - self._statistics.kinds
         if missing:
-            self._seen.update(self.collected(missing, self.models.pairs))
-        return self._seen
+            self._statistics.update(self.collect_statistics(missing, self.models.pairs))
+        return self._statistics
 
     def carry(self, method: Carrier) -> dict[str, TransportedSite]:
-        """The task vector at every pair of sites, in the target's coordinates."""
+        """Carry the task vector at every pair of sites into the target's coordinates."""
         parts = list[dict[str, TransportedSite]]()
-        passes = self._passes_of(method)
+        passes = self._split_pairs(method)
         for step in range(method.steps):
-            found: dict[str, TransportedSite] = {}
+            carried: dict[str, TransportedSite] = {}
             for pairs in passes:
-                seen = self._along(step / method.steps, parts, method, pairs) if step else self._start(method, pairs)
-                self.task = self.task or seen.task
-                seen.settle_descents()
+                statistics = (
+                    self._statistics_along(step / method.steps, parts, method, pairs)
+                    if step
+                    else self._first_statistics(method, pairs)
+                )
+                self.task = self.task or statistics.task
+                statistics.settle_descents()
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
-                found |= self._carried(method, pairs, seen)
-            parts.append(self.models.team.gathered(found))
+                carried |= self._carry_pairs(method, pairs, statistics)
+            parts.append(self.models.team.gathered(carried))
         return joined(parts)
 
-    def _carried(
+    def _carry_pairs(
         self, method: Carrier, pairs: Sequence[SitePair], statistics: Statistics
     ) -> dict[str, TransportedSite]:
-        """This process's part of the pairs, some at a time; sums that nobody else reads are let go of on the way."""
-        models, found = self.models, dict[str, TransportedSite]()
+        """Carry this process's share of the pairs, group by group, dropping sums that nobody else reads."""
+        models, transported = self.models, dict[str, TransportedSite]()
         groups = solved_together(pairs) if method.by_site else [list(pairs)]
         own = models.team.share(groups) if method.by_site else groups
-        if statistics is not self._seen:
+        if statistics is not self._statistics:
             statistics.drop(pair for group in groups if group not in own for pair in group)
         for group in own:
             with self.watch("align"):
                 method.prepare(group, MethodInputs(*models.pretrained, statistics))
             descents = {pair.target.name: statistics.descents.get(pair.target.name) for pair in group}
-            if statistics is not self._seen:
+            if statistics is not self._statistics:
                 statistics.drop(group)
             with self.watch("transport"):
                 for pair in group:
                     delta = site_delta(models.vector, pair.source).scaled(1 / method.steps)
-                    carried = models.settled(pair, method.carry(pair, delta))
+                    carried = models.in_written_precision(pair, method.carry(pair, delta))
                     descent = descents.pop(pair.target.name)
                     along = None if descent is None else descent_along(carried.delta, descent)
-                    found[pair.target.name] = replace(carried, descent=along)
-        return found
+                    transported[pair.target.name] = replace(carried, descent=along)
+        return transported
 
     def _kinds_of(self, method: Carrier) -> frozenset[Kind]:
-        """The statistics that a method needs at the start, and what foretelling adds to them."""
+        """Return the kinds that a method needs at the start, with those of the forecast."""
         extra = {Kind.DESCENT} if self.forecasts and method.differentiates else set()
         return method.kinds | extra
 
-    def _passes_of(self, method: Carrier) -> list[list[SitePair]]:
-        """The pairs that each pass over the samples adds up: all of them, or as many as there is memory for."""
+    def _split_pairs(self, method: Carrier) -> list[list[SitePair]]:
+        """Return the pairs of each pass over the samples: all of them, or as many as fit into memory."""
         if not method.by_site:
             return [self.models.pairs]
         groups, counts = solved_together(self.models.pairs), self.memory_plan(self._kinds_of(method)).groups
@@ -182,46 +184,44 @@ class Calibration:
             for start, count in zip(starts, counts, strict=True)
         ]
 
-    def _start(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
-        """The statistics of some pairs at the pretrained models; kept if they are of all, and others read them."""
+    def _first_statistics(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
+        """Return statistics at the pretrained models, from the shared ones if these are kept and of all pairs."""
         kinds = self._kinds_of(method)
         if self.keeps and len(pairs) == len(self.models.pairs):
-            return self.see(kinds)
-        return self.collected(kinds, pairs) if kinds else Statistics()
+            return self.statistics(kinds)
+        return self.collect_statistics(kinds, pairs) if kinds else Statistics()
 
-    def _along(
+    def _statistics_along(
         self, share: float, parts: Sequence[dict[str, TransportedSite]], method: Carrier, pairs: Sequence[SitePair]
     ) -> Statistics:
-        """The statistics with a share of the task vector in the source, and what became of it in the target.
+        """Collect statistics with a share of the task vector in the source, and its port so far in the target.
 
-        In the same batches as at the start, so that one number repeats the whole path.
+        The batches are those of the start, so that one recorded batch size repeats the whole path.
         """
         models = self.models
-        so_far = models.gathered(joined(parts), alpha=1.0).renamed(models.planned.lineage.target.layout.own_names)
-        with ExitStack() as stack:
-            stack.enter_context((share * models.tuning).applied_to(models.source.module))
-            stack.enter_context(so_far.applied_to(models.target.module))
-            return self.collected(method.kinds, pairs, self.memory_plan(self._kinds_of(method)))
+        so_far = models.gather_changes(joined(parts), alpha=1.0)
+        with models.tuned_source(share), models.with_changes(so_far):
+            return self.collect_statistics(method.kinds, pairs, self.memory_plan(self._kinds_of(method)))
 
     def readout(self, changes: Deltas) -> Readout:
-        """The correction of the final projection of the target with these changes.
+        """Solve for a correction of the final projection of the target with these changes.
 
-        From altered copies too where they were asked for, and not only the method's habit: so it is the same step for
-        every method, and for the target itself.
+        It reads augmented copies only if they were requested, not if they are just the method's default: so the step
+        is the same for every method, and for the target itself.
         """
         target, head = self.models.target, self.heads.target
         if not isinstance(head, ZeroShotHead):
             raise no_predictions("--readout")
-        samples, wanted = self.samples, self.predictions
+        samples, predictions = self.samples, self.predictions
         if not self.settings.augment:
-            samples, wanted = self.drawn_samples, wanted[:: 1 + self.copies]
-        with changes.applied_to(target.module), torch.no_grad():
+            samples, predictions = self.drawn_samples, predictions[:: 1 + self.copies]
+        with self.models.with_changes(changes), torch.no_grad():
             hidden, weight = self._hidden(samples), target.weight("proj")
         origins = samples.origins if isinstance(samples, AugmentedSamples) else range(len(samples))
-        return solve_readout(hidden, weight, head, wanted, origins)
+        return solve_readout(hidden, weight, head, predictions, origins)
 
     def _hidden(self, samples: Samples | AugmentedSamples) -> Tensor:
-        """What the target's final projection reads."""
+        """Return the inputs of the target's final projection."""
         model = self.models.target
         projection = model.layout.site("proj")
 
@@ -236,110 +236,109 @@ class Calibration:
         return halving_batches(self.settings.batch, run)
 
     def memory_plan(self, kinds: Collection[Kind]) -> MemoryPlan:
-        """How the statistics are collected within the memory that there is: found once, the same in every process."""
-        asked = frozenset(kinds)
-        if asked not in self._fits:
-            self._fits[asked] = self.models.team.agreed(self.models.memory_plan(asked, self.samples, self.settings))
-        return self._fits[asked]
+        """Plan the memory for these kinds, once, and the same in every process."""
+        needed = frozenset(kinds)
+        if needed not in self._memory_plans:
+            memory = self.models.memory_plan(needed, self.samples, self.settings)
+            self._memory_plans[needed] = self.models.team.agreed(memory)
+        return self._memory_plans[needed]
 
-    def collected(
-        self, kinds: Collection[Kind], pairs: Sequence[SitePair], fitted: MemoryPlan | None = None
+    def collect_statistics(
+        self, kinds: Collection[Kind], pairs: Sequence[SitePair], memory: MemoryPlan | None = None
     ) -> Statistics:
-        """The statistics of some pairs, from a pass of their own."""
-        models, fitted = self.models, fitted or self.memory_plan(kinds)
-
-        def collected(turn: int, some: Collection[Kind]) -> Statistics:
-            def run(size: int, thrifty: bool = fitted.checkpointing) -> Statistics:
-                self.batch_size = size
-                passes = self._passes(size, set(some), turn)
-                sides, sums_on = self._sides(thrifty, fitted.lean), models.device
-                return collect(pairs, *sides, passes, some, sums_on, fitted.at_once, descent_sites(models.pairs))
-
-            leaner = None if fitted.checkpointing else partial(run, thrifty=True)
-            found = halving_batches(fitted.batch_size, run, leaner)
-            models.team.add_up(found.tensors)
-            found.require_finite()
-            return found
-
+        """Collect statistics of some pairs in a pass of their own."""
+        memory = memory or self.memory_plan(kinds)
         with self.watch("calibrate"):
             if not self.mispaired:
-                return collected(0, kinds)
+                return self._run_pass(kinds, pairs, memory)
             require_enough_to_mispair(len(self.drawn_samples))
-            found = Statistics()
-            for turn, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS - OF_TARGET)):
+            statistics = Statistics()
+            for shift, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS - OF_TARGET)):
                 if some:
-                    found.update(collected(turn, some).less(collected(turn + 1, some)))
-            if own := OF_TARGET & set(kinds):  # which has no pairs
-                found.update(collected(0, own))
-            return found
+                    first, second = (self._run_pass(some, pairs, memory, number) for number in (shift, shift + 1))
+                    statistics.update(first.less(second))
+            if own := OF_TARGET & set(kinds):  # these have no pairs
+                statistics.update(self._run_pass(own, pairs, memory))
+            return statistics
+
+    def _run_pass(
+        self, kinds: Collection[Kind], pairs: Sequence[SitePair], memory: MemoryPlan, shift: int = 0
+    ) -> Statistics:
+        """Run both models over the samples, of which the source reads those from number `shift` on."""
+        models = self.models
+
+        def run(size: int, checkpointing: bool = memory.checkpointing) -> Statistics:
+            self.batch_size = size
+            passes = self._passes(size, set(kinds), shift)
+            sides = self._sides(checkpointing, memory.lean)
+            return collect(pairs, *sides, passes, kinds, models.device, memory.at_once, descent_sites(models.pairs))
+
+        leaner = None if memory.checkpointing else partial(run, checkpointing=True)
+        statistics = halving_batches(memory.batch_size, run, leaner)
+        models.team.add_up(statistics.tensors)
+        statistics.require_finite()
+        return statistics
 
     def _sides(self, checkpointing: bool = False, lean: bool = False) -> tuple[Side, Side]:
-        """Both pretrained models."""
-        asked = ((self.models.source, self.heads.source), (self.models.target, self.heads.target))
+        both = ((self.models.source, self.heads.source), (self.models.target, self.heads.target))
         source, target = (
             Side(model, model.layout.tokens, checkpointing, lean, head.looks_inside, stays=not model.visits)
-            for model, head in asked
+            for model, head in both
         )
         return source, target
 
-    def shown(self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, Shown]]) -> Result:
-        """Hand on the rows that some pairs show at the two pretrained models, without any gradient.
+    def show_rows(self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, Shown]]) -> Result:
+        """Hand on the rows of some pairs at the two pretrained models, without any gradient.
 
-        `begin` gives what is made of them, and what takes them; where memory runs out it is called anew.
+        `begin` returns a result and the function that adds rows to it; it is called again when memory runs out.
         """
 
         def run(size: int) -> Result:
-            found, take = begin()
+            result, take = begin()
             show(pairs, *self._sides(), self._passes(size, {kind}, 0), {kind}, take)
-            return found
+            return result
 
         return halving_batches(self.settings.batch, run)
 
-    def _passes(self, size: int, kinds: set[Kind], turn: int) -> Iterator[tuple[Pass, Pass]]:
-        """For each batch of this process's samples, a pass of the source's and of the target's pretrained model.
-
-        The source sees the samples from number `turn` on.
-        """
+    def _passes(self, size: int, kinds: set[Kind], shift: int) -> Iterator[tuple[Pass, Pass]]:
+        """Yield, for each batch of this process's samples, a pass of the source and one of the target."""
         drawn = self.drawn_samples
         own = self.models.team.share(tuple(range(len(drawn))))
-        mine = self._copied(drawn.some(own))
+        mine = self._augmented(drawn.some(own))
         both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
-        if turn:
-            both = zip(self._copied(drawn.rotated(turn).some(own)).batches(size), mine.batches(size), strict=True)
+        if shift:
+            both = zip(self._augmented(drawn.rotated(shift).some(own)).batches(size), mine.batches(size), strict=True)
         models = (self.models.source, self.models.target)
         batches = (
             [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both
         )
-        likely = [self._likely(kinds, number) for number in (turn, 0)]  # now: it runs a model
+        likely = [self._likely_labels(kinds, number) for number in (shift, 0)]  # before prefetching: it runs a model
         first = own[0] * (1 + self.copies) if own else 0
-        return self._asking(prefetch(batches), likely, range(first, first + len(mine)))
+        return self._losses(prefetch(batches), likely, range(first, first + len(mine)))
 
-    def _asking(
-        self, batches: Iterator[Sequence[Any]], likely: Sequence[LikelyLabels | None], places: range
+    def _losses(
+        self, batches: Iterator[Sequence[Any]], likely: Sequence[LikelyLabels | None], numbers: range
     ) -> Iterator[tuple[Pass, Pass]]:
-        """The passes of these batches, whose samples are at these places among all that are asked about."""
-        sides = (_asked(self.models.source, self.heads.source), _asked(self.models.target, self.heads.target))
-        done = places.start
+        """Yield both models' losses of these batches, whose samples have these numbers among all samples."""
+        models, heads, done = self.models, self.heads, numbers.start
         for both in batches:
-            self.watch.progress("calibrate", done - places.start, len(places))
+            self.watch.progress("calibrate", done - numbers.start, len(numbers))
             here = slice(done, done + len(both[0][1]))
-            questions = [
-                LossBatch(batch[0], batch[1], None if found is None else found[here], here.start)
-                for batch, found in zip(both, likely, strict=True)
-            ]
-            yield sides[0](questions[0]), sides[1](questions[1])
+            first, second = (
+                LossBatch(items, labels, None if predicted is None else predicted[here], here.start)
+                for (items, labels), predicted in zip(both, likely, strict=True)
+            )
+            yield (
+                partial(heads.source.losses, models.source, first),
+                partial(heads.target.losses, models.target, second),
+            )
             done = here.stop
 
-    def _likely(self, kinds: set[Kind], turn: int) -> LikelyLabels | None:
-        """What the fine-tuned source predicts for the samples from number `turn` on, where that is asked for."""
+    def _likely_labels(self, kinds: set[Kind], shift: int) -> LikelyLabels | None:
+        """Return the fine-tuned source's predictions for the samples from number `shift` on, if `kinds` need them."""
         if not OF_EXPECTED_LOSSES & kinds:
             return None
-        return LikelyLabels.of(self.predictions.roll(-turn * (1 + self.copies), 0))
-
-
-def _asked(model: LiveModel, head: Head) -> Callable[[LossBatch], Pass]:
-    """What makes a pass of a question."""
-    return lambda question: lambda: head.losses(model, question)
+        return LikelyLabels.of(self.predictions.roll(-shift * (1 + self.copies), 0))
 
 
 def _no_data() -> DataUnknownError:
@@ -347,7 +346,7 @@ def _no_data() -> DataUnknownError:
 
 
 def no_predictions(what: str) -> UnsuitableMethodError:
-    """The error for what needs an objective that predicts classes."""
+    """Return the error for a method or option that needs an objective that predicts classes."""
     return UnsuitableMethodError(
         f"{what} needs an objective that predicts classes, such as zero-shot", "use --method bico, without --readout"
     )

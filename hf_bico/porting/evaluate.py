@@ -1,8 +1,6 @@
-"""Held-out evaluation; `evaluate_model`.
+"""Evaluates models: one model on a data set (`evaluate_model`), or several on the same held-out samples.
 
-How well a model does on a data set, both by reference: as its objective asks, or by a linear probe.
-
-The yardstick: held-out samples and ways to measure on them, the same for every model that is compared.
+Measures by a model's own objective or by a linear probe; does not know how a change was made.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.inference import Batched, Prepared, Read, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import head_of_model
+from hf_bico.porting.heads import own_head
 from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
@@ -38,6 +37,9 @@ from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memo
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
+
+MOST_KEPT = 2**29
+"""Bytes of images, raw and preprocessed for the target, that are kept in memory to read and prepare them once."""
 
 
 @torch.inference_mode(False)
@@ -55,15 +57,15 @@ def evaluate_model(
     allow_pickle: bool = False,
     **options: Any,
 ) -> EvaluationRecord:
-    """How well a model does on a split of a data set; `base` completes a task vector or a part of a model.
+    """Evaluate a model on a split of a data set; `base` completes a task vector or a part of a model.
 
-    A port, or a model whose card names its data set, is measured on that unless `data` is given; never on the samples
-    that it was calibrated on.
+    A port, or a model whose card names its data set, is evaluated on that unless `data` is given, but never on the
+    samples that it was calibrated on.
 
-    The split is the one asked for, else test, else validation, else train; all of it unless `n` is given. The model is
-    measured as its objective asks: a CLIP zero-shot, a classifier by its own head, a language model by its loss; or by
-    a linear probe that is fitted to `probe` samples of the training split (100 where `evaluation="probe"` is all that
-    is said), which any model can have. No sample is used for both.
+    The split is the requested one, else test, else validation, else train; all of it unless `n` is given. A CLIP is
+    evaluated zero-shot, a classifier by its own head, a language model by its loss; or any model by a linear probe
+    fitted to `probe` samples of the training split (100 if only `evaluation="probe"` is given). No sample is used for
+    both.
     """
     settings = Settings.of({"n": n, **options})
     probe = _require_probe(probe, settings)
@@ -96,16 +98,16 @@ def evaluate_model(
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch)
-            how: dict[str, Any] = {"protocol": "probe", "trained_on": len(training)}
-            metric = "accuracy"
-        else:
-            head = head_of_model(whole, holder, live, measured, settings)
-            value, how, metric = head.measure(live, samples, settings.batch), {}, head.metric
-    return EvaluationRecord(name, measured.name, split, len(samples), metric, value, **how)
+            return EvaluationRecord(
+                name, measured.name, split, len(samples), "accuracy", value, PROBE, trained_on=len(training)
+            )
+        head = own_head(whole, holder, live, measured, settings)
+        value = head.measure(live, samples, settings.batch)
+        return EvaluationRecord(name, measured.name, split, len(samples), head.metric, value)
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:
-    """How many samples the probe is fitted to; None where the model is measured zero-shot."""
+    """Return the number of samples that the probe is fitted to; None without a probe."""
     if settings.evaluation == "both":
         raise UsageError("evaluation is 'both'", "choose one, zero-shot or probe, and measure twice")
     if probe is None:
@@ -125,11 +127,11 @@ def _order(data: DataSet, split: str, settings: Settings) -> list[int]:
 def _probe_samples(
     data: Any, settings: Settings, probe: int, hub: Hub, known_names: Sequence[str] | None, reads: str
 ) -> tuple[DataSet, str, Samples, Samples]:
-    """The data set and the split to measure on, what the probe is fitted to, and what it is measured on.
+    """Return data set and split to evaluate on, the samples to fit the probe to, and those to evaluate on.
 
-    Of a large data set only some rows are read, other ones for either, so that it is opened for each.
+    Of a large data set only some rows are read, different ones for each purpose, so it is opened for each.
     """
-    # there is no text side to it: classes that are numbers need no names
+    # a probe has no text side: classes that are numbers need no names
     settings = replace(settings, objective=probe_accuracy, per_class=None, sampling="random", labels="dataset")
 
     def measured_on(n: int | None) -> tuple[DataSet, str, list[int]]:
@@ -159,7 +161,7 @@ def _probe_samples(
 def _training_samples(
     data: Any, settings: Settings, hub: Hub, known_names: Sequence[str] | None, reads: str
 ) -> Samples | None:
-    """What a probe is fitted to; None where there is no split `train`."""
+    """Return the samples to fit a probe to; None without a split `train`."""
     try:
         opened = open_data(data, settings, hub, known_names=known_names, reads=reads)
         if "train" not in opened.splits:
@@ -170,7 +172,7 @@ def _training_samples(
 
 
 def _port_record(model: ModelReference, hub: Hub) -> Record | None:
-    """The record of the port that a model is."""
+    """Read the record of a model that is a port."""
     if not isinstance(model, str | Path):
         return None
     place = locate(model, "the model", hub)
@@ -182,7 +184,7 @@ def _port_record(model: ModelReference, hub: Hub) -> Record | None:
 
 
 def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
-    """The data set that a port was calibrated for, or that a model's card names."""
+    """Return the data set that a port was calibrated on, or that a model's card names."""
     if not isinstance(model, str | Path):
         raise DataUnknownError("no data was given", "name a data set")
     if record is not None and record.data is not None:
@@ -197,7 +199,7 @@ def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
 
 
 def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]:
-    """The rows of a split that a port has seen; those of parts of a large data set are not known by their numbers."""
+    """Return the rows of a split that a port was calibrated on; unknown for parts of a large data set."""
     if record is None or record.data is None or record.data.parts or split in data.parts:
         return set()
     same = (record.data.id, record.data.split) == (data.name, split)
@@ -207,7 +209,7 @@ def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]
 def _open(
     model: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model, TaskVector | None, str, Model | Adapter]:
-    """The whole model to load, what to add to it, the result's name, and what may hold a head; all on this machine."""
+    """Download, and return the model to load, what to add to it, its name, and the repo that may store a head."""
 
     def opened(reference: ModelReference | RepoFiles, what: str, library: str = "transformers") -> Model:
         return Model.open(reference, what, library, hub, allow_pickle).fetched()
@@ -230,15 +232,11 @@ def _open(
     return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name, tuned
 
 
-MOST_KEPT = 2**29
-"""Bytes of images, as they are and as the target takes them, that are kept so that they are read and prepared once."""
-
-
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """Samples of one split of a data set; a linear probe, where one is asked for, is fitted to `probed_on`.
+    """Evaluates several models on the same held-out samples; a linear probe is fitted to `probed_on`.
 
-    `evaluation` is "zero-shot", by what the heads themselves ask, "probe" or "both", as in the settings.
+    `evaluation` is "zero-shot", for the heads' own metric, "probe" or "both", as in the settings.
     """
 
     data: str
@@ -249,22 +247,22 @@ class HeldOutEvaluation:
     batch_size: int
 
     def measure(self, name: str, model: LiveModel, head: Head) -> list[EvaluationRecord]:
-        """What a model reaches, by every protocol that is asked for and makes sense."""
-        found = []
+        """Evaluate a model by every requested protocol."""
+        record, records = partial(EvaluationRecord, name, self.data, self.split, len(self.samples)), []
         if self.evaluation != PROBE and not isinstance(head, OwnHead):
             value = head.measure(model, self.samples, self.batch_size)
-            found.append(self._record(name, head.metric, value))
+            records.append(record(head.metric, value))
         if self.evaluation != "zero-shot":
             value = probe_accuracy(model, self.probed_on, self.samples, self.batch_size)
-            found.append(self._record(name, "accuracy", value, PROBE, len(self.probed_on)))
-        return found
+            records.append(record("accuracy", value, PROBE, trained_on=len(self.probed_on)))
+        return records
 
     def read_once(self) -> HeldOutEvaluation:
-        """The same, its images read once; as it is where they take too much memory."""
+        """Read the images once, unless they take too much memory."""
         return replace(self, samples=Read.of(self.samples, self.batch_size, MOST_KEPT))
 
     def prepared_by(self, model: LiveModel) -> HeldOutEvaluation:
-        """The same for this model alone, its images prepared once; as it is where they take too much memory."""
+        """Preprocess the images once, for this model only, unless they take too much memory."""
         if not isinstance(model, ImageModel) or model.layout.image_size is None:
             return self
         if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_KEPT:
@@ -274,22 +272,16 @@ class HeldOutEvaluation:
     def measure_target(
         self, name: str, calibration: Calibration, changes: Deltas, head: Head | None = None
     ) -> list[EvaluationRecord]:
-        """What the target reaches with these changes, and with this head if it is another."""
-        target = calibration.models.target
-        with changes.renamed(calibration.models.planned.lineage.target.layout.own_names).applied_to(target.module):
-            return self.measure(name, target, head or calibration.heads.target)
+        """Evaluate the target with these changes, and with this head if it is another."""
+        models = calibration.models
+        with models.with_changes(changes):
+            return self.measure(name, models.target, head or calibration.heads.target)
 
     def measure_source(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
-        """What the fine-tuned source reaches."""
-        source = calibration.models.source
-        with calibration.models.tuning.applied_to(source.module):
-            return self.measure(name, source, calibration.heads.tuned)
+        """Evaluate the fine-tuned source."""
+        with calibration.models.tuned_source():
+            return self.measure(name, calibration.models.source, calibration.heads.tuned)
 
     def measure_base(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
-        """What the source reached before it was fine-tuned."""
+        """Evaluate the source before it was fine-tuned."""
         return self.measure(name, calibration.models.source, calibration.heads.source)
-
-    def _record(
-        self, name: str, metric: str, value: float, protocol: str | None = None, trained_on: int | None = None
-    ) -> EvaluationRecord:
-        return EvaluationRecord(name, self.data, self.split, len(self.samples), metric, value, protocol, trained_on)

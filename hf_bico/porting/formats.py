@@ -1,10 +1,6 @@
-"""Written as full model, adapter or delta.
+"""Writes a change of a model as a full model, a PEFT adapter, or the change alone, and says what each format keeps.
 
-A full model on disk: the target's files, with the changed tensors overwritten in place.
-
-The forms in which a change of a model is written: the whole model, a PEFT adapter, or the change alone.
-
-Says what each form keeps of the change, and writes it. Knows models and adapters; not where the change came from.
+Does not know where the change came from.
 """
 
 from __future__ import annotations
@@ -24,14 +20,14 @@ from hf_bico.models.deltas import Deltas, add_delta
 from hf_bico.models.layout import Site
 from hf_bico.models.low_rank import Change, energy, is_finite
 from hf_bico.models.model import Model
-from hf_bico.porting.heads import HeadForm, JoinedCheckpoint
+from hf_bico.porting.heads import JoinedCheckpoint, WrittenHead
 from hf_bico.porting.task_vector import TaskVector, fit_to
 
 
 def write_full(target: FileCheckpoint, vector: Deltas, folder: Path) -> list[Path]:
-    """Copies of the target's files with the changed tensors overwritten in place.
+    """Copy the target's files and overwrite the changed tensors in place.
 
-    Headers, order and every other tensor are the target's, bit for bit, and memory holds one tensor at a time.
+    Headers, order and all other tensors stay the target's, bit for bit, and memory holds one tensor at a time.
     """
     written = [Path(shutil.copyfile(file, folder / file.name)) for file in target.files]
     for file, copy in zip(target.files, written, strict=True):
@@ -52,42 +48,41 @@ class WrittenChange:
 
     format: str
     rank: int | float | None
-    """What was asked for, of an adapter."""
+    """The requested rank of an adapter."""
     vector: TaskVector
     changes: Deltas
-    """What the model that is read back has changed by."""
+    """The change that is left when the files are read back."""
     rounding_lost: float | None = None
-    """The share of the change that rounding to half precision takes away: of an adapter, when it is loaded so."""
+    """The share of the change that rounding to half precision takes away; for an adapter, if it is loaded so."""
     fitted: Fitted | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
-    """The names in the loaded model of tensors that have others in its files."""
-    head: HeadForm | None = None
-    """A classification head that is written with a model or an adapter."""
+    """Names in the loaded model of tensors that are named differently in its files."""
+    head: WrittenHead | None = None
 
     def __repr__(self) -> str:
         return self.format if self.fitted is None else f"{self.format}: {self.fitted!r}"
 
     @property
     def energy_kept(self) -> float | None:
-        """The share of the change that an adapter of this rank holds."""
+        """The share of the change's energy that an adapter of this rank holds."""
         return None if self.fitted is None else self.fitted.energy_kept
 
     @property
     def replaced(self) -> list[str]:
-        """Of an adapter, the tensors that peft loads in place of the base's: they are not taken back with it."""
+        """Tensors of an adapter that peft loads in place of the base's, and does not restore when it unloads it."""
         return [] if self.fitted is None else self.fitted.routes.in_place
 
     def held(self, site: Site) -> tuple[int | None, float] | None:
-        """Of an adapter, the rank at which a site's weight is held (None: exactly), and the share of its energy."""
+        """Return the rank at which an adapter holds a site's weight (None: exactly), and the share of its energy."""
         name = self.own_names.get(site.weight.tensor, site.weight.tensor)
         if self.fitted is None or name not in self.fitted.asked:
             return None
-        asked, held = self.fitted.asked.change(name), self.fitted.changes.change(name)
-        kept = 1.0 if held is asked else kept_of(site.weight.view(asked), site.weight.view(held))
+        exact, held = self.fitted.asked.change(name), self.fitted.changes.change(name)
+        kept = 1.0 if held is exact else kept_of(site.weight.view(exact), site.weight.view(held))
         return self.fitted.ranks.get(name), kept
 
 
-def written_change(
+def format_change(
     vector: TaskVector,
     target: Model,
     format: str,
@@ -95,9 +90,9 @@ def written_change(
     module: nn.Module | None = None,
     device: torch.device | None = None,
     everything: bool = False,
-    head: HeadForm | None = None,
+    head: WrittenHead | None = None,
 ) -> WrittenChange:
-    """Bring a change of `target` into a form; `module` is the target where it is loaded already."""
+    """Bring a change of `target` into a format; `module` is the target if it is loaded already."""
     if format == "adapter":
         model = head.skeleton(target) if head is not None else target.skeleton() if module is None else module
         over = target if head is None else head.over(target, model)
@@ -111,7 +106,7 @@ def written_change(
 
 
 def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
-    """What is lost of tensors that are saved as they will be, where the model is loaded in its own half precision."""
+    """Return the share that is lost of tensors stored in full, if the model is loaded in its own half precision."""
     exact = [name for name in fitted.routes.exact if name in fitted.changes]
     places = fitted.changes.places_in(target.shapes, "the target")
     starts = {name: target.tensor(places[name]) for name in exact}
@@ -122,21 +117,21 @@ def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
 
 
 def _rounded_off(start: Tensor, change: Change, name: str) -> float:
-    """The energy that rounding the sum to the weight's own dtype takes away, or adds."""
+    """Return the energy that rounding the sum to the weight's own dtype takes away, or adds."""
     wide = torch.promote_types(start.dtype, torch.float32)
     return energy(add_delta(start.to(wide), change, name) - add_delta(start, change, name).to(wide))
 
 
 def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
-    """The change that is left once the sum is rounded to the target's own dtype, and the share that is lost.
+    """Return the change that is left once the sum is rounded to the target's dtype, and the share that is lost.
 
-    The share is None where the target is stored in full precision.
+    The share is None if the target is stored in full precision.
     """
     stored, lost, total = {}, 0.0, 0.0
     places = vector.places_in(target.shapes, "the target")
     halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())
     for name, place in places.items():
-        delta = vector[name]  # dense: so is what is written
+        delta = vector[name]  # dense, as it is written
         start = target.tensor(place).to(delta.device)
         changed = add_delta(start, delta, name)
         if not is_finite(changed):
@@ -151,7 +146,7 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
 
 
 def write_change(form: WrittenChange, target: Model, folder: Path) -> list[Path]:
-    """Write the weights, and what the target's library needs beside them; returns the files that hold the change."""
+    """Write the weights, and the files that the target's library needs; return the files that hold the change."""
     if form.format == "delta":
         return [form.vector.save(folder)]
     if form.fitted is not None:

@@ -1,10 +1,6 @@
-"""Task heads of the models; classifier heads in files.
+"""Makes the heads that give models their task, and reads and writes classification heads in models' files.
 
-Classification heads in models' files: where each kind of model keeps one, how it is read, and how written.
-
-Knows tensors' names and configurations; not how a head is found.
-
-From an objective and a draw of samples to the heads that ask the three models of a bench.
+Knows where each kind of model stores its head; not how a change is carried or evaluated.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_bico.alignment.methods.training import Trained
 from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead, carried_head, in_form, logistic_head, ridge_head
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
@@ -35,6 +32,7 @@ from hf_bico.errors import (
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG, only_count
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
+from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.modules import stored_names
 from hf_bico.models.families.pretrained import bare_model
@@ -42,13 +40,12 @@ from hf_bico.models.inference import features_of
 from hf_bico.models.model import Model
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.model_pair import ModelPair
-from hf_bico.porting.transfer import TransferResult
 from hf_bico.settings import Settings
 
 
 @dataclass(frozen=True)
 class HeadPlace:
-    """Where models of one kind keep a classification head: the class that has it, and the layers' names in it."""
+    """The model class that has a classification head, and the names of the head's layers in it."""
 
     model_class: str
     out: str = "classifier"
@@ -72,16 +69,15 @@ PLACES = {
 """By the `model_type` of a configuration."""
 
 
-def config_of(model: Model) -> dict[str, Any]:
-    """The configuration of a model, from its folder or as it is loaded."""
+def _config(model: Model) -> dict[str, Any]:
     if model.folder is not None:
         return dict(model.family.read_config(model.folder))
     return dict(model.module.config.to_dict())
 
 
-def place_of(model: Model) -> HeadPlace:
-    """Where this kind of model keeps a head."""
-    kind = config_of(model).get("model_type")
+def head_place(model: Model) -> HeadPlace:
+    """Return where this kind of model stores a head."""
+    kind = _config(model).get("model_type")
     if kind not in PLACES:
         raise UnsupportedModelError(
             f"where a model of type '{kind}' keeps a classification head is not known",
@@ -90,27 +86,27 @@ def place_of(model: Model) -> HeadPlace:
     return PLACES[kind]
 
 
-def head_of(source: Model | Adapter, place: HeadPlace) -> ClassHead | None:
-    """The head that a fine-tuned model or an adapter holds; None where it holds none."""
-    found = {name: _layer(source.checkpoint, name) for name in place.layers}
-    layers = [layer for layer in found.values() if layer is not None]
+def read_head(source: Model | Adapter, place: HeadPlace) -> ClassHead | None:
+    """Read the head of a fine-tuned model or an adapter; None if it has none."""
+    by_name = {name: _layer(source.checkpoint, name) for name in place.layers}
+    layers = [layer for layer in by_name.values() if layer is not None]
     if not layers:
         return None
-    if len(layers) < len(found):
-        lacking = next(name for name, layer in found.items() if layer is None)
+    if len(layers) < len(by_name):
+        lacking = next(name for name, layer in by_name.items() if layer is None)
         raise BrokenWeightsError(f"'{source.name}' has a part of a head, but no '{lacking}'", "copy the model again")
     return ClassHead(*layers[-1], layers[0] if len(layers) > 1 else None, place.activation)
 
 
 def _layer(checkpoint: Checkpoint, name: str) -> tuple[Tensor, Tensor] | None:
-    """Weight and bias of a layer, wherever an adapter or a wrapper puts it."""
+    """Read weight and bias of a layer, wherever an adapter or a wrapper puts it."""
 
     def tensor(kind: str) -> Tensor | None:
         endings = (f"{name}.{kind}", f"{name}.modules_to_save.{kind}", f"{name}.modules_to_save.default.{kind}")
         for own in checkpoint.shapes:
-            if any(own == ending or own.endswith(f".{ending}") for ending in endings):
-                found: Tensor = checkpoint.tensor(own)
-                return found.float()
+            if f".{own}".endswith(tuple(f".{ending}" for ending in endings)):
+                stored: Tensor = checkpoint.tensor(own)
+                return stored.float()
         return None
 
     weight = tensor("weight")
@@ -122,7 +118,7 @@ def _layer(checkpoint: Checkpoint, name: str) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True)
 class JoinedCheckpoint:
-    """Tensors of which some are held here, in place of or beside those of another."""
+    """A checkpoint with further tensors, which replace those of the same name."""
 
     inner: Checkpoint
     own: Mapping[str, Tensor]
@@ -136,8 +132,8 @@ class JoinedCheckpoint:
 
 
 @dataclass(frozen=True)
-class HeadForm:
-    """A head as it is written beside a target, whose class has one."""
+class WrittenHead:
+    """A classification head as it is written with a target."""
 
     place: HeadPlace
     head: ClassHead
@@ -146,23 +142,24 @@ class HeadForm:
     """ "carried" from the source, or "fitted" to the calibration samples."""
 
     @classmethod
-    def of(cls, head: ClassHead, target: Model, class_names: Sequence[str], origin: str) -> HeadForm:
-        """The head in the form that the target's class has."""
-        place = place_of(target)
-        form = cls(place, in_form(head, place.activation, head.width), tuple(class_names), origin)
-        skeleton = form.skeleton(target)
-        known = {*form.over(target, skeleton).layout.own_names.values(), *form.tensors}
+    def of(cls, found: TargetHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
+        """Bring a head into the shape that the target's class needs."""
+        place = head_place(target)
+        head = in_form(found.head, place.activation, found.head.width)
+        written = cls(place, head, tuple(class_names), found.origin)
+        skeleton = written.skeleton(target)
+        known = {*written.over(target, skeleton).layout.own_names.values(), *written.tensors}
         lacking = [name for name in skeleton.state_dict() if name not in known]
         if lacking:
             raise UnsupportedModelError(
                 f"'{target.name}' lacks '{lacking[0]}', which a {place.model_class} needs",
                 "choose a target that has it, or write the change alone with --format delta",
             )
-        return form
+        return written
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the class that has the head."""
+        """The head's tensors by their names in the class that has it."""
         layers = {self.place.out: (self.head.weight, self.head.bias)}
         if self.place.hidden is not None and self.head.hidden is not None:
             layers[self.place.hidden] = self.head.hidden
@@ -173,10 +170,10 @@ class HeadForm:
         }
 
     def config(self, target: Model) -> dict[str, Any]:
-        """The target's configuration, with the head's class and the names of its classes."""
+        """Return the target's configuration with the head's model class and class names."""
         names = {str(number): name for number, name in enumerate(self.class_names)}
         return {
-            **config_of(target),
+            **_config(target),
             "architectures": [self.place.model_class],
             "id2label": names,
             "label2id": {name: int(number) for number, name in names.items()},
@@ -184,31 +181,31 @@ class HeadForm:
         }
 
     def skeleton(self, target: Model) -> nn.Module:
-        """The class that has the head, without weights."""
+        """Build the class that has the head, without weights."""
         return bare_model(self.place.model_class, self.config(target), target.checkpoint.shapes)
 
     def over(self, target: Model, skeleton: nn.Module) -> Model:
-        """The target with its tensors known by their names in the class that has the head."""
+        """Return the target with its tensors renamed to those of the class that has the head."""
         own = {stored: name for name, stored in stored_names(skeleton, target.checkpoint.shapes).items()}
         return replace(target, layout=replace(target.layout, own_names=own))
 
     def model(self, target: Model, changes: Mapping[str, Tensor]) -> nn.Module:
-        """The class that has the head, with the target's weights, changes and all, in float32."""
+        """Build the class that has the head, with the target's changed weights, in float32."""
         skeleton: Any = self.skeleton(target)
         own = self.over(target, skeleton).layout.own_names
-        found = {own[name]: target.checkpoint.tensor(name).float() for name in own}
+        state = {own[name]: target.checkpoint.tensor(name).float() for name in own}
         for name, change in changes.items():
-            found[own[name]] = found[own[name]] + change.float()
+            state[own[name]] = state[own[name]] + change.float()
         module: nn.Module = type(skeleton)(skeleton.config).float()
-        module.load_state_dict({**found, **self.tensors})
+        module.load_state_dict({**state, **self.tensors})
         return module.eval()
 
     def add_to_model(self, target: Model, folder: Path) -> None:
-        """Put the head beside the weights that a full model's folder holds, and into its configuration."""
+        """Add the head to the weights in a full model's folder, and to its configuration."""
         from safetensors.torch import load_file
 
         *others, last = sorted(folder.glob("model*.safetensors"))
-        for file in others:  # a head of the target's own, for other classes, gives way
+        for file in others:  # the target's own head, for other classes, is dropped
             kept = load_file(file)
             if kept.keys() & self.tensors.keys():
                 kept = {name: tensor for name, tensor in kept.items() if name not in self.tensors}
@@ -218,12 +215,11 @@ class HeadForm:
         if index.is_file():
             content = json.loads(index.read_text(encoding="utf-8"))
             content["weight_map"] |= dict.fromkeys(self.tensors, last.name)
-            index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        config = json.dumps(self.config(target), indent=2, sort_keys=True)
-        (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+            _write_json(content, index)
+        _write_json(self.config(target), folder / "config.json")
 
     def add_to_adapter(self, folder: Path) -> None:
-        """Put the head into an adapter, as a module that peft saves whole."""
+        """Add the head to an adapter, as a module that peft saves in full."""
         from safetensors.torch import load_file
 
         weights, config = folder / ADAPTER_FILE, folder / ADAPTER_CONFIG
@@ -233,11 +229,15 @@ class HeadForm:
         content = json.loads(config.read_text(encoding="utf-8"))
         modules = {*(content.get("modules_to_save") or ()), *(name.partition(".")[0] for name in self.place.layers)}
         content["modules_to_save"] = sorted(modules)
-        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write_json(content, config)
 
 
-def heads_of(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    """The heads by the objective of the bench's settings, which is one that its models can give."""
+def _write_json(content: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def make_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
+    """Make the heads of both pretrained models and of the fine-tuned source, by the objective of the settings."""
     objective = models.settings.objective
     if not isinstance(objective, str):
         own = OwnHead(objective)
@@ -246,7 +246,7 @@ def heads_of(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDr
 
 
 def _zero_shot(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    """The fine-tuned source has a text side of its own, which may differ."""
+    """Embed the class names; the fine-tuned source has its own text side, which may differ."""
     if not class_names:
         raise ClassNamesError(
             "classes are asked by their names, and the data has neither labels nor names",
@@ -254,18 +254,19 @@ def _zero_shot(models: ModelPair, class_names: Sequence[str], drawn: Calibration
         )
     templates = models.settings.templates
     source, target = (zero_shot_head(model, class_names, templates) for model in (models.source, models.target))
-    with models.tuning.applied_to(models.source.module):
+    with models.tuned_source():
         return Heads(source, target, zero_shot_head(models.source, class_names, templates))
 
 
 def _captions(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    """What all pairs together teach each of them is found anew for each draw."""
+    """Contrast all pairs of a draw."""
     if drawn is None:
         raise ValueError("the contrastive objective is asked about samples")
-    settings, labelled = models.settings, drawn.data.labelled
-    names = class_names if labelled else ()
-    how = (drawn.samples, settings.batch, names, settings.templates)
-    source, target = (caption_head(model, *how) for model in (models.source, models.target))
+    settings, names = models.settings, class_names if drawn.data.labelled else ()
+    source, target = (
+        caption_head(model, drawn.samples, settings.batch, names, settings.templates)
+        for model in (models.source, models.target)
+    )
     return Heads(source, target, source)
 
 
@@ -280,7 +281,7 @@ def _answers(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDr
 
 
 def _classification(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    """Heads in closed form on the pretrained models' own features; of the fine-tuned source, the one that it has."""
+    """Fit ridge heads to the pretrained models' features; the fine-tuned source keeps its own head."""
     if drawn is None:
         raise ValueError("the heads of classifiers are fitted to samples")
     size, samples = models.settings.batch, drawn.samples
@@ -288,7 +289,7 @@ def _classification(models: ModelPair, class_names: Sequence[str], drawn: Calibr
     own = source_head(models, class_names)
     labels: Sequence[int] = samples.labels
     if drawn.labels == "pseudo" or own is None:
-        with models.tuning.applied_to(models.source.module):
+        with models.tuned_source():
             tuned = features_of(models.source, samples, size)
         if own is None and drawn.labels == "pseudo":
             raise DataUnknownError(
@@ -302,9 +303,9 @@ def _classification(models: ModelPair, class_names: Sequence[str], drawn: Calibr
 
 
 def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | None:
-    """The head of the fine-tuned source, its classes in the data set's order; None where it has none."""
-    lineage = models.planned.lineage
-    head = head_of(lineage.source, place_of(lineage.base))
+    """Read the fine-tuned source's head, with its classes in the data set's order; None if it has none."""
+    lineage = models.lineage
+    head = read_head(lineage.source, head_place(lineage.base))
     if head is not None and _reads_a_new_pooler(lineage.source, lineage.base):
         if models.settings.fit_head:
             return None
@@ -312,7 +313,7 @@ def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | No
             "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
             "fit a head to the calibration samples with --probe",
         )
-    return None if head is None else in_order(head, lineage.source.origin.class_names, class_names)
+    return None if head is None else _in_class_order(head, lineage.source.origin.class_names, class_names)
 
 
 def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
@@ -324,63 +325,56 @@ def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
 
 
 @dataclass(frozen=True)
-class WrittenHead:
-    """A classifier's head for the target, and whether it was "carried" from the source or "fitted" to the samples."""
+class TargetHead:
+    """A classification head for the target; `origin` is "carried" from the source or "fitted" to the samples."""
 
     head: ClassHead
     origin: str
 
 
-def head_form(found: WrittenHead, target: Model, class_names: Sequence[str]) -> HeadForm:
-    """The head as it is written beside the target."""
-    return HeadForm.of(found.head, target, class_names, found.origin)
+def target_head(calibration: Calibration, changes: Deltas, trained: Trained | None = None) -> TargetHead | None:
+    """Return the head for the target with these changes; None if the objective is not classification.
 
-
-def written_head(calibration: Calibration, result: TransferResult) -> WrittenHead | None:
-    """The head for the target with these changes; None where the objective is none of classifiers.
-
-    The source's was tuned together with its features, and says little about pretrained ones. So it is carried by the
-    map of the features that the target has with these changes to those of the fine-tuned source. What was trained keeps
-    the head that it was trained with.
+    The source's head was tuned together with its features, so it is carried by the map from the changed target's
+    features to those of the fine-tuned source. A trained target keeps the head that it was trained with.
     """
     if calibration.settings.objective != "classification":
         return None
     models, samples, size = calibration.models, calibration.drawn_samples, calibration.settings.batch
     trained_with = calibration.heads.target
-    if result.trained is not None and isinstance(trained_with, ClassHead):
-        return WrittenHead(trained_with, "fitted")
+    if trained is not None and isinstance(trained_with, ClassHead):
+        return TargetHead(trained_with, "fitted")
     own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
-    changes = result.changes.renamed(models.planned.lineage.target.layout.own_names)
-    with changes.applied_to(models.target.module):
+    with models.with_changes(changes):
         target = features_of(models.target, samples, size)
     if own is None:
-        return WrittenHead(logistic_head(target, samples.labels, len(calibration.class_names)), "fitted")
-    with models.tuning.applied_to(models.source.module):
+        return TargetHead(logistic_head(target, samples.labels, len(calibration.class_names)), "fitted")
+    with models.tuned_source():
         source = features_of(models.source, samples, size)
-    return WrittenHead(carried_head(own, source, target), "carried")
+    return TargetHead(carried_head(own, source, target), "carried")
 
 
-def head_of_model(model: Model, holder: Model | Adapter, live: LiveModel, data: DataSet, settings: Settings) -> Head:
-    """How a model is asked on its own, by what it brings along; a classifier's head may be an adapter's."""
+def own_head(model: Model, holder: Model | Adapter, live: LiveModel, data: DataSet, settings: Settings) -> Head:
+    """Make the head of a model that is evaluated on its own; `holder` is what stores a classifier's head."""
     objective, names = settings.objective, data.class_names
     if objective == "language-modelling":
         return LanguageHead()
     if objective == "text-to-text":
         return AnswerHead(names)
     if objective == "classification":
-        head = head_of(holder, place_of(model))
+        head = read_head(holder, head_place(model))
         if head is None:
             raise UnsupportedModelError(
                 f"'{holder.name}' has no classification head", "measure it by a linear probe: --probe 100"
             )
-        return in_order(head, holder.origin.class_names, names)
+        return _in_class_order(head, holder.origin.class_names, names)
     if data.labelled:
         return zero_shot_head(live, names, settings.templates)
     return ContrastHead()
 
 
-def in_order(head: ClassHead, own: Sequence[str] | None, class_names: Sequence[str]) -> ClassHead:
-    """A head with its classes in the data set's order, by their names where these are the same."""
+def _in_class_order(head: ClassHead, own: Sequence[str] | None, class_names: Sequence[str]) -> ClassHead:
+    """Sort a head's classes into the data set's order, by name if both have the same names."""
     if not class_names:
         raise ClassNamesError(
             "neither the data nor the fine-tuned model names the classes",
@@ -407,7 +401,7 @@ def in_order(head: ClassHead, own: Sequence[str] | None, class_names: Sequence[s
 
 
 def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
-    """Names of classes without what tells no class from another: capitals, and how words are joined; else as they are.
+    """Normalise capitals and word separators in class names, unless two classes would become equal.
 
     >>> _spelt_alike(["LABEL_ONE", "Two"], ["two", "label one"])
     [['label one', 'two'], ['two', 'label one']]
@@ -416,8 +410,8 @@ def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
     return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
 
 
-def taken_in_order(own: Sequence[str], class_names: Sequence[str]) -> str | None:
-    """A notice where a head's classes have other names than the data set's, and only their order pairs them."""
+def class_order_notice(own: Sequence[str], class_names: Sequence[str]) -> str | None:
+    """Return a notice if a head's classes have other names than the data set's, and are paired by order only."""
     ours, theirs = _spelt_alike(own, class_names)
     if not own or only_count(class_names) or sorted(ours) == sorted(theirs):
         return None
@@ -428,7 +422,7 @@ def taken_in_order(own: Sequence[str], class_names: Sequence[str]) -> str | None
 
 
 def tuned_target_head(models: ModelPair, class_names: Sequence[str], pretrained: Head) -> Head:
-    """That of the target while it is fine-tuned: its text side may differ, and nothing else."""
+    """Return the head of a fine-tuned target, whose text side may differ."""
     if isinstance(pretrained, ZeroShotHead):
         return zero_shot_head(models.target, class_names, models.settings.templates)
     return pretrained

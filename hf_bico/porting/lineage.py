@@ -1,12 +1,6 @@
-"""Source, base, target, data: found, pinned; warnings.
+"""Resolves source, base, target and data set of a port, pins every repo, and warns about suspicious inputs.
 
-From what was typed to a lineage: base and data set found, every repo pinned, and all of it readable.
-
-Asks the Hub and reads small files; no weights, no torch.
-
-What speaks against the inputs of a port without forbidding it, each as one sentence.
-
-Reads lineages, records and small files; weights only where a folder holds two models.
+Asks the Hub and reads small files, and weights only where a folder holds two models; imports no torch.
 """
 
 from __future__ import annotations
@@ -34,12 +28,20 @@ from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, h
 from hf_bico.hub.repo_metadata import RepoMetadata, base_of, data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter, is_peft_model
 from hf_bico.models.checkpoints import WEIGHT_FILES, FileCheckpoint, holds_layout, is_adapter
+from hf_bico.models.layout import Layout
 from hf_bico.models.model import Model, ModelReference, OpenedRepo
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.utils.files import expanded, read_object
 
+ENOUGH_MEASURED = 50
+"""With fewer samples, an accuracy near chance says too little."""
+SAME_ENERGY, SAME_ROUNDED = 1e-6, 5e-4
+"""Largest relative distance of the energies of one model in two layouts, the second if only one is in half precision:
+on the small worlds of three seeds rounding moved them by up to 1.3e-4, and fine-tuning by 2.6e-3 and more."""
 _MOST_PARENTS = 4
 _NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
+_PREPROCESSING = (("open_clip_config.json", "preprocess_cfg"), ("preprocessor_config.json", None))
+_NORMALISED_BY = ("mean", "std", "image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,21 @@ class Lineage:
     base: Model
     target: Model
     data: Any = None
-    """A reference, or rows that were passed."""
+    """A reference, or rows passed from Python."""
     data_repo: HubRepo | None = None
     no_data: LineageError | None = None
     """Why no data set is known."""
     notices: tuple[str, ...] = ()
-    """What was found out on the way and should be known."""
+    """Sentences for the user, such as that a quantised base was replaced."""
 
     @property
     def models(self) -> tuple[Model | Adapter, Model, Model]:
         return self.source, self.base, self.target
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Layouts of base and target."""
+        return self.base.layout, self.target.layout
 
     @property
     def _hub_repos(self) -> list[HubRepo]:
@@ -68,12 +75,12 @@ class Lineage:
 
     @property
     def repos(self) -> list[RepoName]:
-        """Type and id of the Hub repos among them, and a word for what is none."""
+        """Type and id of each Hub repo; LOCAL in addition, if a model or the data is none."""
         return [*((repo.type, repo.id) for repo in self._hub_repos), *([LOCAL] if self._is_local else [])]
 
     @property
     def restricted(self) -> list[str]:
-        """What is private or gated among them, or on this machine only."""
+        """Names of the inputs that are private, gated, or on this machine only."""
         return [*(repo.id for repo in self._hub_repos if repo.restricted), *([LOCAL[1]] if self._is_local else [])]
 
     @property
@@ -91,7 +98,7 @@ def resolve(
     hub: Hub | None = None,
     allow_pickle: bool = False,
 ) -> Lineage:
-    """Find the base and the data set that were not named, pin every repo, and make sure that all can be read."""
+    """Find base and data set where they are not named, pin every repo, and check that all can be read."""
     hub = hub or Hub()
     place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
     origin = RepoMetadata() if place is None else read_metadata(place.folder, place.name)
@@ -128,7 +135,7 @@ def resolve(
 def open_source(
     source: ModelReference, place: RepoFiles | None, library: str, hub: Hub, allow_pickle: bool
 ) -> Model | Adapter:
-    """The fine-tuned model, or the adapter that stands for it."""
+    """Open a fine-tuned model or an adapter."""
     if place is not None and is_adapter(place.sizes):
         return Adapter.open(place, allow_pickle)
     if place is None and not isinstance(source, str | Path) and is_peft_model(source):
@@ -137,14 +144,14 @@ def open_source(
 
 
 def _shared_library(*places: object) -> str:
-    """The library in whose layout all of these repos hold weights; transformers where there is no such."""
+    """Return the library in whose layout all of these repos hold weights; transformers if there is none."""
     known = [place for place in places if isinstance(place, RepoFiles)]
     shared = (library for library in WEIGHT_FILES if all(holds_layout(place.sizes, library) for place in known))
     return next(shared, "transformers")
 
 
 def base_of_source(source: ModelReference, place: RepoFiles | None, hub: Hub) -> ModelReference | RepoFiles:
-    """The base that a fine-tuned model or adapter names, or that a loaded PeftModel was loaded over."""
+    """Return the base that a fine-tuned model or adapter names, or that a PeftModel was loaded over."""
     if place is not None:
         return find_base(place, hub)
     loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None
@@ -155,10 +162,9 @@ def base_of_source(source: ModelReference, place: RepoFiles | None, hub: Hub) ->
 
 
 def find_base(place: RepoFiles, hub: Hub) -> RepoFiles:
-    """The base that a repo names, where it is found.
+    """Locate the base that a repo names.
 
-    A folder that a local adapter names may be a folder here, as peft would take it: what any other file names, and a
-    repo of the Hub, is on the Hub.
+    Only a local adapter may name a folder on this machine, as in peft; any other name is a Hub id.
     """
     origin = read_metadata(place.folder, place.name)
     if place.repo is None and cached_repo(place.folder) is None and origin.adapter_base:
@@ -177,7 +183,7 @@ def find_base(place: RepoFiles, hub: Hub) -> RepoFiles:
 def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
     base = base_of(origin, name)
     try:
-        # what a card names is on the Hub, whatever folders there are here
+        # a card names a Hub repo, even where a local folder has the same name
         return at_hub(hub.repo(_reference(base), "the base"))
     except _NO_REPO as error:
         raise BaseUnknownError(
@@ -190,25 +196,25 @@ def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
 
 
 def _other_base_named(origin: RepoMetadata, place: RepoFiles, start: RepoFiles) -> list[str]:
-    """A notice where a source names another base than the one given: a repo where a repo was, a folder for a folder."""
+    """Return a notice if the source names another base than the given one, both being repos or both folders."""
     named = origin.adapter_base if place.repo is None else ""
     folders = [folder for folder in (expanded(named), place.folder.absolute().parent / named) if os.path.isdir(folder)]
     if named and folders and start.repo is None:
         named, other = Path(named).name, not any(os.path.samefile(folder, start.folder) for folder in folders)
     elif start.repo is not None and len(origin.bases) == 1:
         reference, named = hub_reference(origin.bases[0]), origin.bases[0]
-        asked = {start.repo.id.lower(), start.repo.asked.id.lower()}
-        other = reference is not None and reference.id.lower() not in asked
+        given = {start.repo.id.lower(), start.repo.asked.id.lower()}
+        other = reference is not None and reference.id.lower() not in given
     else:
         return []
     return [f"{place.name} names the base {named}, and {start.name} was given: is it the same model?"] if other else []
 
 
 def _reference(name: str) -> HubReference:
-    found = hub_reference(name)
-    if found is None:
+    reference = hub_reference(name)
+    if reference is None:
         raise RepoNotFoundError(f"'{name}' is not an id of the Hub", "use OWNER/NAME")
-    return found
+    return reference
 
 
 def _named_data(
@@ -226,7 +232,7 @@ def _named_data(
 
 
 def _unquantised(place: RepoFiles, hub: Hub, notices: list[str]) -> RepoFiles:
-    """The base, or the model that it was quantised from; a base that was fine-tuned itself is noticed."""
+    """Return the base, or the model that it was quantised from; add a notice if the base is a fine-tune itself."""
     for _ in range(_MOST_PARENTS):
         origin = read_metadata(place.folder, place.name)
         if not origin.quantized:
@@ -247,20 +253,11 @@ def _unquantised(place: RepoFiles, hub: Hub, notices: list[str]) -> RepoFiles:
     )
 
 
-ENOUGH_MEASURED = 50
-"""Of fewer samples, an accuracy near chance says too little."""
-SAME_ENERGY, SAME_ROUNDED = 1e-6, 5e-4
-"""How far the energies of one model in two layouts are apart at most, and where only one is in half precision: on the
-small worlds of three seeds rounding moved them by up to 1.3e-4, and fine-tuning by 2.6e-3 and more."""
-_PREPROCESSING = (("open_clip_config.json", "preprocess_cfg"), ("preprocessor_config.json", None))
-_NORMALISED_BY = ("mean", "std", "image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
-
-
 def chance_notice(evaluation: Iterable[EvaluationRecord], classes: int) -> list[str]:
-    """A notice where the fine-tuned source itself answers as chance would: within two standard deviations, or worse.
+    """Return a notice if the fine-tuned source is at chance level: within two standard deviations of it, or below.
 
-    What it learnt cannot be told from what the data ask, and the labels enter every map of the outputs. The fine-tunes
-    of the small worlds get 89% and more of ten classes right.
+    Then source and labels do not belong together, and the labels enter every output-side map. The fine-tunes of the
+    small worlds get 89% and more of ten classes right.
     """
     for entry in evaluation:
         if entry.model != "source" or entry.metric != "accuracy" or entry.n < ENOUGH_MEASURED or classes < 2:
@@ -276,31 +273,25 @@ def chance_notice(evaluation: Iterable[EvaluationRecord], classes: int) -> list[
 
 
 def lineage_warnings(lineage: Lineage) -> list[str]:
-    """What the files of the three models say against each other, once they are on this machine."""
-    own = [notice for model in lineage.models if (notice := _two_models(model)) is not None]
-    normalised = _otherwise_normalised(lineage)
-    return [*own, *([] if normalised is None else [normalised])]
+    """Return warnings from the downloaded files: two models in one folder, other preprocessing than the base's."""
+    return [notice for notice in (*map(_two_models, lineage.models), _other_normalisation(lineage)) if notice]
 
 
 def _two_models(model: OpenedRepo) -> str | None:
-    """A folder may hold one model in the layouts of two libraries; whether it is one, the sum of all squares tells."""
+    """Return a notice if a folder holds two models in the layouts of two libraries, judged by their energies."""
     if model.folder is None or not isinstance(model, Model):
         return None
     files = [model.folder / name for name in WEIGHT_FILES.values()]
     if not all(file.is_file() for file in files):
         return None
-    kept = [FileCheckpoint([file]) for file in files]
-    first, second = (_energy(checkpoint) for checkpoint in kept)
-    alike = len({dtype for checkpoint in kept for dtype in _float_types(checkpoint)}) == 1
-    if abs(first - second) <= (SAME_ENERGY if alike else SAME_ROUNDED) * max(first, second):
+    checkpoints = [FileCheckpoint([file]) for file in files]
+    first, second = map(_energy, checkpoints)
+    dtypes = {dtype for checkpoint in checkpoints for dtype in checkpoint.dtypes.values() if "F" in dtype}
+    if abs(first - second) <= (SAME_ENERGY if len(dtypes) == 1 else SAME_ROUNDED) * max(first, second):
         return None
     used = model.family.library
     other = next(name for library, name in WEIGHT_FILES.items() if library != used)
     return f"{model.name} holds two different models: {WEIGHT_FILES[used]}, which was used, and {other}."
-
-
-def _float_types(checkpoint: FileCheckpoint) -> set[str]:
-    return {dtype for dtype in checkpoint.dtypes.values() if "F" in dtype}
 
 
 def _energy(checkpoint: FileCheckpoint) -> float:
@@ -310,8 +301,8 @@ def _energy(checkpoint: FileCheckpoint) -> float:
     return sum(energy(tensor) for tensor in tensors if tensor.is_floating_point())
 
 
-def _otherwise_normalised(lineage: Lineage) -> str | None:
-    """A notice where a fine-tuned model's own preprocessing scales images otherwise than its base's, which is used."""
+def _other_normalisation(lineage: Lineage) -> str | None:
+    """Return a notice if the fine-tuned model normalises images differently from its base, whose way is used."""
     if lineage.source.folder is None or lineage.base.folder is None or not isinstance(lineage.source, Model):
         return None
     for file, section in _PREPROCESSING:
@@ -332,6 +323,6 @@ def _values(model: OpenedRepo, file: str, section: str | None) -> dict[str, obje
     try:
         content = read_object(path)
     except (OSError, ValueError):
-        return {}  # who loads the model says so
+        return {}  # loading the model reports it
     part = content if section is None else content.get(section)
     return {name: part[name] for name in _NORMALISED_BY if name in part} if isinstance(part, dict) else {}

@@ -1,6 +1,6 @@
-"""A plan as data, in words and as JSON: what a port would carry and leave behind, and what it needs.
+"""Describes a plan, as data, in words and as JSON: the sites that a port carries, and what it needs.
 
-Knows what was matched; not how. No weights, no torch.
+Does not know how sites are matched. Reads no weights and imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
-from hf_bico.models.layout import Site, SitePair
+from hf_bico.models.layout import Layout, Site, SitePair
 from hf_bico.models.model import Model
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
@@ -39,7 +40,7 @@ from hf_bico.utils.text import machine_memory, markdown_table, size_text
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done."""
+    """A port before anything large is read: matched sites, tensors left behind, and what it needs."""
 
     lineage: Lineage
     blocks: tuple[int, ...]
@@ -52,11 +53,11 @@ class Plan:
     extra: tuple[str, ...]
     """Tensors of the fine-tuned model that the base lacks."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of a LoRA's layers, by the base's tensors."""
+    """Ranks of a LoRA's layers, by the base's tensors."""
     changed: frozenset[str] | None = None
-    """The base's tensors that an adapter changes, where that is known; of a fine-tuned model, any may be."""
-    asked_format: str | None = None
-    asked_rank: int | float | None = None
+    """The base's tensors that an adapter changes; None if unknown, as for any fine-tuned model."""
+    requested_format: str | None = None
+    requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
 
     def __repr__(self) -> str:
@@ -67,26 +68,26 @@ class Plan:
         return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan in words: (word, what there is to say about it)."""
+        """Return the plan in words: (subject, text) for each line."""
         return _rows(self)
 
     def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
+        """Return the table that a notebook shows."""
         return markdown_table([("", "what would be done"), *self.rows()], align="---")
 
     @property
     def format(self) -> str:
-        """In which form the result is written: the one that is asked for, else the source's own."""
+        """The requested format of the result, else the source's own."""
         source = self.lineage.source
         usual = "adapter" if isinstance(source, Adapter) and source.low_rank else "full"
-        return self.asked_format or ("adapter" if self.asked_rank is not None else usual)
+        return self.requested_format or ("adapter" if self.requested_rank is not None else usual)
 
-    def in_form(self, format: str | None, rank: int | float | None) -> Plan:
-        """The same plan for a result of another form."""
-        return replace(self, asked_format=format, asked_rank=rank)
+    def in_format(self, format: str | None, rank: int | float | None) -> Plan:
+        """Return the same plan for a result in another format."""
+        return replace(self, requested_format=format, requested_rank=rank)
 
     def within(self, limits: MemoryLimits) -> Plan:
-        """The same plan within other limits."""
+        """Return the same plan within other memory limits."""
         return replace(self, limits=limits)
 
     @property
@@ -95,16 +96,16 @@ class Plan:
 
     @property
     def text_pairs(self) -> tuple[SitePair, ...]:
-        """Those of a CLIP's text tower, beside the vision tower that is its main one."""
+        """Pairs of a CLIP's text tower; its main tower is the vision tower."""
         return tuple(pair for pair in self.pairs if pair.target.tower)
 
     @property
     def towers(self) -> tuple[str, ...]:
-        """Those that the paired sites are of."""
+        """Towers of the paired sites."""
         return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
 
     def of_towers(self, towers: Sequence[str]) -> Plan:
-        """The same plan with the sites of these towers alone; what the others hold stays behind."""
+        """Return the same plan with the sites of these towers only; those of the others stay behind."""
         kept = tuple(pair for pair in self.pairs if pair.target.tower in towers)
         if len(kept) == len(self.pairs):
             return self
@@ -121,8 +122,7 @@ class Plan:
                 f"'{self.lineage.source.name}' changes nothing that can be carried ({reasons})",
                 "name the tower that it changes with --tower",
             )
-        places = {name: place for place, name in enumerate(base.checkpoint.shapes)}
-        return replace(self, pairs=kept, left={name: left[name] for name in sorted(left, key=places.__getitem__)})
+        return replace(self, pairs=kept, left={name: left[name] for name in base.checkpoint.shapes if name in left})
 
     def memory_plan(
         self,
@@ -133,43 +133,43 @@ class Plan:
         turns: Sequence[bool] = (False, True),
         batch_cost: float = BATCH,
     ) -> MemoryPlan:
-        """How it would be done with so much memory, and what it would take at its peak: an estimate.
+        """Estimate how the port runs in this much memory, and its peak.
 
-        Of texts, those of `tokens` tokens are reckoned with, and of an adapter's maps all that may be asked for.
-        `turns` says whether the models stay on the device, or are there in turn: in the order in which that is tried.
+        Texts are taken to have `tokens` tokens. `turns` lists what to try, in this order: both models on the device
+        (False), or one after the other (True).
         """
         base, target = (
-            ModelFootprint(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model))
+            ModelFootprint(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model.layout))
             for model in (self.lineage.base, self.lineage.target)
         )
-        language = "language-modelling" in self.lineage.base.layout.objectives[:1]
+        language = "language-modelling" in base.layout.objectives[:1]
         needs = needs_of(self.main_pairs or self.pairs, base, target, ranks=self.ranks, language=language)
         return plan_memory(needs, memory, batch_size, turns, batch_cost)
 
     @cached_property
-    def fitted(self) -> MemoryPlan:
-        """How it would be done within the limits that are asked for, else in this machine's main memory."""
-        asked = self.limits
-        sizes = (asked.batch_size, asked.tokens, asked.itemsize)
-        if asked.memory is None:  # in main memory, both models always are
+    def memory_estimate(self) -> MemoryPlan:
+        """The memory plan within the requested limits, else within this machine's main memory."""
+        limits = self.limits
+        sizes = (limits.batch_size, limits.tokens, limits.itemsize)
+        if limits.memory is None:  # main memory always holds both models
             return self.memory_plan(machine_memory(), *sizes, turns=(False,), batch_cost=BATCH_ON_CPU)
-        return self.memory_plan(asked.memory, *sizes)
+        return self.memory_plan(limits.memory, *sizes)
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes at its peak: an estimate."""
-        return self.fitted.bytes
+        """Estimated peak memory."""
+        return self.memory_estimate.bytes
 
     @property
     def download_bytes(self) -> int:
-        """What is not on this machine yet of the three models; the data set's samples come on top."""
+        """Bytes of the three models that are not on this machine yet; samples not included."""
         source, base, target = self.lineage.models
         places = {(model.name, model.commit): (model.place, model.needed()) for model in (base, target)}
         places.setdefault((source.name, source.commit), (source.place, source.needed(beside=False)))
         return sum(place.to_download(names) for place, names in places.values() if place is not None)
 
     def fetched(self, progress: Progress = silent) -> Plan:
-        """The same plan with the models' files on this machine."""
+        """Download the models' files, and return the same plan with them on this machine."""
         total, done = self.download_bytes, 0
 
         def downloaded(count: int) -> None:
@@ -194,46 +194,43 @@ class Plan:
 
     @property
     def output_bytes(self) -> int | None:
-        """About the size of the result; None for an adapter whose ranks are those that keep a share of the energy."""
+        """Approximate size of the result; None for an adapter whose ranks depend on the energy to keep."""
         if self.format == "adapter":
-            return None if isinstance(self.asked_rank, float) else self._adapter_bytes(self.asked_rank)
+            return None if isinstance(self.requested_rank, float) else self._adapter_bytes(self.requested_rank)
         checkpoint = self.lineage.target.checkpoint
         if self.format == "delta":
             return 4 * sum(pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in self.pairs)
         if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):
             return checkpoint.size
-        return 4 * _elements(self.lineage.target)
+        return 4 * sum(map(prod, checkpoint.shapes.values()))
 
-    def _adapter_bytes(self, asked: int | None) -> int:
-        """Factors and biases; a packed attention whose output changes is saved whole."""
-        packed = {_place(pair.target) for pair in self.pairs if pair.target.weight.rows is not None}
-        outputs = {_place(pair.target) for pair in self.pairs if pair.target.role == "attn.out"}
+    def _adapter_bytes(self, rank: int | None) -> int:
+        """Return the bytes of factors and biases; a packed attention whose output changes is saved in full."""
+        packed = {_block(pair.target) for pair in self.pairs if pair.target.weight.rows is not None}
+        outputs = {_block(pair.target) for pair in self.pairs if pair.target.role == "attn.out"}
         whole = {
             site.name: site.shape[0] * (site.shape[1] + 1)
             for site in self.lineage.target.layout.sites
-            if _place(site) in packed & outputs and site.role.startswith("attn.")
+            if _block(site) in packed & outputs and site.role.startswith("attn.")
         }
         rest = [pair for pair in self.pairs if pair.target.name not in whole]
         factors = 0
         for pair in rest:
             rows, columns = pair.target.shape
             if pair.target.weight.rows is not None:  # q, k and v share a tensor, and the ranks of three LoRAs add up
-                joins = asked is None and pair.source.weight.rows is None
+                joins = rank is None and pair.source.weight.rows is None
                 rows, columns = (3 * rows, columns) if joins else (rows, columns // 3)
-            factors += self._rank(pair, asked) * (rows + columns)
+            full = min(pair.target.shape)
+            own = self.ranks.get(pair.source.weight.tensor, full) if rank is None else rank
+            factors += min(own, full) * (rows + columns)
         return 4 * (factors + sum(whole.values()))
-
-    def _rank(self, pair: SitePair, asked: int | None) -> int:
-        """Of a site in an adapter: what is asked for, the LoRA's own, or all that the matrix can have."""
-        own = self.ranks.get(pair.source.weight.tensor, min(pair.target.shape))
-        return min(own if asked is None else asked, min(pair.target.shape))
 
     @property
     def fits(self) -> bool:
-        return self.fitted.fits
+        return self.memory_estimate.fits
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         lineage = self.lineage
         return {
             "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
@@ -257,10 +254,10 @@ class Plan:
             "machine_bytes": machine_memory(),
             "memory": {
                 "limit": self.limits.memory,
-                "batch_size": self.fitted.batch_size,
-                "passes": self.fitted.passes,
-                "checkpointing": self.fitted.checkpointing,
-                "in_turn": self.fitted.alternating,
+                "batch_size": self.memory_estimate.batch_size,
+                "passes": self.memory_estimate.passes,
+                "checkpointing": self.memory_estimate.checkpointing,
+                "in_turn": self.memory_estimate.alternating,
             },
             "format": self.format,
             "ranks": sorted(set(self.ranks.values())),
@@ -307,32 +304,30 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(planned: Plan) -> str:
-    """How much it takes, how it is done with so little, and whether there is as much."""
-    found, limit = planned.fitted, planned.limits.memory
+    estimate, limit = planned.memory_estimate, planned.limits.memory
     ways = [
-        f" in {found.passes} passes" if found.passes > 1 else "",
-        " with activation checkpointing" if found.checkpointing else "",
-        " with one model at a time on the GPU" if found.alternating else "",
+        f" in {estimate.passes} passes" if estimate.passes > 1 else "",
+        " with activation checkpointing" if estimate.checkpointing else "",
+        " with one model at a time on the GPU" if estimate.alternating else "",
     ]
     where = "this machine" if limit is None else f"the {size_text(limit)} of --memory"
     how = " and".join(way for way in ways if way)
-    if not found.fits:
-        return f"about {size_text(found.limit)}{how}: does NOT fit {where}"
-    return f"about {size_text(found.bytes)}{how}: fits {where}"
+    if not estimate.fits:
+        return f"about {size_text(estimate.limit)}{how}: does NOT fit {where}"
+    return f"about {size_text(estimate.bytes)}{how}: fits {where}"
 
 
 def _written_form(planned: Plan) -> str:
-    """How large the result is, and as what it is written."""
-    forms = {"full": "as a full model", "adapter": f"as an adapter{_ranks(planned)}", "delta": "as the change alone"}
+    formats = {"full": "as a full model", "adapter": f"as an adapter{_ranks(planned)}", "delta": "as the change alone"}
     size = "" if planned.output_bytes is None else f"{size_text(planned.output_bytes)} "
-    return f"{size}{forms[planned.format]}"
+    return f"{size}{formats[planned.format]}"
 
 
 def _ranks(planned: Plan) -> str:
-    asked = planned.asked_rank
-    if isinstance(asked, float):
-        return f" that keeps {asked:g} of each layer's energy"
-    ranks = sorted(set(planned.ranks.values())) if asked is None else [asked]
+    requested = planned.requested_rank
+    if isinstance(requested, float):
+        return f" that keeps {requested:g} of each layer's energy"
+    ranks = sorted(set(planned.ranks.values())) if requested is None else [requested]
     if not ranks:
         return ", exact"
     return f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
@@ -355,25 +350,20 @@ def _data(planned: Plan) -> str:
 
 
 def _sites(pairs: Sequence[SitePair]) -> str:
-    """How many there are of each role."""
+    """Count the sites of each role."""
     roles = Counter(pair.target.role for pair in pairs)
     return f"{len(pairs)} sites: {', '.join(f'{role} x{count}' for role, count in roles.items())}"
 
 
 def _shapes(pairs: Sequence[SitePair]) -> str:
-    """The shape of each role, source to target."""
-    shapes = {
-        pair.target.role: f"{pair.target.role} {_by(pair.source.shape)} -> {_by(pair.target.shape)}" for pair in pairs
+    """List the shapes of each role, source to target."""
+    by_role = {
+        pair.target.role: [f"{site.shape[0]}x{site.shape[1]}" for site in (pair.source, pair.target)] for pair in pairs
     }
-    return ", ".join(shapes.values())
+    return ", ".join(f"{role} {source} -> {target}" for role, (source, target) in by_role.items())
 
 
-def _by(shape: tuple[int, int]) -> str:
-    return f"{shape[0]}x{shape[1]}"
-
-
-def _place(site: Site) -> tuple[str, int | None]:
-    """The block that a site is in."""
+def _block(site: Site) -> tuple[str, int | None]:
     return site.tower, site.block
 
 
@@ -396,15 +386,5 @@ def _named(name: str, commit: str | None) -> dict[str, str]:
     return {"id": name} if commit is None else {"id": name, "commit": commit}
 
 
-def _tokens(model: Model) -> int:
-    return USUAL_TOKENS if model.layout.reads == TEXTS else CAPTION_TOKENS
-
-
-def _elements(model: Model) -> int:
-    total = 0
-    for shape in model.checkpoint.shapes.values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
+def _tokens(layout: Layout) -> int:
+    return USUAL_TOKENS if layout.reads == TEXTS else CAPTION_TOKENS

@@ -1,11 +1,11 @@
-"""Whether a task vector is one that fine-tuning gives: how far each weight went, and whether it is still in its place.
+"""Checks that fine-tuning can have made a task vector: how far each weight moved, and if it is still at its site.
 
 Knows task vectors, sites and a base's weights; not models, samples or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf, sqrt
@@ -21,23 +21,20 @@ from hf_bico.models.layout import Site
 from hf_bico.models.low_rank import Factors, energy
 
 IMPLAUSIBLE = 0.9
-"""The median site's |tau| / |W| that fine-tuning does not reach; two unrelated models lie above 1."""
+"""A median |tau| / |W| of all sites that fine-tuning does not reach; two unrelated models lie above 1."""
 FURTHEST = 1.0
-"""The |tau| / |W| of a single site that fine-tuning does not reach: a weight that has nothing to do with the base's
-lies further away, since both norms add up. On the small worlds of three seeds the furthest site of 36 fine-tunes went
-0.15, of 12 LoRAs 0.20, of LoRAs trained ten times as long 0.50, and of three decoders' LoRAs 0.22; transposed, at
-another site's place or of another model, none went less than 1.20."""
+"""A |tau| / |W| of a single site that fine-tuning does not reach: an unrelated weight lies further away, since both
+norms add up. On the small worlds of three seeds the furthest site of 36 fine-tunes went 0.15, of 12 LoRAs 0.20, of
+LoRAs trained ten times as long 0.50, and of three decoders' LoRAs 0.22; transposed, swapped with another site or of
+another model, none went less than 1.20."""
 SUSPECT = 0.55
-"""A site that went so far is looked for at other places of the base; of the honest ones above, none did."""
-LOOKED_AT = 64
-"""So many rows and columns of a weight tell it from another: unrelated ones agree by about 1 / 64 there."""
+"""A site that moved further is looked for elsewhere in the base; none of the honest ones above did."""
+CORNER = 64
+"""Number of rows and columns that identify a weight: unrelated ones agree by about 1 / 64 there."""
 
 
 def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, force: bool) -> None:
-    """Refuse a vector that changes nothing that can be carried, or, unless by `force`, that no fine-tuning would give.
-
-    `sites` are those that it changes.
-    """
+    """Refuse a vector that changes none of the `sites` to carry or, without `force`, an implausible one."""
     if not sites:
         where = "only in tensors that are not carried" if len(vector) else "nowhere"
         raise EmptyTaskVectorError(
@@ -50,16 +47,16 @@ def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, f
 
 
 def implausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint) -> ImplausibleTaskVectorError | None:
-    """Why no fine-tuning of this base would give the vector; None where one may."""
+    """Return the error if no fine-tuning of this base would give the vector, else None."""
     if not sites:
         return None
     moves = [_move(vector, site, base) for site in sites]
-    # a product of factors was trained as one, and is in its place: how far it went says how hard
+    # low-rank changes were trained at their sites: how far they went only says how hard
     whole = [move for move in moves if not move.low_rank]
-    moved = _Places(vector, sites, base).first_moved([move.site for move in whole if move.ratio > SUSPECT])
-    if moved is not None:
+    swapped = _find_swapped(vector, [move.site for move in whole if move.ratio > SUSPECT], sites, base)
+    if swapped is not None:
         return ImplausibleTaskVectorError(
-            f"the fine-tuned model has at {moved.site} what its base has {moved.place}",
+            f"the fine-tuned model has at {swapped[0]} what its base has {swapped[1]}",
             "save the fine-tuned model again in the layout of its base, or insist with --force",
         )
     usual = median(move.ratio for move in moves)
@@ -85,7 +82,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Move:
-    """How far the weight of a site went, |tau| / |W|, and whether by factors."""
+    """The relative change of a site's weight, |tau| / |W|."""
 
     site: Site
     ratio: float
@@ -101,46 +98,36 @@ def _move(vector: Deltas, site: Site, base: Checkpoint) -> _Move:
     return _Move(site, sqrt(energy(change) / own) if own else inf, isinstance(change, Factors))
 
 
-@dataclass(frozen=True)
-class _Moved:
-    """A site that holds something else of the base than its own weight, and what that is."""
+def _find_swapped(
+    vector: Deltas, suspects: Sequence[Site], sites: Sequence[Site], base: Checkpoint
+) -> tuple[str, str] | None:
+    """Return the first suspect that holds another weight of the base than its own, and where the base has that.
 
-    site: str
-    place: str
+    The other weight must be at most half as far from the fine-tuned one as the base's own.
+    """
 
+    @cache
+    def start(site: Site) -> Tensor:
+        return _corner(site.weight.view(base.tensor(site.weight.tensor)))
 
-class _Places:
-    """The base's weights, among which one that went far is looked for."""
-
-    def __init__(self, vector: Deltas, sites: Sequence[Site], base: Checkpoint) -> None:
-        self.vector, self.sites = vector, sites
-        self.start: Callable[[Site], Tensor] = cache(
-            lambda site: _corner(site.weight.view(base.tensor(site.weight.tensor)))
-        )
-
-    def first_moved(self, suspects: Sequence[Site]) -> _Moved | None:
-        """The first of the suspects that is found elsewhere."""
-        return next((found for site in suspects if (found := self._elsewhere(site)) is not None), None)
-
-    def _elsewhere(self, site: Site) -> _Moved | None:
-        """Where the base has what the fine-tuned model has at a site: half as far off, at most, as the base's own."""
-        change, own = changed_part(self.vector, site.weight), self.start(site)
-        tuned = own + _corner(change).to(own)
-        limit = float((tuned - own).norm()) / 2
-        found = {place: float((tuned - other).norm()) for place, other in self._others(site)}
-        nearest = min(found, key=lambda place: found[place], default=None)
-        return None if nearest is None or found[nearest] >= limit else _Moved(site.name, nearest)
-
-    def _others(self, site: Site) -> Iterator[tuple[str, Tensor]]:
-        """What else the base has that would fit, and where."""
-        yield "there with the sign flipped", -self.start(site)
-        for other in self.sites:
+    def others(site: Site) -> Iterator[tuple[str, Tensor]]:
+        yield "there with the sign flipped", -start(site)
+        for other in sites:
             if other.shape == site.shape and other is not site:
-                yield f"at {other.name}", self.start(other)
+                yield f"at {other.name}", start(other)
             if other.shape == site.shape[::-1]:
-                yield ("there" if other is site else f"at {other.name}") + ", transposed", self.start(other).T
+                yield ("there" if other is site else f"at {other.name}") + ", transposed", start(other).T
+
+    for site in suspects:
+        own = start(site)
+        tuned = own + _corner(changed_part(vector, site.weight)).to(own)
+        distances = {place: float((tuned - other).norm()) for place, other in others(site)}
+        nearest = min(distances, key=lambda place: distances[place])
+        if distances[nearest] < float((tuned - own).norm()) / 2:
+            return site.name, nearest
+    return None
 
 
 def _corner(weight: Tensor) -> Tensor:
-    """The first rows and columns, as float32 in main memory."""
-    return weight[:LOOKED_AT, :LOOKED_AT].to("cpu").float()
+    """Return the first rows and columns, as float32 in main memory."""
+    return weight[:CORNER, :CORNER].to("cpu").float()

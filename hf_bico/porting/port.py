@@ -1,39 +1,37 @@
-"""The pipeline: plan, sample, download, read, load, calibrate, align, transport, evaluate.
+"""Ports a task vector: plan, prepare, calibrate and transfer, write and evaluate, record.
 
-Computes and returns data classes; prints and writes nothing.
+Computes and returns data classes; prints nothing and writes no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Batch, Classifier
-from hf_bico.data.draw import CalibrationDraw, repeat_notices
+from hf_bico.data.draw import repeat_notices
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
 from hf_bico.models.model import ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
-from hf_bico.porting.formats import WrittenChange, written_change
-from hf_bico.porting.heads import HeadForm, WrittenHead, head_form, written_head
-from hf_bico.porting.lineage import Lineage
+from hf_bico.porting.formats import WrittenChange, format_change
+from hf_bico.porting.heads import TargetHead, WrittenHead, target_head
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
-from hf_bico.porting.prepare import measures, prepare, training_samples, uses_template
+from hf_bico.porting.prepare import PreparedPort, prepare
 from hf_bico.porting.recording import RunFindings, make_record
-from hf_bico.porting.result import Ported, with_held
+from hf_bico.porting.result import Ported, with_adapter_ranks
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
 from hf_bico.reports.record import EvaluationRecord, ForecastRecord, RunRecord
 from hf_bico.reports.results import LOSS
-from hf_bico.runtime.distributed import ALONE, ProcessGroup, join, local_device
+from hf_bico.runtime.distributed import join, local_device
 from hf_bico.runtime.environment import (
     Stopwatch,
     choose_device,
@@ -47,7 +45,7 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress, silent
 
-__all__ = ["Batch", "carry_out", "port"]
+__all__ = ["Batch", "port", "run_port"]
 
 
 @translate_errors()
@@ -66,164 +64,200 @@ def port(
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
     Models are Hub ids, folders, or loaded modules, and `source` may be a PEFT adapter; `data` is a Hub id, a folder of
-    images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out where the source's
+    images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out if the source's
     card names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
-    `progress` is called with (stage, steps done, steps in all). The options, with what they mean, are those of
-    `hf_bico.Settings`, such as n, per_class, seed, method, alpha, format, rank, objective and device.
+    `progress` is called with (stage, steps done, steps in all). The other options are those of `hf_bico.Settings`,
+    such as n, per_class, seed, method, alpha, format, rank, objective and device.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
     settings, hub = Settings.of(options), Hub(token)
     planned = plan(source, to, base=base, data=data, target_id=target_id, hub=hub, allow_pickle=allow_pickle)
-    return carry_out(planned, settings, hub, progress)
+    return run_port(planned, settings, hub, progress)
 
 
 @torch.inference_mode(False)
 @enough_memory()
 @exact_float32()
-def carry_out(
+def run_port(
     planned: Plan,
     settings: Settings,
     hub: Hub,
     progress: Progress = silent,
-    foretold: Callable[[ForecastRecord], None] = lambda foresight: None,
+    on_forecast: Callable[[ForecastRecord], None] = lambda forecast: None,
 ) -> Ported:
-    """Do what was planned: sample, download, calibrate, align, transport, evaluate.
+    """Run a planned port: prepare, calibrate and transfer, write and evaluate, record.
 
-    `foretold` is called, before anything is measured, with what calibration says about the outcome.
+    `on_forecast` is called with the forecast before anything is evaluated.
     """
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(local_device(settings.device))
     team = join(device)
-    ready = prepare(planned, settings, hub, watch, device, team)
-    models, settings, method, drawn, held_out = ready.models, ready.settings, ready.method, ready.drawn, ready.held_out
-    # a head that is fitted to the samples answers them all, and leaves nothing to foretell from
-    forecasts = settings.objective != "classification"
-    calibration = Calibration(models, drawn, ready.heads, watch, settings, keeps=False, forecasts=forecasts)
-    whole = None
-    if drawn is not None and held_out is not None and isinstance(method, Trainer) and method.whole_split:
-        whole = training_samples(drawn, *held_out)
-    result = transfer(method, calibration, whole)
-    team.leave()
-    if result.foresight is not None and team.is_first:
-        foretold(result.foresight)
-    models.team = ALONE  # each process has all that was carried, and one is enough for the rest
-    settings = settings if team.is_first else replace(settings, evaluate=False, control=False)
-    lineage = models.planned.lineage
+    prepared = prepare(planned, settings, hub, watch, device, team)
+
+    calibration = _calibration(prepared, watch)
+    result = transfer(prepared.method, calibration, prepared.whole_split)
+    prepared.models.leave_team()
+    if result.forecast is not None and team.is_first:
+        on_forecast(result.forecast)
+
+    target = prepared.models.lineage.target
     with watch("form"):
-        ported = _over_target(result.changes, lineage)
-        usual = models.planned.format if method.keeps_factors else "full"
-        format = settings.format or ("adapter" if settings.rank is not None else usual)
-
-        read_by = None if drawn is None else written_head(calibration, result)
-        head = None if read_by is None else _beside(format, lineage, read_by, calibration.class_names)
-
-        def written(changes: TaskVector) -> WrittenChange:
-            return written_change(
-                changes, lineage.target, format, settings.rank, models.target.module, device, head=head
-            )
-
-        form = written(ported)
-        report = result.report
-        report = replace(report, sites=tuple(with_held(list(report.sites), form, lineage.target)))
-    evaluation: list[EvaluationRecord] = []
+        output = _OutputFormat.of(prepared, calibration, result)
+        written = output.write(result.changes)
+        sites = with_adapter_ranks(result.report.sites, written, target)
+        result = replace(result, report=replace(result.report, sites=tuple(sites)))
     with watch("evaluate"):
-        if drawn is not None and held_out is not None and measures(settings, drawn, held_out[1]):
-            how = (settings.evaluation, settings.batch)
-            evaluator = HeldOutEvaluation(drawn.data.name, *held_out, drawn.samples, *how)
-            of_target = evaluator
-            if isinstance(calibration.heads.target, Classifier):
-                evaluator = evaluator.read_once()
-                of_target = evaluator.prepared_by(models.target)
-            evaluation = _evaluate(of_target, evaluator, calibration, form, read_by, watch.progress)
-            for name, others in _variants(method, calibration, result, drawn):
-                changes = written(_over_target(others, lineage)).changes
-                own = read_by if result.trained else written_head(calibration, replace(UNTOUCHED, changes=others))
-                evaluation += of_target.measure_target(name, calibration, changes, None if own is None else own.head)
+        evaluation = _evaluate(prepared, calibration, result, written, output)
 
     with watch("record"):
-        copies = calibration.copies if method.looks_at_data and result.trained is None else 0
-        origin = None if read_by is None else read_by.origin
-        template = None if drawn is None else uses_template(models, drawn.samples)
-        readout = result.readout
-        repeats = (
-            () if drawn is None else tuple(repeat_notices(drawn, held_out[1] if held_out and evaluation else None))
-        )
-        beside = (copies, result.trained, readout, origin, template, result.foresight, repeats)
-        found = RunFindings(models.vector, report, tuple(evaluation), *beside)
-        record = make_record(models.planned, settings, drawn, found, _run(started, watch, calibration, team))
-    return Ported(ported, report, record, lineage.target, form)
+        findings = _findings(prepared, calibration, result, evaluation, output.head)
+        run = _run_record(started, watch, calibration, processes=team.size)
+        record = make_record(prepared.models.planned, prepared.settings, prepared.drawn, findings, run)
+    return Ported(task_vector=written.vector, target=target, form=written, record=record, report=result.report)
 
 
-def _beside(format: str, lineage: Lineage, read_by: WrittenHead, class_names: Sequence[str]) -> HeadForm | None:
-    """The head as it is written; a change alone needs none, and the target's class may have no place for one."""
-    try:
-        return head_form(read_by, lineage.target, class_names)
-    except UnsupportedModelError:
-        if format == "delta":
-            return None
-        raise
-
-
-def _run(started: datetime, watch: Stopwatch, calibration: Calibration, team: ProcessGroup) -> RunRecord:
-    models = calibration.models
-    device = models.device
-    return RunRecord(
-        started=started.isoformat(timespec="seconds"),
-        seconds=watch.seconds,
-        peak_memory=peak_memory(device),
-        device=device_name(device),
-        dtype=str(models.source.dtype).removeprefix("torch."),
-        batch_size=calibration.batch_size or models.settings.batch,
-        processes=team.size,
-        versions=installed_versions(),
+def _calibration(prepared: PreparedPort, watch: Stopwatch, mispaired: bool = False) -> Calibration:
+    """Return a calibration for one method; the control has neither a readout nor a forecast."""
+    settings = prepared.settings
+    return Calibration(
+        prepared.models,
+        prepared.drawn,
+        prepared.heads,
+        watch,
+        replace(settings, readout=False) if mispaired else settings,
+        mispaired=mispaired,
+        keeps=False,
+        # a classification head is fitted to the samples and answers all of them, so they forecast nothing
+        forecasts=settings.objective != "classification" and not mispaired,
     )
 
 
-def _over_target(changes: Deltas, lineage: Lineage) -> TaskVector:
-    """The ported vector, which knows over which model it lies and what it was made from."""
-    target = lineage.target
-    about: dict[str, Any] = {"base": target.name, "library": target.family.library}
-    about |= {} if target.commit is None else {"base_commit": target.commit}
-    about[MADE_FROM] = [list(name) for name in lineage.repos]
-    return TaskVector(changes, about=about, base=target)
+@dataclass(frozen=True)
+class _OutputFormat:
+    """The format in which a port and its variants are written, and the classification head written with them."""
 
+    prepared: PreparedPort
+    format: str
+    head: TargetHead | None
+    written_head: WrittenHead | None
 
-def _variants(
-    method: Method, calibration: Calibration, result: TransferResult, drawn: CalibrationDraw
-) -> Iterator[tuple[str, Deltas]]:
-    """What else is measured beside a port: without its readout, the readout alone, and from mispaired samples."""
-    if result.unread is not None:
-        yield "ported, no readout", result.unread
-        yield "target, readout", with_readout(UNTOUCHED, calibration).changes
-    if calibration.settings.control:
-        plain = replace(calibration.settings, readout=False)
-        mispaired = Calibration(
-            calibration.models, drawn, calibration.heads, calibration.watch, plain, mispaired=True, keeps=False
+    @classmethod
+    def of(cls, prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> _OutputFormat:
+        """Choose the requested or usual format, and make the head of the target with the result's changes."""
+        settings, planned = prepared.settings, prepared.models.planned
+        usual = planned.format if prepared.method.keeps_factors else "full"
+        format = settings.format or ("adapter" if settings.rank is not None else usual)
+        head = None if prepared.drawn is None else target_head(calibration, result.changes, result.trained)
+        written_head = None
+        if head is not None:
+            try:
+                written_head = WrittenHead.of(head, planned.lineage.target, calibration.class_names)
+            except UnsupportedModelError:
+                if format != "delta":  # a change alone needs no model class that has a head
+                    raise
+        return cls(prepared, format, head, written_head)
+
+    def write(self, changes: Deltas) -> WrittenChange:
+        """Bring changes of the target into the format."""
+        models = self.prepared.models
+        target = models.lineage.target
+        about: dict[str, Any] = {"base": target.name, "library": target.family.library}
+        about |= {} if target.commit is None else {"base_commit": target.commit}
+        about[MADE_FROM] = [list(name) for name in models.lineage.repos]
+        return format_change(
+            TaskVector(changes, about=about, base=target),
+            target,
+            self.format,
+            models.settings.rank,
+            module=models.target.module,
+            device=models.device,
+            head=self.written_head,
         )
-        yield "control", transfer(method, mispaired).changes
 
 
 def _evaluate(
-    of_target: HeldOutEvaluation,
-    of_source: HeldOutEvaluation,
+    prepared: PreparedPort,
     calibration: Calibration,
-    form: WrittenChange,
-    read_by: WrittenHead | None,
-    progress: Progress,
+    result: TransferResult,
+    written: WrittenChange,
+    output: _OutputFormat,
 ) -> list[EvaluationRecord]:
-    """Target, ported, and source fine-tuned, on the same held-out samples; a classifier's heads found in one way."""
-    before = written_head(calibration, UNTOUCHED)
-    results = of_target.measure_target(
-        "target", calibration, UNTOUCHED.changes, None if before is None else before.head
+    """Evaluate target, port, fine-tuned source and variants of the port on the same held-out samples."""
+    drawn, held_out, settings = prepared.drawn, prepared.held_out, prepared.settings
+    if drawn is None or held_out is None or not prepared.evaluates:
+        return []
+    split, samples = held_out
+    of_source = of_target = HeldOutEvaluation(
+        drawn.data.name, split, samples, drawn.samples, evaluation=settings.evaluation, batch_size=settings.batch
     )
-    steps = 4 if any(entry.metric == LOSS for entry in results) else 3
+    if isinstance(calibration.heads.target, Classifier):
+        of_source = of_source.read_once()
+        of_target = of_source.prepared_by(prepared.models.target)
+    progress = calibration.watch.progress
+
+    def measure(name: str, changes: Deltas, head: TargetHead | WrittenHead | None) -> list[EvaluationRecord]:
+        return of_target.measure_target(name, calibration, changes, None if head is None else head.head)
+
+    records = measure("target", UNTOUCHED.changes, target_head(calibration, UNTOUCHED.changes))
+    steps = 4 if any(entry.metric == LOSS for entry in records) else 3
     progress("evaluate", 1, steps)
-    after = read_by if form.head is None else form.head
-    results += of_target.measure_target("ported", calibration, form.changes, None if after is None else after.head)
+    records += measure("ported", written.changes, written.head or output.head)
     progress("evaluate", 2, steps)
-    if steps == 4:  # what fine-tuning did for its own base is the measure of a port
-        results += of_source.measure_base("base", calibration)
+    if steps == 4:  # a port is compared with what fine-tuning did for its own base
+        records += of_source.measure_base("base", calibration)
         progress("evaluate", 3, steps)
-    return results + of_source.measure_source("source", calibration)
+    records += of_source.measure_source("source", calibration)
+    for name, changes in _variants(prepared, calibration, result):
+        head = output.head if result.trained else target_head(calibration, changes)
+        records += measure(name, output.write(changes).changes, head)
+    return records
+
+
+def _variants(prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> Iterator[tuple[str, Deltas]]:
+    """Yield what is evaluated beside a port: it without its readout, the readout alone, and a mispaired control."""
+    if result.unread is not None:
+        yield "ported, no readout", result.unread
+        yield "target, readout", with_readout(UNTOUCHED, calibration).changes
+    if prepared.settings.control:
+        yield "control", transfer(prepared.method, _calibration(prepared, calibration.watch, mispaired=True)).changes
+
+
+def _findings(
+    prepared: PreparedPort,
+    calibration: Calibration,
+    result: TransferResult,
+    evaluation: list[EvaluationRecord],
+    head: TargetHead | None,
+) -> RunFindings:
+    """Gather what the record needs."""
+    drawn, held_out = prepared.drawn, prepared.held_out
+    measured = held_out[1] if held_out is not None and evaluation else None
+    augmented = prepared.method.looks_at_data and result.trained is None
+    return RunFindings(
+        vector=prepared.models.vector,
+        report=result.report,
+        evaluation=tuple(evaluation),
+        copies=calibration.copies if augmented else 0,
+        trained=result.trained,
+        readout=result.readout,
+        head=None if head is None else head.origin,
+        chat_template=prepared.uses_chat_template,
+        forecast=result.forecast,
+        notices=() if drawn is None else tuple(repeat_notices(drawn, measured)),
+    )
+
+
+def _run_record(started: datetime, watch: Stopwatch, calibration: Calibration, processes: int) -> RunRecord:
+    models = calibration.models
+    return RunRecord(
+        started=started.isoformat(timespec="seconds"),
+        seconds=watch.seconds,
+        peak_memory=peak_memory(models.device),
+        device=device_name(models.device),
+        dtype=str(models.source.dtype).removeprefix("torch."),
+        batch_size=calibration.batch_size or models.settings.batch,
+        processes=processes,
+        versions=installed_versions(),
+    )

@@ -1,4 +1,7 @@
-"""Push of a folder with a record."""
+"""Pushes a folder that holds a record, and refuses results that are broken, worse, or made from the same repo.
+
+Does not know how commits are made.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ def push_folder(
     made_from: Sequence[RepoName] | None = None,
     kept: bool = True,
 ) -> Pushed:
-    """Push a folder that this tool wrote; the same push twice changes nothing.
+    """Push a folder that this tool wrote; repeating a push changes nothing.
 
-    `made_from` are the Hub repos behind it where the folder has no record; a folder that is not `kept` cannot be
-    pushed again later.
+    `made_from` names the Hub repos behind a folder without a record; a folder that is not `kept` cannot be pushed
+    again later.
     """
     options, hub = options or PushOptions(), hub or Hub()
     if not folder.is_dir():
@@ -56,7 +59,7 @@ def push_folder(
     replaces = not options.create_pr and options.revision in (None, MAIN)
     if replaces and record is not None and any(name.lower() == whole.lower() for _, name in made_from or ()):
         raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
-    edited = record is not None and not _made_for(whole, options.revision, record, folder)
+    edited = record is not None and not _name_repo(whole, options.revision, record, folder)
     restricted = restricted_among(made_from or [LOCAL], hub)
     with _goes_on(whole, options, push_line(folder, whole, options) if kept else None):
         pushed = _push(folder, whole, options, restricted, hub)
@@ -66,7 +69,7 @@ def push_folder(
 
 
 def _require_whole(folder: Path, record: Record | ChangeRecord) -> None:
-    """The folder must hold the weights that its record speaks of."""
+    """Refuse a folder whose weights are not those of its record."""
     files = record.output.files if record.output is not None else {}
     for name, digest in files.items():
         file = folder / Path(name).name
@@ -78,7 +81,7 @@ def _require_whole(folder: Path, record: Record | ChangeRecord) -> None:
 
 
 def _repos_of(record: Record | ChangeRecord) -> list[RepoName]:
-    """The Hub repos that a result was made from, with their types."""
+    """Return type and id of the Hub repos that a result was made from; LOCAL in addition for local inputs."""
     data = record.data if isinstance(record, Record) else None
     repos = [("model", model.id) for model in record.models if model.commit is not None]
     if data is not None and data.commit is not None:
@@ -87,8 +90,8 @@ def _repos_of(record: Record | ChangeRecord) -> list[RepoName]:
     return [*repos, LOCAL] if local else repos
 
 
-def _made_for(repo_id: str, revision: str | None, record: Record | ChangeRecord, folder: Path) -> bool:
-    """Put the repo's name into record and card; False for a card that somebody edited, which stays as it is."""
+def _name_repo(repo_id: str, revision: str | None, record: Record | ChangeRecord, folder: Path) -> bool:
+    """Write the repo's name into record and card; leave an edited card as it is, and return False."""
     card, output = folder / CARD_FILE, record.output
     ours = not card.is_file() or card.read_bytes() == render_card(record).encode()
     if output is None or (output.repo, output.revision) == (repo_id, revision):

@@ -1,4 +1,7 @@
-"""From what a run used and found to its record: lineage, samples, notices, and the command line that does the same."""
+"""Makes the record of a run: lineage, samples, notices, and the command line that repeats it.
+
+Does not run anything.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hf_bico.models.adapters.config import LORA
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
-from hf_bico.porting.heads import place_of, taken_in_order
+from hf_bico.porting.heads import class_order_notice, head_place
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import TEXT_TO_TEXT
@@ -56,12 +59,12 @@ _FIRST = (
 )
 """The order of options in the commands of the first records; what is not named here follows."""
 NOTABLE_ROUNDING = 0.05
-"""Above this share of the change, what rounding took away is said."""
+"""A larger share of the change lost by rounding is worth a notice."""
 
 
 @dataclass(frozen=True)
 class RunFindings:
-    """What a run found out."""
+    """The results of a run that its record needs; `head` says where a classification head comes from."""
 
     vector: Deltas
     report: Report
@@ -71,14 +74,14 @@ class RunFindings:
     readout: Readout | None = None
     head: str | None = None
     chat_template: bool | None = None
-    foresight: ForecastRecord | None = None
+    forecast: ForecastRecord | None = None
     notices: tuple[str, ...] = ()
 
 
 def make_record(
-    planned: Plan, settings: Settings, drawn: CalibrationDraw | None, found: RunFindings, run: RunRecord
+    planned: Plan, settings: Settings, drawn: CalibrationDraw | None, findings: RunFindings, run: RunRecord
 ) -> Record:
-    """All that is needed to repeat the run and to write its card; hashes the models' files."""
+    """Record all that is needed to repeat the run and to write its card; hashes the models' files."""
     lineage = planned.lineage
     objective = settings.objective
     name = objective if isinstance(objective, str) else getattr(objective, "__name__", "custom")
@@ -90,14 +93,14 @@ def make_record(
         command=_command(planned, settings, drawn),
         source=source_record(lineage.source, lineage.base),
         target=model_record(lineage.target),
-        data=None if drawn is None else _data_record(drawn, settings, found.chat_template),
-        objective=ObjectiveRecord(name, templates, found.head, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
-        method=_method_record(planned, settings, found),
-        sites=list(found.report.sites),
-        left=list(found.report.left),
-        foresight=found.foresight,
-        evaluation=list(found.evaluation),
-        notices=_notices(lineage, settings, drawn, found),
+        data=None if drawn is None else _data_record(drawn, settings, findings.chat_template),
+        objective=ObjectiveRecord(name, templates, findings.head, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
+        method=_method_record(planned, settings, findings),
+        sites=list(findings.report.sites),
+        left=list(findings.report.left),
+        foresight=findings.forecast,
+        evaluation=list(findings.evaluation),
+        notices=_notices(lineage, settings, drawn, findings),
         run=run,
     )
 
@@ -138,7 +141,7 @@ def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
 
 
 def source_record(source: Model | Adapter, base: Model | None) -> ModelRecord:
-    """What something was taken from: a fine-tuned model or an adapter, over its base where that is known."""
+    """Record a fine-tuned model or an adapter, over its base if that is known."""
     known = replace(model_record(source), base=None if base is None else model_record(base))
     if isinstance(source, Adapter):
         return replace(known, kind="adapter", peft_type=source.config.kind)
@@ -158,50 +161,52 @@ def model_record(model: Model | Adapter) -> ModelRecord:
     )
 
 
-def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None, found: RunFindings) -> list[str]:
-    """What a reader of the result should know and would not see."""
+def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None, findings: RunFindings) -> list[str]:
+    """List what a reader of the result should know and would not see."""
     notices = list(lineage.notices)
     target = lineage.target.sha256
     for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    notices += [*lineage_warnings(lineage), *tensor_notices(_without_head(found, lineage.base)), *found.notices]
+    notices += [*lineage_warnings(lineage), *tensor_notices(_without_head(findings, lineage.base)), *findings.notices]
     if drawn is not None:
         labels = {label for label in drawn.samples.labels if label >= 0}
-        seen, known = len(labels), len(drawn.data.class_names)
-        if seen == 1:
+        drawn_classes, known = len(labels), len(drawn.data.class_names)
+        if drawn_classes == 1:
             notices.append("All calibration samples are of one class.")
-        elif labels and drawn.split in drawn.data.parts and 2 * seen < min(known, len(drawn.samples)):
-            notices.append(f"The samples are of {seen} of {known} classes, read from a part of the data set: see -k.")
+        elif labels and drawn.split in drawn.data.parts and 2 * drawn_classes < min(known, len(drawn.samples)):
+            notices.append(
+                f"The samples are of {drawn_classes} of {known} classes, read from a part of the data set: see -k."
+            )
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
-        if found.head == "carried":
-            paired = taken_in_order(lineage.source.origin.class_names, drawn.data.class_names)
+        if findings.head == "carried":
+            paired = class_order_notice(lineage.source.origin.class_names, drawn.data.class_names)
             notices += [] if paired is None else [paired]
-        notices += chance_notice(found.evaluation, known)
-    if settings.evaluate and not found.evaluation:
+        notices += chance_notice(findings.evaluation, known)
+    if settings.evaluate and not findings.evaluation:
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason
         reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
-    if found.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
+    if findings.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
         notices.append("It was trained on those rows alone that were read of a large data set.")
     return notices
 
 
-def _without_head(found: RunFindings, base: Model) -> Overlap:
-    """The tensors that only one of the two models has, but for a head that was carried."""
-    overlap = found.vector.overlap
-    if found.head != "carried":
+def _without_head(findings: RunFindings, base: Model) -> Overlap:
+    """Return the overlap of source and base without the source's head, if that was carried."""
+    overlap = findings.vector.overlap
+    if findings.head != "carried":
         return overlap
-    layers = place_of(base).layers
+    layers = head_place(base).layers
     extra = tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers)
     return replace(overlap, extra=extra)
 
 
 def tensor_notices(overlap: Overlap) -> list[str]:
-    """Which tensors the fine-tuned model or its base lacks."""
+    """List the tensors that the fine-tuned model or its base lacks."""
     notices = []
     for names, what in (
         (overlap.missing, "of the base that the fine-tuned model lacks, taken as unchanged"),
@@ -214,17 +219,17 @@ def tensor_notices(overlap: Overlap) -> list[str]:
 
 
 def rounding_notices(lost: float | None, format: str) -> list[str]:
-    """What rounding to half precision takes away, if it is worth a word."""
+    """Return a notice if rounding to half precision loses a notable share of the change."""
     if lost is None or lost <= NOTABLE_ROUNDING:
         return []
     if format == "adapter":
         return [f"Over a model in half precision {lost:.0%} of the change is lost by rounding; over float32, nothing."]
-    said = f"{lost:.0%} of the change is lost by rounding to the target's own precision"
-    return [f"{said}; --format adapter is written without loss."]
+    lossy = f"{lost:.0%} of the change is lost by rounding to the target's own precision"
+    return [f"{lossy}; --format adapter is written without loss."]
 
 
 def with_output(record: Record, output: OutputRecord, as_measured: bool = True) -> Record:
-    """The record of what was written in the end; `as_measured` says whether the results are of that very form."""
+    """Add what was written to a record; `as_measured` is False if the evaluation is of another format."""
     notices = [*record.notices, *rounding_notices(output.rounding_lost, output.format)]
     if record.evaluation and not as_measured:
         notices.append("The results were measured before the port was brought into the form that is written here.")
@@ -259,7 +264,7 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
 
 
 def typed_reference(model: Model | Adapter) -> str:
-    """What to type for a model: its Hub id, with the revision that was asked for, or the folder's name."""
+    """Return what to type for a model: its Hub id, with the requested revision, or the folder's name."""
     repo = None if model.place is None else model.place.repo
     revision = None if repo is None else repo.asked.revision
     return model.name if revision is None else f"{model.name}@{revision}"

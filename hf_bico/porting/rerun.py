@@ -1,4 +1,7 @@
-"""Repeating a port from its record alone, and comparing what comes out with what came out then."""
+"""Repeats a port from its record alone, and compares the new files with the recorded ones.
+
+Reads settings from the record; does not know how a port is computed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
-from hf_bico.porting.port import carry_out
+from hf_bico.porting.port import run_port
 from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
@@ -24,18 +27,18 @@ from hf_bico.utils.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Rerun:
-    """What a repeat gave."""
+    """The result of repeating a port."""
 
     files: dict[str, bool]
-    """Whether each file of weights came out with the recorded SHA-256."""
+    """Weight files; True for each one with the recorded SHA-256."""
     replaced: list[str]
-    """Files beside the record that are not those it speaks of."""
+    """Files next to the record that are not the recorded ones."""
     differences: list[str]
-    """What else was not as it was: inputs, samples, versions, device."""
+    """Other differences: inputs, samples, versions, device."""
 
     @property
     def same(self) -> bool:
-        """Whether every file came out as recorded, and is what stands beside the record."""
+        """True if every file equals the recorded one, and so do the files next to the record."""
         return all(self.files.values()) and not self.replaced
 
 
@@ -50,7 +53,7 @@ def rerun(
     allow_pickle: bool = False,
     progress: Progress = silent,
 ) -> Rerun:
-    """Do again what the record of a folder or Hub repo says; the result is kept in `folder`, if one is given.
+    """Repeat the port that the record of a folder or Hub repo describes; keep the result in `folder`, if given.
 
     >>> hf_bico.rerun("user/vit-b16-plus-eurosat").same  # doctest: +SKIP
     """
@@ -69,7 +72,7 @@ def rerun(
         hub=hub,
         allow_pickle=allow_pickle,
     )
-    ported = carry_out(planned, settings, hub, progress)
+    ported = run_port(planned, settings, hub, progress)
     known_as = (then.output.repo, then.output.revision)
     if folder is not None:
         now = read_record(ported.save(folder, None, overwrite, *known_as))
@@ -82,14 +85,14 @@ def rerun(
 
 
 def _replaced(place: RepoFiles, recorded: dict[str, str]) -> list[str]:
-    """What stands beside the record and is not what it speaks of; what is not there cannot be another file."""
-    there = dict(place.repo.sha256) if place.repo is not None else {}
-    there |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
-    return [name for name, digest in recorded.items() if there.get(name, digest) != digest]
+    """List the files next to the record whose SHA-256 is not the recorded one."""
+    digests = dict(place.repo.sha256) if place.repo is not None else {}
+    digests |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
+    return [name for name, digest in recorded.items() if digests.get(name, digest) != digest]
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:
-    """What to open: a repo at its commit, or a folder."""
+    """Return what to open: a repo at its commit, or a folder."""
     return recorded_folder(entry.id) if entry.commit is None else f"{entry.id}@{entry.commit}"
 
 
@@ -187,19 +190,16 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
 
 
 def _differences(then: Record, now: Record) -> list[str]:
-    found = []
+    differences = []
+    bases = [record.source.base and record.source.base.sha256 for record in (then, now)]
     for what, old, new in (
         ("the fine-tuned model's weights", then.source.sha256, now.source.sha256),
-        (
-            "the base's weights",
-            then.source.base and then.source.base.sha256,
-            now.source.base and now.source.base.sha256,
-        ),
+        ("the base's weights", *bases),
         ("the target's weights", then.target.sha256, now.target.sha256),
         ("the samples", then.data and then.data.indices, now.data and now.data.indices),
     ):
         if old != new:
-            found.append(f"{what} are others")
+            differences.append(f"{what} are others")
     for what, was, is_now in (
         ("hf-bico", then.hf_bico, now.hf_bico),
         ("device", then.run.device, now.run.device),
@@ -207,5 +207,5 @@ def _differences(then: Record, now: Record) -> list[str]:
         *((name, version, now.run.versions.get(name)) for name, version in then.run.versions.items()),
     ):
         if was != is_now:
-            found.append(f"{what} was {was}, is {is_now}")
-    return found
+            differences.append(f"{what} was {was}, is {is_now}")
+    return differences

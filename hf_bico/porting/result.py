@@ -1,10 +1,6 @@
-"""Ported, Change: save and push.
+"""Saves and pushes results: a port, or a change of a model that needed no calibration.
 
-What a port gives: the task vector in the target's coordinates, its report and record, saved and pushed.
-
-A change that was made without calibration, in the form that it is written in: saved, recorded and pushed.
-
-How it was come by is for `extracting` and `applying` to know.
+Does not know how a change was computed.
 """
 
 from __future__ import annotations
@@ -12,11 +8,11 @@ from __future__ import annotations
 import copy
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +22,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions
 from hf_bico.models.adapters.writing import NOT_LINEAR
 from hf_bico.models.model import Model
-from hf_bico.porting.formats import WrittenChange, write_change, written_change
+from hf_bico.porting.formats import WrittenChange, format_change, write_change
 from hf_bico.porting.publish import push_folder
 from hf_bico.porting.recording import model_record, rounding_notices, with_output
 from hf_bico.porting.task_vector import TaskVector
@@ -44,7 +40,7 @@ from hf_bico.reports.record import (
 )
 from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.runtime.distributed import is_first_process
-from hf_bico.runtime.environment import Stopwatch, installed_versions
+from hf_bico.runtime.environment import installed_versions
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import atomic_folder
 from hf_bico.settings import FORMATS, require_rank
@@ -52,39 +48,94 @@ from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
 from hf_bico.utils.text import markdown_table, plain
 
+AnyRecord = TypeVar("AnyRecord", Record, ChangeRecord)
+
 
 @dataclass(frozen=True, repr=False)
-class Ported:
-    """A task vector in the target's coordinates, with everything known about how it got there."""
+class BaseResult(Generic[AnyRecord]):
+    """A change of a model, the format in which it is written, and its record."""
 
     task_vector: TaskVector
-    report: Report
-    record: Record
     target: Model
     form: WrittenChange
-    """As what it was measured, and is saved unless another form is asked for."""
+    """The change as it is written; a port is evaluated in this format, and saved in it unless another is requested."""
+    record: AnyRecord
 
     def __repr__(self) -> str:
-        return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
+        return f"{self._title} {self.target.name}, as {self.form!r}"
 
-    def _repr_markdown_(self) -> str:
-        """What a notebook shows: the results, or where nothing was measured, what this is."""
-        said = headline(self.record)
-        if said is None:
-            return str(plain(repr(self)))
-        sentences = (control_sentence(self.record), readout_sentence(self.record))
-        told = [plain(sentence, 2000) for sentence in sentences if sentence]
-        table = markdown_table(result_rows(self.record))
-        return "\n\n".join([f"**{plain(said)}**", table, f"({plain(measured_on(self.record))})", *told])
+    @property
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def energy_kept(self) -> float | None:
+        """The share of the change's energy that an adapter holds."""
+        return self.form.energy_kept
 
     @property
     def rounding_lost(self) -> float | None:
-        """The share of the change that rounding to the target's half precision takes away, in its form."""
+        """The share of the change that rounding to the target's half precision takes away."""
         return self.form.rounding_lost
+
+    def write(
+        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
+    ) -> None:
+        """Write weights, `bico.json` and the model card into an existing folder, file after file."""
+        record = self.write_weights(folder, form, repo, revision)
+        record.write(folder)
+        write_card(record, folder)
+
+    def write_weights(
+        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
+    ) -> AnyRecord:
+        """Write the weights only, as they were evaluated unless `form` is given, and return their record."""
+        form = form or self.form
+        files = sha256_of(write_change(form, self.target, folder))
+        return self._record_of(form, _output_record(form, files, repo, revision))
+
+    def _record_of(self, form: WrittenChange, output: OutputRecord) -> AnyRecord:
+        raise NotImplementedError
+
+    def _save(
+        self, folder: str | Path, overwrite: bool, form: WrittenChange, repo: str | None, revision: str | None
+    ) -> Path:
+        """Write everything into a folder that appears complete or not at all."""
+        folder = expanded(folder)
+        with atomic_folder(folder, overwrite) as scratch:
+            self.write(scratch, form, repo, revision)
+        return folder
+
+    def _push(self, name: str, form: WrittenChange, repo_id: str, token: str | None, options: PushOptions) -> Pushed:
+        """Save to a temporary folder of this name, and push it as one commit."""
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self._save(Path(scratch) / name, False, form, repo_id, options.revision)
+            return push_folder(folder, repo_id, options, Hub(token), kept=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Ported(BaseResult[Record]):
+    """A task vector in the target's coordinates, with everything known about how it got there."""
+
+    report: Report
+
+    @property
+    def _title(self) -> str:
+        return f"Ported of {self.record.source.id} to"
+
+    def _repr_markdown_(self) -> str:
+        """Return what a notebook shows: the results, or what this is if nothing was evaluated."""
+        first = headline(self.record) if self.record.evaluation else None
+        if first is None:
+            return str(plain(repr(self)))
+        sentences = (control_sentence(self.record), readout_sentence(self.record))
+        last = [plain(sentence, 2000) for sentence in sentences if sentence]
+        table = markdown_table(result_rows(self.record))
+        return "\n\n".join([f"**{plain(first)}**", table, f"({plain(measured_on(self.record))})", *last])
 
     @translate_errors()
     def model(self, device: str = "cpu") -> nn.Module:
-        """A new copy of the target with the task vector applied, in float32 on this device."""
+        """Return a new copy of the target with the task vector applied, in float32 on this device."""
         if self.form.head is not None:
             return self.form.head.model(self.target, self.task_vector).to(device)
         live = self.target.load(torch.device(device), torch.float32)
@@ -102,37 +153,14 @@ class Ported:
         revision: str | None = None,
         rank: int | float | None = None,
     ) -> Path:
-        """Write weights, `bico.json` and the model card; the folder appears whole or not at all.
+        """Write weights, `bico.json` and the model card; the folder appears complete or not at all.
 
-        `format` is "full", "adapter" (of a `rank`) or "delta"; by default what the port was asked for. `repo`, and a
-        branch of it, are what the card is for when it will be pushed. Of several processes only the first writes.
+        `format` is "full", "adapter" (of a `rank`) or "delta"; by default the format that the port was asked for.
+        `repo` and `revision` are named in the card of a result that will be pushed there. Only the first of several
+        processes writes.
         """
-        form = self._in_form(format, rank)
-        folder = expanded(folder)
-        if not is_first_process():
-            return folder
-        with atomic_folder(folder, overwrite) as scratch:
-            self.write(scratch, form, repo, revision)
-        return folder
-
-    def write(
-        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
-    ) -> None:
-        """Write weights, `bico.json` and the model card into a folder that is there, file after file."""
-        record = self.write_weights(folder, form, repo, revision)
-        record.write(folder)
-        write_card(record, folder)
-
-    def write_weights(
-        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
-    ) -> Record:
-        """Write the weights alone, as they were measured unless another form is given, and return their record."""
-        form = form or self.form
-        files = sha256_of(write_change(form, self.target, folder))
-        kept = (form.rank, form.energy_kept, form.replaced)
-        output = OutputRecord(form.format, files, form.rounding_lost, repo, revision, *kept)
-        measured = replace(self.record, sites=with_held(self.record.sites, form, self.target))
-        return with_output(measured, output, as_measured=form is self.form)
+        form = self._in_format(format, rank)
+        return self._save(folder, overwrite, form, repo, revision) if is_first_process() else expanded(folder)
 
     @translate_errors()
     def push_to_hub(
@@ -151,12 +179,10 @@ class Ported:
         wanted = PushOptions(**options)
         if not is_first_process():
             raise UsageError("only the first of several processes pushes", "push where the variable RANK is 0")
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = self.save(Path(scratch) / "ported", format, repo=repo_id, revision=wanted.revision, rank=rank)
-            return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
+        return self._push("ported", self._in_format(format, rank), repo_id, token, wanted)
 
-    def _in_form(self, format: str | None, rank: int | float | None) -> WrittenChange:
-        """The form that was measured, unless another is asked for."""
+    def _in_format(self, format: str | None, rank: int | float | None) -> WrittenChange:
+        """Return the change in the format in which it was evaluated, unless another is requested."""
         if format is None:
             format = self.form.format if rank is None else "adapter"
         if format not in FORMATS:
@@ -165,90 +191,87 @@ class Ported:
             raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
         if format == self.form.format and rank in (None, self.form.rank):
             return self.form
-        return written_change(self.task_vector, self.target, format, rank, head=self.form.head)
+        return format_change(self.task_vector, self.target, format, rank, head=self.form.head)
+
+    def _record_of(self, form: WrittenChange, output: OutputRecord) -> Record:
+        record = replace(self.record, sites=with_adapter_ranks(self.record.sites, form, self.target))
+        return with_output(record, output, as_measured=form is self.form)
 
 
-def with_held(sites: list[SiteRecord], form: WrittenChange, target: Model) -> list[SiteRecord]:
-    """The records of the sites with what an adapter holds of each."""
+def with_adapter_ranks(sites: Iterable[SiteRecord], form: WrittenChange, target: Model) -> list[SiteRecord]:
+    """Return the records of sites with the rank and the share of energy that an adapter holds of each."""
     held = {site.name: form.held(site) or (None, None) for site in target.layout.sites}
     return [replace(site, rank=held[site.name][0], kept=held[site.name][1]) for site in sites]
 
 
 @dataclass(frozen=True, repr=False)
-class ChangeResult:
-    """A change over a model, in the form that it will be written in."""
-
-    task_vector: TaskVector
-    target: Model
-    form: WrittenChange
-    record: ChangeRecord
-
-    def __repr__(self) -> str:
-        return f"Making of {self.record.job} over {self.target.name}, as {self.form!r}"
+class ChangeResult(BaseResult[ChangeRecord]):
+    """A change over a model, in the format in which it will be written."""
 
     @property
-    def energy_kept(self) -> float | None:
-        """The share of the change's energy that an adapter holds."""
-        return self.form.energy_kept
+    def _title(self) -> str:
+        return f"Making of {self.record.job} over"
 
     @translate_errors()
     def save(
         self, folder: str | Path, overwrite: bool = False, repo: str | None = None, revision: str | None = None
     ) -> Path:
-        """Write weights, `bico.json` and the card; the folder appears whole or not at all."""
-        folder = expanded(folder)
-        with atomic_folder(folder, overwrite) as scratch:
-            files = sha256_of(write_change(self.form, self.target, scratch))
-            output = replace(self.record.output, files=files, repo=repo, revision=revision)
-            record = replace(self.record, output=output)
-            record.write(scratch)
-            write_card(record, scratch)
-        return folder
+        """Write weights, `bico.json` and the card; the folder appears complete or not at all."""
+        return self._save(folder, overwrite, self.form, repo, revision)
 
     @translate_errors()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
         """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`."""
-        wanted = PushOptions(**options)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = self.save(Path(scratch) / "made", repo=repo_id, revision=wanted.revision)
-            return push_folder(folder, repo_id, wanted, Hub(token), kept=False)
+        return self._push("made", self.form, repo_id, token, PushOptions(**options))
 
-
-@dataclass(frozen=True)
-class Course:
-    """When a job began, and how long its stages took."""
-
-    started: datetime
-    watch: Stopwatch
+    def _record_of(self, form: WrittenChange, output: OutputRecord) -> ChangeRecord:
+        return replace(self.record, output=output)
 
 
 def make_change_record(
-    job: str, parts: Sequence[Summand], target: Model, form: WrittenChange, course: Course, words: Sequence[str] | None
+    job: str,
+    parts: Sequence[Summand],
+    target: Model,
+    form: WrittenChange,
+    *,
+    started: datetime,
+    seconds: float,
+    command: Sequence[str] | None,
 ) -> ChangeRecord:
-    """The record of a job; `words` are its command line, None where no command line could do the same."""
-    run = ArithmeticRecord(
-        course.started.isoformat(timespec="seconds"), sum(course.watch.seconds.values()), installed_versions()
-    )
-    layers, left = _account(form, target)
+    """Record a job; `command` are the words of its command line, None if no command line does the same."""
+    layers, left = _layers_and_left(form, target)
     return ChangeRecord(
         hf_bico=__version__,
         job=job,
         parts=list(parts),
         target=model_record(target),
         alpha=1.0,
-        output=OutputRecord(
-            form.format, {}, form.rounding_lost, rank=form.rank, energy_kept=form.energy_kept, replaced=form.replaced
-        ),
-        run=run,
-        command=None if words is None else shlex.join(["hf-bico", job, *words]),
+        output=_output_record(form, {}),
+        run=ArithmeticRecord(started.isoformat(timespec="seconds"), seconds, installed_versions()),
+        command=None if command is None else shlex.join(["hf-bico", job, *command]),
         layers=layers,
         left=left,
         notices=rounding_notices(form.rounding_lost, form.format),
     )
 
 
-def _account(form: WrittenChange, target: Model) -> tuple[list[LayerRecord], list[LeftRecord]]:
-    """What an adapter holds of each tensor, and what it does not."""
+def _output_record(
+    form: WrittenChange, files: dict[str, str], repo: str | None = None, revision: str | None = None
+) -> OutputRecord:
+    return OutputRecord(
+        form.format,
+        files,
+        form.rounding_lost,
+        repo,
+        revision,
+        rank=form.rank,
+        energy_kept=form.energy_kept,
+        replaced=form.replaced,
+    )
+
+
+def _layers_and_left(form: WrittenChange, target: Model) -> tuple[list[LayerRecord], list[LeftRecord]]:
+    """List what an adapter holds of each tensor, and which tensors it leaves out."""
     fitted = form.fitted
     if fitted is None:
         return [], []

@@ -1,8 +1,6 @@
-"""`extract`, `apply`.
+"""Task arithmetic: `apply` adds a weighted sum of task vectors to a model, `extract` turns a change into an adapter.
 
-Apply: a weighted sum of adapters and task vectors, merged into a model.
-
-Extract: a fine-tuned model's change of its base, as a PEFT adapter.
+Needs no calibration and runs no model.
 """
 
 from __future__ import annotations
@@ -28,14 +26,13 @@ from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
-from hf_bico.models.layout import Site
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.porting.formats import written_change
+from hf_bico.porting.formats import format_change
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import source_record, tensor_notices, typed_reference
-from hf_bico.porting.result import ChangeResult, Course, make_change_record
-from hf_bico.porting.task_vector import SEVERAL, TaskVector, made_for
+from hf_bico.porting.result import ChangeResult, make_change_record
+from hf_bico.porting.task_vector import SEVERAL, TaskVector, recorded_base
 from hf_bico.reports.record import ModelRecord, Summand
 from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import translate_errors
@@ -60,42 +57,43 @@ def apply(
     allow_pickle: bool = False,
     progress: Progress = silent,
 ) -> ChangeResult:
-    """`to` plus alpha times the weighted sum of adapters or task vectors; by default the model that they were made for.
+    """Add alpha times the weighted sum of adapters or task vectors to `to`; by default the model they were made for.
 
-    A port can so be rescaled without calibrating again.
+    This can rescale a port without calibrating again.
 
     >>> hf_bico.apply(["user/lora-a", "user/lora-b"], weights=[0.7, 0.3]).save("merged")  # doctest: +SKIP
     """
     named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
     shares = list(weights) if weights is not None else [1.0] * len(named)
     _require_sum(named, shares, alpha, format, rank)
-    course, hub = Course(datetime.now(UTC), Stopwatch(progress)), Hub(token)
-    with course.watch("download"):
+    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    with watch("download"):
         target, parts = _open_all(named, to, hub, allow_pickle)
-    with course.watch("sum"):
+    with watch("sum"):
         first, *others = (share * _placed(part.vector, target) for share, part in zip(shares, parts, strict=True))
         total = alpha * sum(others, start=first)
-        # what the parts hold the sum holds too
-        form = written_change(total, target, format, rank, device=choose_device(device), everything=True)
+        # everything: the sum holds all tensors that its parts hold
+        form = format_change(total, target, format, rank, device=choose_device(device), everything=True)
     sources = [Summand(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
-    words = _command(named, sources, target, alpha, format, rank) if typed else None
-    record = make_change_record("apply", sources, target, form, course, words)
+    command = _command(named, sources, target, alpha, format, rank) if typed else None
+    seconds = sum(watch.seconds.values())
+    record = make_change_record("apply", sources, target, form, started=started, seconds=seconds, command=command)
     notices = [notice for part in parts for notice in (*part.other_base(target), *tensor_notices(part.vector.overlap))]
     return ChangeResult(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One of what is added, and what is known about the model that it was made for."""
+    """One summand, and what is known about the model that it was made for."""
 
     vector: TaskVector
     record: ModelRecord
     named_base: str | None = None
-    """What an adapter's configuration calls its base."""
+    """Name of the base in an adapter's configuration."""
 
     def other_base(self, target: Model) -> list[str]:
-        """A notice where it was made for other weights, as far as that is known."""
+        """Return a notice if it is known to be made for other weights."""
         meant = self.vector.about.get("base_sha256")
         if SEVERAL in self.vector.about:
             other = True
@@ -104,14 +102,14 @@ class _Part:
         else:
             other = is_hub_id(self.named_base or "") and target.commit is not None and self.named_base != target.name
         replaces = "; what it holds whole replaces the model's own" if self.record.kind == "adapter" else ""
-        told = f"{self.record.id} was made for other weights than those of {target.name}{replaces}."
-        return [told] if other else []
+        notice = f"{self.record.id} was made for other weights than those of {target.name}{replaces}."
+        return [notice] if other else []
 
 
 def _open_all(
     named: Sequence[VectorReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model, list[_Part]]:
-    """The model, which is by default what the first vector was made for, and all that is added to it."""
+    """Open the model, by default the one that the first vector was made for, and all summands."""
     target = None if to is None else _open_target(to, named[0], hub, allow_pickle)
     parts: list[_Part] = []
     for reference in named:
@@ -137,7 +135,7 @@ def _base_of(vector: TaskVector, hub: Hub, allow_pickle: bool) -> Model:
 
 
 def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pickle: bool) -> Model:
-    """The model, in the layout that the first of what is added speaks of, where it has two."""
+    """Open the model, in the first summand's layout if it has two."""
     place = locate(first, "the task vector", hub) if isinstance(first, str | Path) else None
     library = "transformers"
     if place is not None and is_adapter(place.sizes):
@@ -155,9 +153,9 @@ def _command(
     format: str,
     rank: int | float | None,
 ) -> list[str]:
-    """The command line that does the same, by Hub ids as they were asked for and the names of folders."""
-    asked = [str(name) if part.model.commit else part.model.id for name, part in zip(named, parts, strict=True)]
-    words = [*asked, "--to", typed_reference(target)]
+    """Return the command line that does the same, with Hub ids as they were given and names of folders."""
+    typed = [str(name) if part.model.commit else part.model.id for name, part in zip(named, parts, strict=True)]
+    words = [*typed, "--to", typed_reference(target)]
     if any(part.weight != 1.0 for part in parts):
         words += ["--weights", ",".join(f"{part.weight!r}" for part in parts)]
     words += ["--alpha", f"{alpha!r}"] if alpha != 1.0 else []
@@ -182,7 +180,7 @@ def _require_sum(
 
 
 def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
-    """An adapter over the model that it shall be applied to, or a task vector."""
+    """Open an adapter over the model to change, or a task vector."""
     if isinstance(reference, TaskVector):
         return _Part(reference, ModelRecord("a task vector", kind="delta"))
     if not isinstance(reference, str | Path):
@@ -207,12 +205,12 @@ def _open_adapter(place: RepoFiles, target: Model | None, hub: Hub, allow_pickle
     adapter = Adapter.open(place, allow_pickle).fetched()
     start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
     vector = TaskVector.over(adapter, start)
-    vector.about |= made_for(place)
+    vector.about |= recorded_base(place)
     return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None)
 
 
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
-    """The vector under the target's own names, every one of which must be there."""
+    """Rename a vector to the target's tensors, and check that they exist in the same shapes."""
     shapes = target.checkpoint.shapes
     places = vector.places_in(shapes, f"'{target.name}'")
     for name, change in vector.changes():
@@ -237,16 +235,15 @@ def extract(
     allow_pickle: bool = False,
     progress: Progress = silent,
 ) -> ChangeResult:
-    """A fine-tuned model's change of its base as a PEFT adapter.
+    """Turn a fine-tuned model's change of its base into a PEFT adapter.
 
-    `rank` is a whole number, or a share of each layer's energy such as 0.95; None is exact. `everything` holds what is
-    no linear layer too. The base may be left out where the fine-tuned model's card names it.
+    `rank` is a whole number, or a share of each layer's energy such as 0.95; None is exact. `everything` also holds
+    tensors that are not of linear layers. The base may be left out if the fine-tuned model's card names it.
 
     >>> hf_bico.extract("user/vit-b16-eurosat", rank=16).save("vit-b16-eurosat-lora")  # doctest: +SKIP
     """
     require_rank(rank)
-    course, hub = Course(datetime.now(UTC), Stopwatch(progress)), Hub(token)
-    watch = course.watch
+    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
     with watch("download"):
         source, start = _source_and_base(fine_tuned, base, hub, allow_pickle)
     with watch("read"):
@@ -255,29 +252,27 @@ def extract(
             raise EmptyTaskVectorError(
                 "the fine-tuned model does not differ from its base", "check that --base is not the model itself"
             )
-        doubt = implausible(vector, _changed_sites(vector, start), start.checkpoint)
+        changed = [site for site in start.layout.sites if changed_part(vector, site.weight) is not None]
+        doubt = implausible(vector, changed, start.checkpoint)
     with watch("fit"):
-        form = written_change(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
-    words = [typed_reference(source), "--base", typed_reference(start)]
-    words += ["--rank", str(rank)] if rank is not None else []
-    words += ["--everything"] if everything else []
-    known = all(model.folder is not None for model in (source, start))
+        form = format_change(vector, start, "adapter", rank, device=choose_device(device), everything=everything)
+    command: list[str] | None = None
+    if source.folder is not None and start.folder is not None:
+        command = [typed_reference(source), "--base", typed_reference(start)]
+        command += ["--rank", str(rank)] if rank is not None else []
+        command += ["--everything"] if everything else []
     parts = [Summand(source_record(source, start))]
-    record = make_change_record("extract", parts, start, form, course, words if known else None)
+    seconds = sum(watch.seconds.values())
+    record = make_change_record("extract", parts, start, form, started=started, seconds=seconds, command=command)
     notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
     notices += [*tensor_notices(vector.overlap), *record.notices]
     return ChangeResult(vector, start, form, replace(record, notices=notices))
 
 
-def _changed_sites(vector: TaskVector, base: Model) -> list[Site]:
-    """Those of the base's sites whose weights the vector changes."""
-    return [site for site in base.layout.sites if changed_part(vector, site.weight) is not None]
-
-
 def _source_and_base(
     fine_tuned: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model | Adapter, Model]:
-    """The fine-tuned model or adapter, and the model that it was made from, both on this machine."""
+    """Open and download the fine-tuned model or adapter, and its base."""
     place = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else None
     source = open_source(fine_tuned, place, "transformers", hub, allow_pickle)
     library = source.library if isinstance(source, Adapter) else source.family.library

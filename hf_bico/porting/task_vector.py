@@ -1,10 +1,6 @@
-"""TaskVector: from models or adapter, load, save, push.
+"""Takes task vectors from models or adapters, and loads, saves and pushes them.
 
-TaskVector: what fine-tuning changed, taken from two models or an adapter, saved and loaded, pulled and pushed.
-
-The arithmetic is that of `deltas`; here is how a task vector comes in and goes out.
-
-Another fine-tuned model over a model that is known: a checkpoint, or the target that was fine-tuned directly.
+The arithmetic is that of `models.deltas`; nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -41,13 +37,13 @@ from hf_bico.utils.files import expanded, sha256_of
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
 SEVERAL = "several_bases"
-"""What a sum says about itself where its parts were made for different weights."""
+"""Key in `about` of a sum whose parts were made for different weights."""
 
 
 class TaskVector(Deltas):
-    """Named changes of weights over one base model; `about` says which, as far as it is known.
+    """Named changes of weights over one base model; `about` says which, as far as known.
 
-    A LoRA's changes stay factors, in sums too; as a mapping a vector gives dense tensors.
+    A LoRA's changes stay low-rank, in sums too; as a mapping, a vector gives dense tensors.
 
     >>> import torch
     >>> from hf_bico.models.checkpoints import MemoryCheckpoint
@@ -70,7 +66,7 @@ class TaskVector(Deltas):
         self._base = base
 
     def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Some models of transformers have other names for their tensors than their files do."""
+        """Apply under the module's own names, which in transformers may differ from those in its files."""
         places = align_names(self, model.state_dict())
         if not hasattr(model, "base_model_prefix") or len(places) == len(self):
             return super()._apply(model)
@@ -90,11 +86,11 @@ class TaskVector(Deltas):
         token: str | None = None,
         allow_pickle: bool = False,
     ) -> TaskVector:
-        """Fine-tuned minus base, tensor by tensor; tensors that are equal in both do not appear.
+        """Subtract the base from a fine-tuned model, tensor by tensor; equal tensors do not appear.
 
-        The base may be left out where the fine-tuned model's card names it. The names are the base's. A fine-tuned
-        model that holds only a part of its base (a vision tower) or spells its names with another prefix is lined up
-        with it; what one side lacks is in `overlap`.
+        The base may be left out if the fine-tuned model's card names it. The names are the base's. A fine-tuned model
+        that holds only a part of its base (a vision tower), or has another prefix in its names, is matched with it;
+        tensors that one side lacks are in `overlap`.
         """
         hub = Hub(token)
         tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
@@ -104,8 +100,8 @@ class TaskVector(Deltas):
             start: RepoFiles | nn.Module | Checkpoint = find_base(tuned, hub)
         else:
             start = locate(base, "the base", hub) if isinstance(base, str | Path) else base
-        tuned_checkpoint, about = _opened(tuned, "source", "transformers", allow_pickle)
-        start_checkpoint, more = _opened(start, "base", about.get("library", "transformers"), allow_pickle)
+        tuned_checkpoint, about = _open_weights(tuned, "source", "transformers", allow_pickle)
+        start_checkpoint, more = _open_weights(start, "base", about.get("library", "transformers"), allow_pickle)
         difference = Difference.between(tuned_checkpoint, start_checkpoint)
         made_from = [name for known in (about, more) for name in known.pop(MADE_FROM, ())]
         known = start if isinstance(start, RepoFiles | nn.Module) else None
@@ -121,9 +117,9 @@ class TaskVector(Deltas):
         token: str | None = None,
         allow_pickle: bool = False,
     ) -> TaskVector:
-        """What a PEFT adapter changes of its base: low-rank where it is a LoRA, and never merged to find it out.
+        """Read what a PEFT adapter changes of its base, without merging: a LoRA's changes stay low-rank.
 
-        A Hub id, a folder, or a loaded PeftModel. The base may be left out where the adapter names it.
+        The adapter is a Hub id, a folder, or a loaded PeftModel. The base may be left out if the adapter names it.
         """
         hub = Hub(token)
         if isinstance(adapter, nn.Module):
@@ -136,15 +132,12 @@ class TaskVector(Deltas):
         start = find_base(place, hub) if base is None else base
         over = Model.open(start, "the base", opened.library, hub, allow_pickle)
         vector = cls.over(opened.fetched(), over.fetched())
-        vector.about |= made_for(place)
+        vector.about |= recorded_base(place)
         return vector
 
     @classmethod
     def over(cls, source: Model | Adapter, base: Model, device: torch.device | None = None) -> TaskVector:
-        """What a model or an adapter changes of its base, both of them on this machine.
-
-        Differences are computed on `device`: the CPU if nothing is said.
-        """
+        """Take the change of a downloaded model or adapter over its base; subtract on `device`, else on the CPU."""
         changes: Deltas | Difference
         if isinstance(source, Adapter):
             changes = source.deltas(base)
@@ -159,7 +152,7 @@ class TaskVector(Deltas):
     @classmethod
     @translate_errors()
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
-        """Read back what was saved or pushed: a Hub id, a folder with `task_vector.safetensors`, or that file."""
+        """Load a saved or pushed vector: a Hub id, a folder with `task_vector.safetensors`, or that file."""
         file, place = expanded(path), None
         cached = cached_repo(file.parent) if file.is_file() else None
         if not file.is_file():
@@ -177,7 +170,7 @@ class TaskVector(Deltas):
 
     @translate_errors()
     def save(self, folder: str | Path, **about: Any) -> Path:
-        """Write the lossless delta format into `folder`, factors as factors; `about` goes into its metadata."""
+        """Write the lossless delta format into `folder`; `about` goes into its metadata."""
         file = expanded(folder) / DELTA_FILE
         known = {**self.about, **about}
         if isinstance(self._base, Model) and self._base.sha256:
@@ -197,11 +190,11 @@ class TaskVector(Deltas):
         token: str | None = None,
         allow_pickle: bool = False,
     ) -> Fitted:
-        """Write it as a PEFT adapter into `folder`, and return what that holds of it: `energy_kept`, `kept`, `ranks`.
+        """Write a PEFT adapter into `folder`, and return what it holds: `energy_kept`, `kept`, `ranks`.
 
-        Linear layers are held as factors of `rank`: a whole number, or a share of each layer's energy such as 0.95;
-        None keeps a LoRA's rank, and anything else exactly. What is no linear layer is held, as it will be, if
-        `everything` is asked for. `base` need be named only where the vector does not know it.
+        Linear layers become factors of `rank`: a whole number, or a share of each layer's energy such as 0.95; None
+        keeps a LoRA's rank, and anything else exactly. With `everything`, other tensors are stored in full. `base` is
+        needed only if the vector does not know its base.
 
         >>> TaskVector.from_models("user/vit-b16-eurosat").save_adapter("out", rank=16)  # doctest: +SKIP
         """
@@ -219,7 +212,7 @@ class TaskVector(Deltas):
     def base_model(
         self, base: ModelReference | None = None, hub: Hub | None = None, allow_pickle: bool = False
     ) -> Model:
-        """The model that it changes, on this machine: the one that is named, else the one that it knows."""
+        """Open and download the base: the given one, else the one that the vector knows."""
         known = base if base is not None else self._base if self._base is not None else self._named_base()
         if isinstance(known, Model):
             return known
@@ -229,7 +222,7 @@ class TaskVector(Deltas):
         return model
 
     def require_made_for(self, model: Model) -> None:
-        """Refuse a model with other weights than those that it was made for, as far as these are known."""
+        """Refuse a model that is known to have other weights than those that the vector was made for."""
         if SEVERAL in self.about:
             raise BaseMismatchError(
                 "the task vector is a sum of vectors that were made for different models",
@@ -242,7 +235,7 @@ class TaskVector(Deltas):
             )
 
     def _named_base(self) -> str:
-        """The Hub model that it was made for, as its file says."""
+        """Return the Hub model that the vector was made for, as its file says."""
         name, commit = self.about.get("base"), self.about.get("base_commit")
         if not name or not commit:
             raise BaseUnknownError("this task vector lies over a local model", "name that model with --base")
@@ -264,13 +257,13 @@ class TaskVector(Deltas):
 
     @property
     def made_from(self) -> list[RepoName]:
-        """The Hub repos behind it, whose privacy it inherits."""
+        """Type and id of the Hub repos behind it, whose privacy it inherits."""
         named = [(str(type), str(name)) for type, name in self.about.get(MADE_FROM) or ()]
         return list(dict.fromkeys(named)) or [LOCAL]
 
     def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
         vector = super()._combined(terms, overlap, *others)
-        # over which base a sum lies is known if its parts agree
+        # the base of a sum is known if its parts agree
         parts = (self, *others)
         vector.about = {
             key: value for key, value in self.about.items() if all(value == o.about.get(key) for o in others)
@@ -285,7 +278,7 @@ class TaskVector(Deltas):
 
     @property
     def _base_key(self) -> tuple[object, ...]:
-        """What tells its base from others: where its files are, the loaded module, or the repo's commit."""
+        """What identifies its base: the folder of its files, the loaded module, or the repo's commit."""
         if isinstance(self._base, Model | RepoFiles) and self._base.folder is not None:
             return (self._base.folder,)
         if self._base is not None:
@@ -293,8 +286,8 @@ class TaskVector(Deltas):
         return (self.about.get("base"), self.about.get("base_commit"), str(self.about.get("base_sha256")))
 
 
-def made_for(place: RepoFiles) -> dict[str, Any]:
-    """For which weights an adapter was made, where the tool itself made it and says so in a record beside it."""
+def recorded_base(place: RepoFiles) -> dict[str, Any]:
+    """Read for which weights an adapter was made, from the record that this tool wrote next to it."""
     if RECORD_FILE not in place.sizes:
         return {}
     place.fetch([RECORD_FILE])
@@ -310,7 +303,7 @@ def fit_to(
     everything: bool,
     device: torch.device | None,
 ) -> Fitted:
-    """Fit a vector to a rank for peft, which knows the names of the loaded model alone."""
+    """Fit a vector to a rank for peft, which knows only the names of the loaded model."""
     names = base.layout.own_names
     sites = {names.get(tensor, tensor) for tensor in base.layout.tensors}
     changes = vector.renamed(names)
@@ -318,10 +311,10 @@ def fit_to(
     return fit_adapter(changes, module, sites, rank, everything, device)
 
 
-def _opened(
+def _open_weights(
     model: RepoFiles | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """A model's weights on this machine, and what to remember of a repo."""
+    """Download a model's weights; return them with what `about` says of its repo."""
     if isinstance(model, nn.Module):
         return MemoryCheckpoint.of(model), {MADE_FROM: [list(LOCAL)]}
     if not isinstance(model, RepoFiles):
@@ -338,7 +331,7 @@ def _opened(
 
 @dataclass(frozen=True)
 class FineTune:
-    """What fine-tuning changed; `sha256` tells it from others: of its files, or of what it changes."""
+    """A further fine-tuned model over a known base; `sha256` is of its files, or of its change."""
 
     name: str
     vector: TaskVector
@@ -346,7 +339,7 @@ class FineTune:
 
     @classmethod
     def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> FineTune:
-        """A model or adapter, downloaded if it must be; `what` says its part in errors."""
+        """Open and download a model or adapter; `what` names it in errors."""
         place = locate(reference, what, hub) if isinstance(reference, str | Path) else None
         tuned = open_source(reference, place, base.family.library, hub, allow_pickle).fetched()
         try:
@@ -355,10 +348,10 @@ class FineTune:
             raise BaseMismatchError(
                 f"{what} '{tuned.name}' is no fine-tune of '{base.name}': {error.cause}", f"name one of '{base.name}'"
             ) from error
-        return cls(tuned.name, vector, tuned.sha256 or digest_of(parts_of(vector)))
+        return cls(tuned.name, vector, tuned.sha256 or digest_of(stored_tensors(vector)))
 
 
-def parts_of(vector: Deltas) -> Iterator[Tensor]:
-    """Every tensor that a change is made of."""
+def stored_tensors(vector: Deltas) -> Iterator[Tensor]:
+    """Yield every tensor that a change is made of, factors one by one."""
     for _, change in vector.changes():
         yield from (change.left, change.right) if isinstance(change, Factors) else (change,)

@@ -14,7 +14,7 @@ from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Carrier
 from hf_bico.data.draw import draw
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import heads_of
+from hf_bico.porting.heads import make_heads
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.planner import plan
 from hf_bico.porting.transfer import transfer
@@ -37,7 +37,7 @@ def make_calibration(scene: Scene, target: Path | None = None) -> Calibration:
     planned = plan(scene.tuned, target or scene.target, base=scene.base, data=scene.data).fetched()
     models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
     drawn = draw(scene.data, settings)
-    return Calibration(models, drawn, heads_of(models, drawn.data.class_names, drawn), Stopwatch(), settings)
+    return Calibration(models, drawn, make_heads(models, drawn.data.class_names, drawn), Stopwatch(), settings)
 
 
 def carrier(name: str, calibration: Calibration) -> Carrier:
@@ -51,7 +51,7 @@ def test_one_pass_serves_all_methods(scene: Scene, monkeypatch: pytest.MonkeyPat
     methods = [carrier(name, calibration) for name in ONE_PASS]
     kinds = {kind for method in methods for kind in method.kinds}
     with counted(monkeypatch) as counts:
-        calibration.see(kinds)
+        calibration.statistics(kinds)
     # the source also predicts, with its fine-tuned weights; a backward with the labels, and one for each class
     assert counts == {"source": 2 * BATCHES, "target": BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
     with counted(monkeypatch) as counts:
@@ -65,7 +65,7 @@ def test_gradfix_reads_the_same_pass(scene: Scene, monkeypatch: pytest.MonkeyPat
     calibration = make_calibration(scene, target=scene.base)
     methods = [carrier(name, calibration) for name in (*ONE_PASS, "gradfix")]
     with counted(monkeypatch) as counts:
-        calibration.see({kind for method in methods for kind in method.kinds})
+        calibration.statistics({kind for method in methods for kind in method.kinds})
     # both towers are as wide as the source's here: predictions, source and target
     assert counts == {"source": 3 * BATCHES, "backward": 2 * BATCHES * (1 + CLASSES)}
     with counted(monkeypatch) as counts:

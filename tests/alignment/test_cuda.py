@@ -437,7 +437,7 @@ def test_weights_that_stay_in_main_memory_give_the_same(
     usual = decoder_port(decoders)
     assert furthest(usual, decoder_port(decoders, device_map="auto")) < 1e-5
     most = int(0.6 * (decoders[1] / "model.safetensors").stat().st_size)  # the embeddings and some blocks
-    monkeypatch.setattr("hf_bico.porting.model_pair.Spread", lambda rule, _: DeviceSpread(rule, most))
+    monkeypatch.setattr("hf_bico.porting.model_pair.DeviceSpread", lambda rule, _: DeviceSpread(rule, most))
     benches: list[ModelPair] = []
     opened = ModelPair.open
 

@@ -663,12 +663,12 @@ def test_the_outlook_is_printed_before_the_results(ported: tuple[Result, Path]) 
 def test_the_outlook_is_told_before_anything_is_measured(scene: Scene) -> None:
     from hf_bico.hub.client import Hub
     from hf_bico.porting.planner import plan
-    from hf_bico.porting.port import carry_out
+    from hf_bico.porting.port import run_port
     from hf_bico.settings import Settings
 
     told: list[object] = []
     planned = plan(scene.tuned, scene.target, base=scene.base, data=scene.data)
-    record = carry_out(planned, Settings(n=8), Hub(), lambda *at: told.append(at[0]), told.append).record
+    record = run_port(planned, Settings(n=8), Hub(), lambda *at: told.append(at[0]), told.append).record
     assert record.evaluation
     assert told.index(record.foresight) < told.index("evaluate")
 

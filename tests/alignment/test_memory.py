@@ -416,7 +416,7 @@ def test_a_port_within_little_memory_is_the_same_port(tmp_path: Path) -> None:
 def test_a_plan_reckons_with_this_machine_where_nothing_is_said(scene: Scene) -> None:
     usual = plan(scene.tuned, scene.target, base=scene.base)
     limited = usual.within(MemoryLimits(memory=10**9))
-    assert (usual.fitted.batch_cost, limited.fitted.batch_cost) == (BATCH_ON_CPU, BATCH)
+    assert (usual.memory_estimate.batch_cost, limited.memory_estimate.batch_cost) == (BATCH_ON_CPU, BATCH)
 
 
 def run(*arguments: object) -> Result:

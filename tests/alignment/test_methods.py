@@ -27,7 +27,7 @@ from hf_bico.models.deltas import Deltas
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import heads_of
+from hf_bico.porting.heads import make_heads
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.planner import plan
 from hf_bico.porting.transfer import transfer
@@ -256,7 +256,7 @@ class Case:
         planned = plan(self.tuned, self.target, base=self.base, data=self.rows).fetched()
         models, drawn = ModelPair.open(planned, settings, CPU, watch), draw(self.rows, settings)
         return Calibration(
-            models, drawn, heads_of(models, drawn.data.class_names, drawn), watch, settings, mispaired=mispaired
+            models, drawn, make_heads(models, drawn.data.class_names, drawn), watch, settings, mispaired=mispaired
         )
 
     def result(self, calibration: Calibration) -> Changes:
@@ -584,10 +584,10 @@ def sums_of(statistics: Statistics) -> dict[tuple[Any, ...], Tensor]:
 
 
 def test_kinds_collected_together_are_those_collected_alone(twins: Case) -> None:
-    together = twins.calibration(batch_size=7).see(Kind)
+    together = twins.calibration(batch_size=7).statistics(Kind)
     assert together.kinds == set(Kind)
     for kind in Kind:
-        alone = twins.calibration(batch_size=7).see([kind])
+        alone = twins.calibration(batch_size=7).statistics([kind])
         assert kind in alone.kinds
         everything = sums_of(together)
         for key, found in sums_of(alone).items():
@@ -595,7 +595,7 @@ def test_kinds_collected_together_are_those_collected_alone(twins: Case) -> None
 
 
 def test_statistics_do_not_depend_on_the_batch_size(plain: Case) -> None:
-    whole, *others = (sums_of(plain.calibration(batch_size=size).see(Kind)) for size in (SAMPLES, 1, 7))
+    whole, *others = (sums_of(plain.calibration(batch_size=size).statistics(Kind)) for size in (SAMPLES, 1, 7))
     for found in others:
         assert found.keys() == whole.keys()
         for key, one in whole.items():

@@ -16,7 +16,7 @@ from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.data.draw import draw
 from hf_bico.models.model import Model
 from hf_bico.porting import prepare, transfer
-from hf_bico.porting.transfer import lesson_of
+from hf_bico.porting.transfer import training_task
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
@@ -54,7 +54,9 @@ def finetuned(models: dict[str, Path], data: Any, monkeypatch: pytest.MonkeyPatc
 
         return call
 
-    monkeypatch.setattr(transfer, "lesson_of", spied(lesson_of, "trained", lambda given, _: set(given[2].indices)))
+    monkeypatch.setattr(
+        transfer, "training_task", spied(training_task, "trained", lambda given, _: set(given[2].indices))
+    )
     measured = spied(prepare._held_out, "measured", lambda _, result: (result[0], set(result[1].indices)))
     monkeypatch.setattr(prepare, "_held_out", measured)
     ported = hf_bico.port(
@@ -112,7 +114,7 @@ def test_lessons_are_told_apart(models: dict[str, Path]) -> None:
 
     def made(**changed: Any) -> TrainingTask:
         parts: dict[str, Any] = {"model": model, "head": head, "samples": samples, **changed}
-        return lesson_of(parts["model"], parts["head"], parts["samples"])
+        return training_task(parts["model"], parts["head"], parts["samples"])
 
     lessons = [
         made(),

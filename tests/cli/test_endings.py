@@ -172,7 +172,7 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
     "plan": (["plan", *MODELS], "hf_bico.porting.planner.make_plan", "nothing was written"),
     "extract": (
         ["extract", "tuned", "--base", "base", "-o", "OUT"],
-        "hf_bico.porting.task_arithmetic.make_form",
+        "hf_bico.porting.task_arithmetic.format_change",
         "nothing was written",
     ),
     "extract, while writing": (
@@ -196,7 +196,7 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
         "nothing was written",
     ),
     "rerun": (["rerun", "ported", "-o", "OUT"], "hf_bico.porting.result.write_card", "nothing was written"),
-    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.porting.result.write_form", "nothing was written"),
+    "rerun, kept nowhere": (["rerun", "ported"], "hf_bico.porting.result.write_change", "nothing was written"),
 }
 _INTERRUPT = (
     "import importlib, signal, sys\n"

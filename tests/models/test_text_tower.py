@@ -28,7 +28,7 @@ from hf_bico.models.families.live import ClipModel
 from hf_bico.models.families.open_clip import OpenClip, OpenClipModel
 from hf_bico.models.hooks import Losses, Pass, TextRows
 from hf_bico.models.model import Model
-from hf_bico.porting.planner import UNMATCHED, matched
+from hf_bico.porting.planner import UNMATCHED, with_blocks
 from hf_bico.reports.pictures import record_picture
 from hf_bico.settings import Settings
 from support.toys import WRITERS, Toy, fingerprint, open_clip_config, random_state
@@ -272,8 +272,8 @@ def test_plan_of_some_towers_leaves_the_others_behind(folders: dict[str, Path]) 
     assert vision.left["text_projection"] == "text tower"
     assert text.left["visual.proj"] == "vision tower"
     assert list(vision.left) == [name for name in planned.lineage.base.checkpoint.shapes if name in vision.left]
-    assert matched(vision, [0, 0, 2]).towers == ("",)
-    assert matched(text, [0, 0, 2]).pairs == text.pairs
+    assert with_blocks(vision, [0, 0, 2]).towers == ("",)
+    assert with_blocks(text, [0, 0, 2]).pairs == text.pairs
     with pytest.raises(EmptyTaskVectorError, match="text tower"):
         vision.of_towers(["text"])
 

@@ -321,7 +321,7 @@ def test_what_an_adapter_loses_over_a_half_precision_model_is_said(library: str,
     plain = Model.open(scene.target, "the target", library).load(CPU, torch.bfloat16).module
     before = {name: tensor.float() for name, tensor in plain.state_dict().items()}
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "out")
-    routes = ported._in_form("adapter", None).fitted.routes  # type: ignore[union-attr]
+    routes = ported._in_format("adapter", None).fitted.routes  # type: ignore[union-attr]
     state = {name.replace("modules_to_save.default.", ""): tensor for name, tensor in loaded.state_dict().items()}
     lost = 0.0
     for name in routes.exact:
@@ -366,7 +366,7 @@ def test_plan_says_the_form_that_was_asked_for(options: list[str], said: str, tm
         assert shown.exit_code == 0, shown.output
         assert said in shown.stdout
     if options == ["--rank", "4"]:
-        planned = hf_bico.plan(scene.tuned, scene.target, base=scene.base).in_form(None, 4)
+        planned = hf_bico.plan(scene.tuned, scene.target, base=scene.base).in_format(None, 4)
         out = port(scene, scene.tuned, evaluate=False, rank=4).save(tmp_path / "out")
         written = sum(tensor.nbytes for tensor in load_file(out / "adapter_model.safetensors").values())
         assert planned.output_bytes is not None

@@ -168,7 +168,7 @@ def settings_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Settin
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_bico.porting.port.carry_out", noted)
+        patch.setattr("hf_bico.porting.port.run_port", noted)
         run("port", *arguments, "-o", "not-written")
     (settings,) = asked
     return settings

@@ -63,14 +63,14 @@ def test_batches_are_repeated_as_they_were(
     publish(hub, tmp_path / "scene")
     monkeypatch.setattr(memory, "MOST_SAMPLES", 2)
     seen: list[Settings] = []
-    carry_out = rerun.carry_out
+    run_port = rerun.run_port
 
     def watched(planned: Any, settings: Settings, *rest: Any) -> Any:
         seen.append(settings)
-        return carry_out(planned, settings, *rest)
+        return run_port(planned, settings, *rest)
 
     ported = hf_bico.port(SOURCE, TARGET, device="cpu", n=9, readout=True, batch_size=asked)
-    monkeypatch.setattr(rerun, "carry_out", watched)
+    monkeypatch.setattr(rerun, "run_port", watched)
     assert hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu").same
     assert [(one.batch_size, one.calibration_batch) for one in seen] == [(asked, asked or 2)]
 

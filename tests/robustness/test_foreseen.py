@@ -211,7 +211,7 @@ def test_a_bug_has_a_number_that_depends_on_where_it_is() -> None:
 def test_python_gets_our_errors_with_the_librarys_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = make_scene(tmp_path)
     exec("def fail(*_): return 1 // 0", made := dict[str, Any]())  # of no file: not taken for the caller's own
-    monkeypatch.setattr("hf_bico.porting.planner.require_kin", made["fail"])
+    monkeypatch.setattr("hf_bico.porting.planner.require_common_objective", made["fail"])
     with pytest.raises(errors.UnforeseenError, match=r"unexpected ZeroDivisionError.*\[bico-[0-9a-f]{8}\]") as raised:
         hf_bico.plan(scene.tuned, scene.target, base=scene.base)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)

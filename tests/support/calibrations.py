@@ -11,7 +11,7 @@ import transformers
 
 from hf_bico.data.draw import draw
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import heads_of
+from hf_bico.porting.heads import make_heads
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan, with_model_defaults
@@ -56,5 +56,5 @@ def make_calibration(repos: dict[str, Any], method: str = "bico", forecasts: boo
     models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
     models = models.of_towers(("",), settings.objective) if base.text_blocks else models
     drawn = draw(repos["data"], settings, reads=base.reads)
-    heads = heads_of(models, drawn.data.class_names, drawn)
+    heads = make_heads(models, drawn.data.class_names, drawn)
     return Calibration(models, drawn, heads, Stopwatch(), settings, keeps=False, forecasts=forecasts)

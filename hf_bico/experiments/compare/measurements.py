@@ -38,7 +38,7 @@ from hf_bico.models.families.live import ImageModel
 from hf_bico.models.inference import Batched, Prepared
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
-from hf_bico.porting.heads import heads_of, tuned_target_head
+from hf_bico.porting.heads import make_heads, tuned_target_head
 from hf_bico.porting.model_pair import ModelPair, similar_blocks
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.prepare import require_readable, training_samples
@@ -256,12 +256,12 @@ def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw,
 
 def subject_of(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> ComparedDataset:
     """The data set as these models see it; no row that any draw took is measured on."""
-    heads = None if models.settings.objective == "classification" else heads_of(models, data.class_names, None)
+    heads = None if models.settings.objective == "classification" else make_heads(models, data.class_names, None)
 
     def settled_by(drawn: CalibrationDraw) -> CalibrationDraw:
-        chosen = models.chosen(drawn)
+        chosen = models.choose_samples(drawn)
         require_readable(models, chosen.split, chosen.samples)
-        return models.labelled(chosen, heads or heads_of(models, data.class_names, chosen))
+        return models.pseudo_label(chosen, heads or make_heads(models, data.class_names, chosen))
 
     settled = {draw: settled_by(drawn) for draw, drawn in draws.items()}
     first = next(iter(settled.values()))
@@ -325,10 +325,9 @@ class DrawMeasurements:
         if name == "base":
             return replace(evaluator, samples=self.subject.samples).measure_base(name, calibration)
         if name == "target fine-tuned" and self.tuned is not None:
-            target = self.models.target
-            with self.tuned.renamed(self.models.planned.lineage.target.layout.own_names).applied_to(target.module):
+            with self.models.with_changes(self.tuned):
                 head = tuned_target_head(self.models, self.subject.data.class_names, calibration.heads.target)
-                return evaluator.measure(name, target, head)
+                return evaluator.measure(name, self.models.target, head)
         result = UNTOUCHED if name == "target" else self._result(name, variant.control)
         result = with_readout(result, calibration) if variant.readout else result
         return evaluator.measure_target(name, calibration, result.changes)
@@ -341,7 +340,7 @@ class DrawMeasurements:
             if (
                 kinds and calibration.memory_plan(kinds).passes == 1
             ):  # else each method collects its own, some pairs at a time
-                calibration.see(kinds)
+                calibration.statistics(kinds)
             # what takes no samples is the same in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
             method = make_method(name, replace(settings, checkpoint=self.checkpoint))
@@ -376,10 +375,10 @@ class DrawMeasurements:
 
     @cached_property
     def _heads(self) -> Heads:
-        return self.subject.heads or heads_of(self.models, self.subject.data.class_names, self._drawn)
+        return self.subject.heads or make_heads(self.models, self.subject.data.class_names, self._drawn)
 
     @cached_property
     def _matched(self) -> ModelPair:
         if self._settings.layers != "similarity" or self._drawn is None:
             return self.models
-        return self.models.matched(similar_blocks(self.models, self._drawn.samples))
+        return self.models.with_blocks(similar_blocks(self.models, self._drawn.samples))

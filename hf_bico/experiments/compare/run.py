@@ -42,9 +42,9 @@ from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import require_enough_to_mispair
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import matched, plan, with_model_defaults
-from hf_bico.porting.prepare import require_projection, require_tokenizers
-from hf_bico.porting.task_vector import FineTune, parts_of
+from hf_bico.porting.planner import plan, with_blocks, with_model_defaults
+from hf_bico.porting.prepare import require_device_map, require_projection, require_tokenizers
+from hf_bico.porting.task_vector import FineTune, stored_tensors
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import DEFAULT_MEASURED, METHODS, OPTIONS, PROBE, Settings, usual_methods
@@ -110,7 +110,7 @@ def compare(
         work = _Work.of(plans, grid, hub, progress)
         work.with_base = with_base
         if fine_tuned is not None:
-            target = work.models.planned.lineage.target
+            target = work.models.lineage.target
             work.tuned = FineTune.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
         log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
         if work.tuned is not None:
@@ -128,7 +128,7 @@ def compare(
 
 def _settled(planned: Plan, settings: Settings) -> Settings:
     """By an objective of these models; classifiers are all measured by a probe, which any model can have."""
-    found = with_model_defaults(settings, planned.lineage.base.layout, planned.lineage.target.layout)
+    found = with_model_defaults(settings, *planned.lineage.layouts)
     return replace(found, evaluation=PROBE) if found.objective == "classification" else found
 
 
@@ -146,8 +146,10 @@ class _Work:
     def of(cls, plans: Sequence[Plan], grid: Grid, hub: Hub, progress: Progress) -> _Work:
         """Draw all samples, then download and load the models."""
         settings, watch = grid.settings, Stopwatch(progress)
-        first = matched(plans[0], settings.layers)
+        first = with_blocks(plans[0], settings.layers)
+        device = choose_device(settings.device)
         require_projection(first, settings)
+        require_device_map(settings, device)
         with watch("sample"):
             data_sets = opened(plans, grid, hub)
             draws = [drawn_from(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
@@ -156,8 +158,8 @@ class _Work:
             require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()))
         with watch("download"):
             first = first.fetched(watch.progress)
-        models = ModelPair.open(first, settings, choose_device(settings.device), watch)
-        models.agree_on_length()
+        models = ModelPair.open(first, settings, device, watch)
+        models.use_common_length()
         if settings.objective == "zero-shot":  # the methods that predict ask the vision tower alone
             models = models.of_towers(("",), "zero-shot")
         return cls(models, grid, [subject_of(*one, models) for one in zip(data_sets, draws, strict=True)])
@@ -169,7 +171,7 @@ class _Work:
         for name in self.grid.methods:
             method = make_method(name, self.grid.settings)
             try:
-                method.require(planned.lineage.base.layout, planned.lineage.target.layout, planned.pairs)
+                method.require(*planned.lineage.layouts, planned.pairs)
             except UnsuitableMethodError as error:
                 found.append(Refusal(name, error.cause))
             if method.needs_predictions and not self.grid.settings.predicts:
@@ -217,8 +219,8 @@ class _Work:
 
     def identity(self) -> dict[str, Any]:
         """What a number depends on, but for method, number of samples and seed."""
-        lineage, settings = self.models.planned.lineage, vars(self.grid.settings)
-        source = lineage.source.sha256 or digest_of(parts_of(self.models.vector))
+        lineage, settings = self.models.lineage, vars(self.grid.settings)
+        source = lineage.source.sha256 or digest_of(stored_tensors(self.models.vector))
         models = {"base": lineage.base, "target": lineage.target}
         return {
             "hf_bico": __version__,
@@ -234,7 +236,7 @@ class _Work:
 
     def comparison(self, log: CellLog) -> Comparison:
         """What was asked for and is known."""
-        lineage, settings, usual = self.models.planned.lineage, vars(self.grid.settings), vars(Settings())
+        lineage, settings, usual = self.models.lineage, vars(self.grid.settings), vars(Settings())
         about = {
             "hf_bico": __version__,
             "base": lineage.base.name,

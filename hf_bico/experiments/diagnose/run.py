@@ -41,7 +41,7 @@ from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan, with_model_defaults
 from hf_bico.porting.prepare import PreparedPort, prepare
 from hf_bico.porting.task_vector import FineTune
-from hf_bico.porting.transfer import account, transfer
+from hf_bico.porting.transfer import energy_report, transfer
 from hf_bico.runtime.environment import (
     Stopwatch,
     available_memory,
@@ -105,8 +105,8 @@ def diagnose(
             if isinstance(reference, str | Path):  # what is not there is said before anything large is downloaded
                 locate(reference, what, hub)
     watch, device = Stopwatch(progress), choose_device(settings.device)
-    ready = prepare(planned, settings, hub, watch, device, unchanged=True)
-    found, lineage = _Look(ready, watch), ready.models.planned.lineage
+    ready = prepare(planned, settings, hub, watch, device, allow_unchanged=True)
+    found, lineage = _Look(ready, watch), ready.models.lineage
     tuned = None
     if fine_tuned is not None:
         tuned = FineTune.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
@@ -131,11 +131,11 @@ def _carriers(methods: Sequence[str]) -> list[str]:
 def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: bool) -> list[str]:
     """Those that can carry between these models; one that cannot is refused, unless all were asked for."""
     found, lineage = [], planned.lineage
-    asked = with_model_defaults(settings, lineage.base.layout, lineage.target.layout)
+    asked = with_model_defaults(settings, *lineage.layouts)
     for name in names:
         method = make_method(name, settings)
         try:
-            method.require(lineage.base.layout, lineage.target.layout, planned.main_pairs or planned.pairs)
+            method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
             if method.needs_predictions and not asked.predicts:
                 raise no_predictions(name)
             found.append(name)
@@ -159,10 +159,10 @@ class _Look:
         return Calibration(self.models, self.drawn, self.heads, watch, settings, keeps=keeps)
 
     def diagnosis(self, tuned: FineTune | None, methods: Sequence[str], checkpoints: Sequence[FineTune]) -> Diagnosis:
-        lineage, settings = self.models.planned.lineage, self.settings
+        lineage, settings = self.models.lineage, self.settings
         of_port = Stopwatch(self.watch.tell)
         carried = self._round(of_port, settings).carry(self._carrier(settings.method))
-        report = account(self.models.vector, carried, self.models.pairs, self.models.planned.left)
+        report = energy_report(self.models.vector, carried, self.models.pairs, self.models.planned.left)
         inputs = self.inputs()
         stops = _told_apart([*checkpoints, FineTune(lineage.source.name, self.models.vector, None)])
         paired = max(one.rows for one in inputs)
@@ -218,7 +218,7 @@ class _Look:
         return (self.settings.memory or available_memory(self.models.device)) // 4
 
     def _likeness(self, pairs: Sequence[SitePair]) -> dict[Any, Likeness]:
-        statistics = self.calibration.collected({Kind.INPUTS}, pairs)
+        statistics = self.calibration.collect_statistics({Kind.INPUTS}, pairs)
         sums = {key_of(Kind.INPUTS, pair): statistics.of(Kind.INPUTS, pair) for pair in pairs}
         norms = torch.stack([one.norms for one in sums.values()]).tolist()
         maps = dict(
@@ -229,7 +229,7 @@ class _Look:
             likeness = {key: Likeness(one.matrix) for key, one in maps.items()}
             return likeness, lambda kind, pair, x, y: likeness[key_of(kind, pair)].add(x, y)
 
-        return self.calibration.shown(Kind.INPUTS, pairs, begin)
+        return self.calibration.show_rows(Kind.INPUTS, pairs, begin)
 
     def _told(self, pair: SitePair, likeness: Likeness) -> InputLikeness:
         readers = [one.target for one in self.models.pairs if one.target.input == pair.target.input]
@@ -251,8 +251,7 @@ class _Look:
 
     def outputs(self, tuned: FineTune, methods: Sequence[str]) -> Iterator[OutputLikeness]:
         """The cosine of what every site writes, to what it writes in the fine-tuned target."""
-        target, layout = self.models.target, self.models.planned.lineage.target.layout
-        wanted = tuned.vector.renamed(layout.own_names)
+        wanted = self.models.target_names(tuned.vector)
         carriers = {name: self._carrier(name) for name in methods if len(self.models.vector)}
         rounds = self._rounds_of(carriers)
         sites = [pair.target for pair in self.models.pairs]
@@ -264,8 +263,8 @@ class _Look:
                 means = {site.name: MeanOfRows() for site in sites}
                 return means, lambda _, pair, x, y: means[pair.target.name].add(1 - turned_away(x.double(), y.double()))
 
-            both = (changes.renamed(layout.own_names), wanted)
-            found = self._beside(target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
+            both = (self.models.target_names(changes), wanted)
+            found = self._beside(self.models.target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
             for site in sites:
                 yield OutputLikeness(
                     name=site.name, block=site.block, tower=site.tower, model=name, cosine=found[site.name].value
@@ -283,7 +282,7 @@ class _Look:
         for calibration in rounds.values():
             kinds = {kind for name, carrier in carriers.items() if found[name] is calibration for kind in carrier.kinds}
             if kinds and calibration.memory_plan(kinds).passes == 1:
-                calibration.see(kinds)
+                calibration.statistics(kinds)
         return found
 
     def drift(self, checkpoint: FineTune) -> Iterator[Drift]:
@@ -294,7 +293,7 @@ class _Look:
             moved = {site.input: Moved() for site in sites}
             return moved, lambda _, pair, x, y: moved[pair.target.input].add(x, y)
 
-        both = (Deltas({}), self.models.on_source(checkpoint.vector))
+        both = (Deltas({}), self.models.source_names(checkpoint.vector))
         self.watch.progress("drift", 0, 1)
         found = self._beside(self.models.source, self.heads.source, sites, both, Kind.INPUTS, begin)
         for site in sites:
