@@ -1,6 +1,6 @@
-"""Statistics: cross-covariances of what two models show at their matched sites, added up in float64.
+"""Sum cross-covariances of two models' activations and gradients at matched sites, in float64.
 
-Knows sums, and under what they are kept; not the models, nor how they are run.
+Knows sums and their keys; not the models, nor how they run.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from hf_bico.runtime.environment import to_device
 
 
 class Kind(StrEnum):
-    """What can be added up over the samples.
+    """The statistics that can be summed over the samples.
 
     The first six are cross-covariances of paired rows of the two models. Expected gradients are those of the loss with
-    each label in turn, weighted by how likely the label is; weighted inputs are inputs times the norm of the site's own
-    expected gradient at that row. Target gradients are those of the target's parameters, sample by sample; the descent
-    is their sum alone, with the task loss itself.
+    each label in turn, weighted by the label's probability; weighted inputs are inputs times the norm of the site's own
+    expected gradient at that row. Target gradients are those of the target's parameters with the signs of each sample;
+    the descent is their sum alone, with the task loss itself.
     """
 
     INPUTS = "inputs"
@@ -40,24 +41,24 @@ class Kind(StrEnum):
 
 
 OF_INPUTS = frozenset({Kind.INPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHTED_INPUTS})
-"""What maps of the input side are found from."""
+"""Kinds whose rows are as wide as a site's input."""
 OF_TARGET = frozenset({Kind.TARGET_GRADIENTS, Kind.DESCENT})
-"""What the target shows on its own."""
+"""Kinds that need the target alone."""
 OF_TASK_LOSS = frozenset({Kind.GRADIENTS, Kind.INPUT_GRADIENTS, *OF_TARGET})
 OF_EXPECTED_LOSSES = frozenset({Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS})
 
 
 class CrossCovariance:
-    """The sum of x_A^T x_B over paired rows, with the energies of both sides, in float64.
+    """The sum X_A^T X_B over paired rows, with the energies of both sides, in float64.
 
-    While the rows are few they are kept as they are: their map is found in the small space that they span.
+    A few rows are kept as they are: their map is solved in the small space that they span.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.shape, self.device = shape, device
         self._energies = [self._zeros(), self._zeros()]
         self._norms: tuple[list[Tensor], list[Tensor]] = ([], [])
-        """Of rows whose energies are not added up yet."""
+        """Norms of batches whose energies are not summed yet."""
         self._rows: list[tuple[Tensor, Tensor]] | None = []
         self._total: Tensor | None = None
 
@@ -72,7 +73,6 @@ class CrossCovariance:
 
     @property
     def total(self) -> Tensor:
-        """The sum itself."""
         if self._total is None:
             self._total = self._zeros(*self.shape)
             for source, target in self._rows or ():
@@ -82,18 +82,18 @@ class CrossCovariance:
 
     @property
     def evidence(self) -> Tensor | Rows:
-        """What the map is found from: the sum, or its few rows."""
+        """Input of the solver: the sum, or its few rows."""
         if not self._rows:
             return self.total
         source, target = zip(*self._rows, strict=True)
         return Rows(torch.cat(source), torch.cat(target))
 
     def less(self, other: CrossCovariance) -> CrossCovariance:
-        """The difference, which is a sum over the rows of both."""
-        found = CrossCovariance(self.shape, self.device)
-        found._total, found._rows = self.total - other.total, None
-        found._energies = [one + two for one, two in zip(self.energies, other.energies, strict=True)]
-        return found
+        """Return the difference, whose energies are those of the rows of both."""
+        difference = CrossCovariance(self.shape, self.device)
+        difference._total, difference._rows = self.total - other.total, None
+        difference._energies = [one + two for one, two in zip(self.energies, other.energies, strict=True)]
+        return difference
 
     @property
     def energies(self) -> tuple[Tensor, Tensor]:
@@ -116,21 +116,21 @@ class CrossCovariance:
 
     @property
     def is_finite(self) -> Tensor:
-        source, target = self.energies  # of which no row is left out
-        found = source + target
-        return torch.isfinite(found if self._total is None else found + self._total.sum())
+        source, target = self.energies  # of all rows, also of those that are not in the total
+        energy = source + target
+        return torch.isfinite(energy if self._total is None else energy + self._total.sum())
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
 
 NEGLIGIBLE = 1e-6
-"""Below this share of a weight's largest gradient, a gradient of its site counts as none."""
+"""Below this share of a weight's largest gradient, a gradient of its site counts as zero."""
 
 
 @dataclass
 class ParameterGradient:
-    """The gradient of a site's weight (out, in) and bias (out,), summed over samples, and the sum of its signs."""
+    """Gradient of a site's weight (out, in) and bias (out,), summed over samples, and the sum of its signs."""
 
     weight: Tensor
     bias: Tensor
@@ -143,7 +143,7 @@ class ParameterGradient:
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, inputs: Tensor, gradients: Tensor) -> None:
-        """The first dimension counts the samples."""
+        """Add a batch whose first dimension counts the samples."""
         for x, g in zip(inputs.to(self.weight), gradients.to(self.weight), strict=True):
             rows = g.reshape(-1, g.shape[-1])
             weight, bias = rows.T @ x.reshape(-1, x.shape[-1]), rows.sum(0)
@@ -159,21 +159,21 @@ class ParameterGradient:
 
     @property
     def mean_signs(self) -> tuple[Tensor, Tensor]:
-        """Of the mean over the samples: weight and bias."""
+        """Signs of the mean over the samples: weight and bias."""
         least = NEGLIGIBLE * self.weight.abs().max()
         return signs(self.weight, least), signs(self.bias, least)
 
     @property
     def majority_signs(self) -> tuple[Tensor, Tensor]:
-        """Those that most samples have: weight and bias."""
+        """Signs that most samples have: weight and bias."""
         return self.weight_votes.sign(), self.bias_votes.sign()
 
 
 @dataclass
 class LossGradient:
-    """The gradient of a site's weight (out, in) and bias (out,), summed over samples, in float32.
+    """Gradient of a site's weight (out, in) and bias (out,), summed over samples, in float32.
 
-    Once all is added up, a GPU keeps it in bfloat16: what is foretold from it needs no more. `energies` are theirs.
+    `Statistics.finalize_descents` fills `energies`, and rounds to bfloat16 on a GPU: forecasts need no more.
     """
 
     weight: Tensor
@@ -196,9 +196,9 @@ class LossGradient:
 
 @dataclass
 class TaskLossTotals:
-    """How the target does on the samples, summed: the loss, the answers that it is of, and how many are wrong.
+    """The target's summed loss on the samples, the number of answers in it, and of wrong ones.
 
-    Where right and wrong cannot be told, there are no answers. The loss means nothing where it `stands_in` for another.
+    Objectives without right answers count none. A loss that `stands_in` for another has no meaning of its own.
     """
 
     total: Tensor
@@ -232,19 +232,19 @@ def _number(part: Tensor | None, like: Tensor) -> Tensor:
 
 
 def signs(gradient: Tensor, least: Tensor) -> Tensor:
-    """Signs, 0 for what is rounding: a softmax does not feel the keys' bias, whose gradient is nothing else."""
+    """Return signs, 0 for rounding noise: a softmax ignores the keys' bias, whose gradient is nothing else."""
     return torch.where(gradient.abs() > least, gradient.sign(), 0.0)
 
 
 @dataclass
 class Statistics:
-    """What was added up: cross-covariances by kind, and the target's own gradients by site."""
+    """All sums of a calibration: cross-covariances by kind, and the target's own gradients by site."""
 
     sums: dict[Kind, dict[Any, CrossCovariance]] = field(default_factory=dict)
     target_gradients: dict[str, ParameterGradient] = field(default_factory=dict)
     descents: dict[str, LossGradient] = field(default_factory=dict)
     task: TaskLossTotals | None = None
-    """Where descents are asked for."""
+    """Only with descents."""
 
     @classmethod
     def zeros(
@@ -254,8 +254,8 @@ class Statistics:
         device: torch.device,
         descents_of: Collection[str] | None = None,
     ) -> Statistics:
-        """Of these pairs, before anything was seen; descents are those `descents_of` some target sites, or all."""
-        # in one order for all processes, which add them up: that of a set is each process's own
+        """Return empty sums of these pairs; with descents of the target sites in `descents_of`, or of all."""
+        # processes add their sums to each other in this order, and the order of a set differs between them
         found = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
         if Kind.DESCENT in kinds:
             found.task = TaskLossTotals.zeros(device)
@@ -273,37 +273,37 @@ class Statistics:
 
     @property
     def kinds(self) -> set[Kind]:
-        own = {Kind.TARGET_GRADIENTS: bool(self.target_gradients), Kind.DESCENT: self.task is not None}
-        return {*self.sums, *(kind for kind, found in own.items() if found)}
+        of_target = {Kind.TARGET_GRADIENTS: bool(self.target_gradients), Kind.DESCENT: self.task is not None}
+        return {*self.sums, *(kind for kind, present in of_target.items() if present)}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All sums: those of several passes over different samples are added to each other."""
-        sums = [tensor for sums in self.sums.values() for one in sums.values() for tensor in one.tensors]
-        own = [tensor for one in self.target_gradients.values() for tensor in one.tensors]
-        own += [tensor for one in self.descents.values() for tensor in one.tensors]
-        return sums + own + ([] if self.task is None else [self.task.total])
+        """All sums; processes that ran different samples add theirs to each other."""
+        sums = [one for by_key in self.sums.values() for one in by_key.values()]
+        gradients = (self.target_gradients.values(), self.descents.values())
+        parts: Iterator[CrossCovariance | ParameterGradient | LossGradient] = chain(sums, *gradients)
+        return [tensor for part in parts for tensor in part.tensors] + ([] if self.task is None else [self.task.total])
 
     @property
-    def own_sites(self) -> set[str]:
-        """The target's sites of which something is added up on their own."""
+    def target_sites(self) -> set[str]:
+        """The target's sites whose parameter gradients are summed."""
         return {*self.target_gradients, *self.descents}
 
-    def add_own(self, site: str, inputs: Tensor, gradients: Tensor) -> None:
-        """What the target's task loss says about one of its sites; the first dimension counts the samples."""
-        for found in (self.target_gradients.get(site), self.descents.get(site)):
-            if found is not None:
-                found.add(inputs, gradients)
+    def add_target(self, site: str, inputs: Tensor, gradients: Tensor) -> None:
+        """Add the parameter gradients of one site of the target; the first dimension counts the samples."""
+        for gradient in (self.target_gradients.get(site), self.descents.get(site)):
+            if gradient is not None:
+                gradient.add(inputs, gradients)
 
     def update(self, other: Statistics) -> None:
-        """Take what another pass over the same samples has seen."""
+        """Take over the sums of another pass over the same samples."""
         self.sums.update(other.sums)
         self.target_gradients.update(other.target_gradients)
         self.descents.update(other.descents)
         self.task = self.task or other.task
 
     def less(self, other: Statistics) -> Statistics:
-        """The cross-covariances less those of another pass: what both have in common goes."""
+        """Return the cross-covariances minus those of another pass, which cancels what both have in common."""
         return Statistics(
             {
                 kind: {key: one.less(other.sums[kind][key]) for key, one in sums.items()}
@@ -314,17 +314,17 @@ class Statistics:
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]
 
-    def settle_descents(self) -> None:
-        """Nothing is added any more: find their energies, and take half of the room on a GPU, where maps are next."""
+    def finalize_descents(self) -> None:
+        """Compute the energies of the finished sums, and halve their memory on a GPU before maps are solved."""
         parts = [part for one in self.descents.values() for part in one.tensors]
-        found = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        energies = torch.stack(found).square().unflatten(0, (-1, 2)).tolist() if found else []
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        energies = torch.stack(norms).square().unflatten(0, (-1, 2)).tolist() if norms else []
         for (name, one), (of_weight, of_bias) in zip(self.descents.items(), energies, strict=True):
-            kept = torch.bfloat16 if one.weight.is_cuda else torch.float32
-            self.descents[name] = LossGradient(one.weight.to(kept), one.bias.to(kept), (of_weight, of_bias))
+            dtype = torch.bfloat16 if one.weight.is_cuda else torch.float32
+            self.descents[name] = LossGradient(one.weight.to(dtype), one.bias.to(dtype), (of_weight, of_bias))
 
     def drop(self, pairs: Iterable[SitePair]) -> None:
-        """Forget the sums of these pairs, which no other pair may read."""
+        """Delete the sums of these pairs, and with them those that they share with other pairs."""
         for pair in pairs:
             for kind, sums in self.sums.items():
                 sums.pop(key_of(kind, pair), None)
@@ -332,9 +332,9 @@ class Statistics:
             self.descents.pop(pair.target.name, None)
 
     def require_finite(self) -> None:
-        """Refuse sums of activations or gradients that are NaN or infinite."""
-        names, found = zip(*self._finite(), strict=True)
-        finite = torch.stack(found).tolist()
+        """Raise NonFiniteWeightsError if a sum is NaN or infinite."""
+        names, flags = zip(*self._finite(), strict=True)
+        finite = torch.stack(flags).tolist()
         if not all(finite):
             raise NonFiniteWeightsError(
                 f"{names[finite.index(False)]} hold NaN or infinite values on the calibration samples",
@@ -345,12 +345,11 @@ class Statistics:
         for kind, sums in self.sums.items():
             for key, covariance in sums.items():
                 yield f"the {kind} at '{key if isinstance(key, str) else key[1]}'", covariance.is_finite
-        for name, gradient in self.target_gradients.items():
-            yield f"the target's gradients at '{name}'", gradient.weight.sum().isfinite()
-        for name, descent in self.descents.items():
-            yield f"the target's gradients at '{name}'", descent.weight.sum().isfinite()
+        for gradients in (self.target_gradients, self.descents):
+            for name, gradient in gradients.items():
+                yield f"the target's gradients at '{name}'", gradient.weight.sum().isfinite()
 
 
 def key_of(kind: Kind, pair: SitePair) -> Any:
-    """Under what a pair's sum is kept: q, k and v read the same rows, which are counted once."""
+    """Return the key of a pair's sum; sites that share an input (q, k, v) share one."""
     return (pair.source.input, pair.target.input) if kind is Kind.INPUTS else pair.target.name

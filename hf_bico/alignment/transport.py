@@ -1,6 +1,6 @@
-"""From a task vector over the source to one over the target, site by site, with an account of its energy.
+"""Turn changes of sites into changes of the target's tensors, and estimate their effect on the loss.
 
-Knows task vectors, sites and methods; not models, samples or files.
+Knows task vectors and sites; not models, samples or files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_bico.models.low_rank import Change, Factors, dense, energy, is_zero, sta
 
 
 def changed_part(vector: Deltas, slot: Slot) -> Any:
-    """The change of one slot, factors where a weight has them; None where nothing changed."""
+    """Return the change of one slot, as factors where the vector has factors; None where nothing changed."""
     if slot.tensor not in vector:
         return None
     part: Change = slot.view(vector.change(slot.tensor))
@@ -31,22 +31,22 @@ def changed_part(vector: Deltas, slot: Slot) -> Any:
 
 
 def descent_along(delta: SiteDelta, descent: LossGradient) -> SiteLossChange:
-    """What a change of a site does to the loss that the gradient is of, to first order."""
-    change = own = 0.0
-    of_gradient = descent.energies[0]
+    """Return the first-order effect of a site's change on the loss."""
+    change = delta_energy = 0.0
+    gradient_energy = descent.energies[0]
     if delta.weight is not None:
         change += _inner(descent.weight.float(), delta.weight)
-        own = energy(delta.weight)
+        delta_energy = energy(delta.weight)
     if delta.bias is not None:
         gradient = descent.bias.float()
         change += float((delta.bias.to(gradient) * gradient).sum())
-        own += energy(delta.bias)
-        of_gradient += descent.energies[1]  # where there is no bias, nothing learns this
-    return SiteLossChange(change, of_gradient, own)
+        delta_energy += energy(delta.bias)
+        gradient_energy += descent.energies[1]  # a site without a bias cannot use the bias' gradient
+    return SiteLossChange(change, gradient_energy, delta_energy)
 
 
 def _inner(gradient: Tensor, change: Change) -> float:
-    """<gradient, change>; of factors without their product."""
+    """Return <gradient, change>, without multiplying factors out."""
     if isinstance(change, Factors):
         left, right = (part.to(gradient) for part in (change.left, change.right))
         return float(((gradient @ right.T) * left).sum())
@@ -54,12 +54,12 @@ def _inner(gradient: Tensor, change: Change) -> float:
 
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:
-    """What the vector changes at one site."""
+    """Return the vector's change of one site."""
     return SiteDelta(changed_part(vector, site.weight), None if site.bias is None else changed_part(vector, site.bias))
 
 
 def joined(parts: Sequence[Mapping[str, TransportedSite]]) -> dict[str, TransportedSite]:
-    """What was carried in several parts, as one; with the maps of the first, and the mean of what went unseen."""
+    """Sum what was transported in several steps; with the maps of the first step and the mean unseen share."""
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -71,7 +71,7 @@ def _joined(parts: Sequence[TransportedSite]) -> TransportedSite:
     biases = [delta.bias for delta in deltas if delta.bias is not None]
     unseen = [part.unseen for part in parts if part.unseen is not None]
     delta = SiteDelta(total(weights) if weights else None, dense(total(biases)) if biases else None)
-    first = parts[0].descent  # later ones are of a target that has moved
+    first = parts[0].descent  # later ones were computed at a changed target
     descent = None if first is None else first.scaled(len(parts))
     return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None, descent=descent)
 
@@ -79,18 +79,18 @@ def _joined(parts: Sequence[TransportedSite]) -> TransportedSite:
 def gather(
     carried: Mapping[str, TransportedSite], pairs: Iterable[SitePair], target: Checkpoint, alpha: float
 ) -> Deltas:
-    """alpha times the carried changes, put into the target's tensors."""
+    """Assemble alpha times the carried changes into the target's tensors."""
     parts: dict[str, list[tuple[Slot, Change]]] = defaultdict(list)
     for pair in pairs:
         delta = carried[pair.target.name].delta
         for slot, change in ((pair.target.weight, delta.weight), (pair.target.bias, delta.bias)):
             if slot is not None and change is not None:
                 parts[slot.tensor].append((slot, alpha * change))
-    return Deltas({name: _put_together(found, target, name) for name, found in parts.items()})
+    return Deltas({name: _assembled(slots, target, name) for name, slots in parts.items()})
 
 
-def _put_together(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name: str) -> Change:
-    """The change of one tensor from those of its slots; of factors alone, factors."""
+def _assembled(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name: str) -> Change:
+    """Return the change of one tensor from those of its slots; as factors if all of them are."""
     shape, wide = target.shapes[name], torch.promote_types(target.tensor(name).dtype, torch.float32)
     factors = [(slot, change) for slot, change in parts if isinstance(change, Factors)]
     if len(factors) == len(parts):

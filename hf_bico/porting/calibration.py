@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.calibration_pass import Shown, Side, collect, show
+from hf_bico.alignment.calibration_pass import RowConsumer, Side, collect, pass_rows
 from hf_bico.alignment.memory import MemoryPlan, solved_together
 from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSite
 from hf_bico.alignment.objectives.base import Classifier, Heads, LikelyLabels, LossBatch
@@ -137,7 +137,7 @@ class Calibration:
                     else self._first_statistics(method, pairs)
                 )
                 self.task = self.task or statistics.task
-                statistics.settle_descents()
+                statistics.finalize_descents()
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
                 carried |= self._carry_pairs(method, pairs, statistics)
@@ -287,7 +287,9 @@ class Calibration:
         )
         return source, target
 
-    def show_rows(self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, Shown]]) -> Result:
+    def show_rows(
+        self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, RowConsumer]]
+    ) -> Result:
         """Hand on the rows of some pairs at the two pretrained models, without any gradient.
 
         `begin` returns a result and the function that adds rows to it; it is called again when memory runs out.
@@ -295,7 +297,7 @@ class Calibration:
 
         def run(size: int) -> Result:
             result, take = begin()
-            show(pairs, *self._sides(), self._passes(size, {kind}, 0), {kind}, take)
+            pass_rows(pairs, *self._sides(), self._passes(size, {kind}, 0), {kind}, take)
             return result
 
         return halving_batches(self.settings.batch, run)

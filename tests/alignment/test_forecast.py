@@ -446,7 +446,7 @@ def test_the_foresight_of_a_lora_is_that_of_its_product(
 def settled(weight: Tensor, bias: Tensor) -> LossGradient:
     """As it is kept while maps are solved."""
     statistics = Statistics(descents={"site": LossGradient(weight, bias)})
-    statistics.settle_descents()
+    statistics.finalize_descents()
     return statistics.descents["site"]
 
 

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_bico.alignment.methods import finetuning
-from hf_bico.alignment.methods.finetuning import CHECKPOINT_ENTRY, CHECKPOINT_FILE, Fewshot, Finetune, rate_of, split
+from hf_bico.alignment.methods.finetuning import (
+    CHECKPOINT_ENTRY,
+    CHECKPOINT_FILE,
+    Fewshot,
+    Finetune,
+    learning_rate_at,
+    split_samples,
+)
 from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError, OutputError, UsageError
 from hf_bico.settings import Settings
@@ -185,13 +192,13 @@ def test_samples_that_no_step_reached_are_not_counted() -> None:
 
 @pytest.mark.parametrize("size", [1, 9, 10, 11, 100, 1003])
 def test_split_is_disjoint_and_complete(size: int) -> None:
-    training, validation = split(size, torch.Generator().manual_seed(1))
+    training, validation = split_samples(size, torch.Generator().manual_seed(1))
     assert sorted(training + validation) == list(range(size))
     assert len(validation) == size // 10
 
 
 def test_split_follows_the_seed() -> None:
-    ways = [split(100, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2)]
+    ways = [split_samples(100, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2)]
     assert ways[0] == ways[1] != ways[2]
 
 
@@ -201,19 +208,19 @@ def test_too_few_samples_to_validate() -> None:
 
 def test_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
     recipe = Settings()
-    assert rate_of(0, recipe) == pytest.approx(1e-5 / 200)
-    assert rate_of(99, recipe) == pytest.approx(0.5e-5)
-    assert rate_of(199, recipe) == rate_of(200, recipe) == pytest.approx(1e-5)
-    assert rate_of(1100, recipe) == pytest.approx(0.5e-5)
-    assert rate_of(650, recipe) == pytest.approx(1e-5 * (1 + math.sqrt(0.5)) / 2)
-    assert 0 < rate_of(1999, recipe) < 1e-10
-    assert rate_of(2000, recipe) == 0
+    assert learning_rate_at(0, recipe) == pytest.approx(1e-5 / 200)
+    assert learning_rate_at(99, recipe) == pytest.approx(0.5e-5)
+    assert learning_rate_at(199, recipe) == learning_rate_at(200, recipe) == pytest.approx(1e-5)
+    assert learning_rate_at(1100, recipe) == pytest.approx(0.5e-5)
+    assert learning_rate_at(650, recipe) == pytest.approx(1e-5 * (1 + math.sqrt(0.5)) / 2)
+    assert 0 < learning_rate_at(1999, recipe) < 1e-10
+    assert learning_rate_at(2000, recipe) == 0
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 200), (5, 5), (1, 1), (1, 0), (5, 0), (5, 4)])
 def test_rate_is_defined_whatever_the_warmup(steps: int, warmup: int) -> None:
     settings = options(train_steps=steps, warmup=warmup, learning_rate=2.0)
-    rates = [rate_of(step, settings) for step in range(steps)]
+    rates = [learning_rate_at(step, settings) for step in range(steps)]
     assert all(0 < rate <= 2.0 for rate in rates)
     assert max(rates) == pytest.approx(2.0)
 

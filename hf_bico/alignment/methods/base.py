@@ -1,12 +1,16 @@
-"""What every method takes and gives."""
+"""Define what a method is: a `Carrier` transports changes site by site, a `Trainer` trains the target instead.
+
+Knows sites, statistics and tensors; not models, files or the Hub.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SiteDelta:
-    """The change of one site: weight (out, in), maybe as factors, and bias (out,); None where nothing changed."""
+    """The change of one site: weight (out, in), dense or low-rank, and bias (out,); None where nothing changed."""
 
     weight: Change | None = None
     bias: Tensor | None = None
@@ -32,23 +36,19 @@ class SiteDelta:
     def is_zero(self) -> bool:
         return self.weight is None and self.bias is None
 
-    def to(self, *how: Any) -> SiteDelta:
-        """On another device, or in another dtype."""
-        return SiteDelta(
-            None if self.weight is None else self.weight.to(*how), None if self.bias is None else self.bias.to(*how)
-        )
+    def to(self, where: torch.device | torch.dtype) -> SiteDelta:
+        return self._map(lambda part: part.to(where))
 
     def scaled(self, factor: float) -> SiteDelta:
-        if factor == 1:
-            return self
-        return SiteDelta(
-            None if self.weight is None else factor * self.weight, None if self.bias is None else factor * self.bias
-        )
+        return self if factor == 1 else self._map(lambda part: factor * part)
+
+    def _map(self, function: Callable[[Any], Any]) -> SiteDelta:
+        return SiteDelta(*(None if part is None else function(part) for part in (self.weight, self.bias)))
 
 
 @dataclass(frozen=True)
-class MapFacts:
-    """What is told of an orthogonal map: its numerical rank, and how well it lines up the rows."""
+class MapQuality:
+    """Numerical rank of an orthogonal map, and how well it aligns the rows."""
 
     rank: int
     score: float
@@ -56,9 +56,9 @@ class MapFacts:
 
 @dataclass(frozen=True)
 class SiteLossChange:
-    """Of one site: <gradient, change>, by which its change moves the target's loss to first order, and two energies.
+    """First-order change of the target's loss by one site's change, <gradient, change>.
 
-    They are those of the gradient and of the change, biases included.
+    `gradient` and `delta` are the energies of the two, biases included.
     """
 
     change: float
@@ -66,28 +66,27 @@ class SiteLossChange:
     delta: float
 
     def scaled(self, factor: float) -> SiteLossChange:
-        """Of the same change, so many times."""
         return SiteLossChange(factor * self.change, self.gradient, factor**2 * self.delta)
 
 
 @dataclass(frozen=True)
 class TransportedSite:
-    """A site's change in the target's coordinates, and what is told of the maps that brought it there.
+    """A site's change in the target's coordinates, and the quality of its maps.
 
-    `unseen` is the share of the weight change's energy that lay where calibration saw nothing, `descent` what the
-    change does to the target's loss, to first order, where that was looked at.
+    `unseen` is the share of the weight change's energy in directions without calibration data; `descent` the
+    first-order effect on the target's loss, where it was computed.
     """
 
     delta: SiteDelta
-    input_map: MapFacts | None = None
-    output_map: MapFacts | None = None
+    input_map: MapQuality | None = None
+    output_map: MapQuality | None = None
     unseen: float | None = None
     descent: SiteLossChange | None = None
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """One of the two pretrained models as its files have it."""
+    """Layout and stored weights of a pretrained model."""
 
     layout: Layout
     checkpoint: Checkpoint
@@ -95,7 +94,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class MethodInputs:
-    """What a method may look at: both pretrained models' weights, and the statistics of the kinds it asks for."""
+    """Weights of both pretrained models, and the statistics that the method requested."""
 
     source: Pretrained
     target: Pretrained
@@ -103,18 +102,17 @@ class MethodInputs:
 
 
 class Method:
-    """One way to bring a task to the target."""
+    """A way to bring a task to the target."""
+
+    keeps_factors: ClassVar[bool] = True
+    """Whether a low-rank change stays low-rank."""
+    needs_predictions: ClassVar[bool] = False
+    """Whether it needs an objective that predicts classes."""
+    one_tower: ClassVar[bool] = False
+    """Whether it carries only the vision tower of a CLIP by default."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-
-    keeps_factors: ClassVar[bool] = True
-    """Whether a low-rank change stays one."""
-    needs_predictions: ClassVar[bool] = False
-    """Whether it needs an objective that predicts classes, and not just any loss."""
-
-    one_tower: ClassVar[bool] = False
-    """Whether it carries a CLIP's vision tower alone, unless another is asked for."""
 
     @property
     def looks_at_data(self) -> bool:
@@ -122,22 +120,21 @@ class Method:
         return method_info(self.settings.method).uses_samples
 
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
-        """Refuse, by an UnsuitableMethodError, models between which this method cannot carry."""
+        """Raise UnsuitableMethodError for models between which this method cannot carry."""
         return
 
 
 class Carrier(Method, ABC):
-    """Carries the source's changes, site by site: `prepare` sees pairs, `carry` handles one of them.
+    """Transports the source's changes: `prepare` is called with several pairs, then `carry` with each of them.
 
-    Where `by_site`, a pair needs nothing but its own statistics, and `prepare` sees some pairs at a time; else all.
-
-    With `steps` above 1 that is done so many times, each with a part of the change, and each time with statistics from
-    further along the way: the source has taken its earlier parts, and the target what became of them.
+    With `steps` above 1 the change is carried in that many parts. Statistics are collected again before each part, with
+    the earlier parts added to the source and their transported counterparts to the target.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()
     """The statistics that it needs."""
     by_site: ClassVar[bool] = False
+    """Whether a pair needs only its own statistics, so that `prepare` may get a few pairs at a time."""
 
     @property
     def steps(self) -> int:
@@ -145,18 +142,18 @@ class Carrier(Method, ABC):
 
     @property
     def differentiates(self) -> bool:
-        """Whether it looks at gradients of the target's loss."""
+        """Whether it uses gradients of the target's loss."""
         return bool((OF_TASK_LOSS | OF_EXPECTED_LOSSES) & self.kinds)
 
     @abstractmethod
-    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None: ...
+    def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None: ...
 
     @abstractmethod
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite: ...
 
 
 def require_same_shapes(name: str, pairs: Sequence[SitePair]) -> None:
-    """Refuse pairs of sites of different shapes, for a method that works on the parameters as they lie."""
+    """Raise UnsuitableMethodError if paired sites differ in shape."""
     for pair in pairs:
         if pair.source.shape != pair.target.shape:
             shapes = [" x ".join(map(str, site.shape)) for site in (pair.source, pair.target)]
@@ -168,13 +165,13 @@ def require_same_shapes(name: str, pairs: Sequence[SitePair]) -> None:
 
 
 class Trainer(Method, ABC):
-    """Trains the target instead, for comparison; the source's change is not looked at."""
+    """Trains the target, as a baseline; ignores the source's change."""
 
     keeps_factors = False
 
     @property
     def whole_split(self) -> bool:
-        """Whether it trains on all of the split, and not on the calibration samples."""
+        """Whether it trains on the whole split instead of the calibration samples."""
         return self.settings.trains_on_all
 
     @abstractmethod

@@ -1,10 +1,6 @@
-"""Naive, gradfix.
+"""Carry a task vector without maps: as it is (`Naive`), or masked by gradient signs (`GradFix`).
 
-GradFix: the task vector as it is, but only where its sign agrees with the target's own negative gradient.
-
-The gradient is the mean over the samples, or the sign that most of the samples' own gradients have.
-
-The task vector added as it is: cropped where the target is narrower, padded with zeros where it is wider.
+Knows sites and tensors; not models or samples.
 """
 
 from __future__ import annotations
@@ -21,6 +17,11 @@ from hf_bico.models.low_rank import Change, Factors, dense
 
 
 class GradFix(Carrier):
+    """Keeps the task vector only where its sign agrees with the target's negative gradient.
+
+    The gradient's sign is that of the mean over the samples, or that of the majority of the samples.
+    """
+
     kinds = frozenset({Kind.TARGET_GRADIENTS})
     keeps_factors = False
     by_site = True
@@ -29,18 +30,18 @@ class GradFix(Carrier):
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
         require_same_shapes("gradfix", pairs)
 
-    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
-        self._gradients = {pair.target.name: seen.statistics.target_gradients[pair.target.name] for pair in pairs}
+    def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
+        self._gradients = {pair.target.name: inputs.statistics.target_gradients[pair.target.name] for pair in pairs}
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
-        found = self._gradients[pair.target.name]
-        of_weight, of_bias = found.majority_signs if self.settings.signs == "majority" else found.mean_signs
+        gradient = self._gradients[pair.target.name]
+        weight_signs, bias_signs = gradient.majority_signs if self.settings.signs == "majority" else gradient.mean_signs
         weight = None if delta.weight is None else dense(delta.weight)
-        return TransportedSite(SiteDelta(_masked(weight, of_weight), _masked(delta.bias, of_bias)))
+        return TransportedSite(SiteDelta(_masked(weight, weight_signs), _masked(delta.bias, bias_signs)))
 
 
 def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
-    """The change where a step down the gradient has its sign; zero elsewhere."""
+    """Zero the change where it does not have the sign of a step down the gradient."""
     if change is None:
         return None
     change = change.to(signs.device)
@@ -48,8 +49,10 @@ def _masked(change: Tensor | None, signs: Tensor) -> Tensor | None:
 
 
 class Naive(Carrier):
-    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
-        """Nothing to prepare: no sample is looked at."""
+    """Adds the task vector as it is: cropped where the target is narrower, zero-padded where it is wider."""
+
+    def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
+        """Do nothing: this method uses no statistics."""
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = pair.target.shape
@@ -66,6 +69,6 @@ def _fit_weight(change: Change, rows: int, columns: int) -> Change:
 
 def _fit(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     fitted = tensor.new_zeros(shape)
-    shared = tuple(slice(min(have, want)) for have, want in zip(tensor.shape, shape, strict=True))
-    fitted[shared] = tensor[shared]
+    overlap = tuple(slice(min(have, want)) for have, want in zip(tensor.shape, shape, strict=True))
+    fitted[overlap] = tensor[overlap]
     return fitted

@@ -1,4 +1,4 @@
-"""Training on a lesson: steps of AdamW whose gradients are added up over batches that fit into memory.
+"""Train parameters with AdamW, accumulating gradients over batches that fit into memory.
 
 Knows parameters and the losses of numbered samples; not models, sites or files.
 """
@@ -19,17 +19,17 @@ from hf_bico.settings import Settings
 
 WEIGHT = "weight"
 STEP, AVERAGES = "step", ("exp_avg", "exp_avg_sq")
-"""What a state holds of each parameter: its weight, and what AdamW remembers, as torch calls it."""
+"""Keys of a training state: a parameter's weight, and AdamW's entries as torch names them."""
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What a trainer learns from: parameters by name, and the losses of numbered samples.
+    """What `fewshot` and `finetune` train on: parameters by name, and the loss of numbered samples.
 
-    `parameters` are trained in place and put back afterwards. `loss` gives the sum of the losses of some samples, from
-    one forward pass and with its graph; `accuracy` the share of some samples that the model gets right now, None where
-    nothing is right or wrong. There are `size` samples, numbered from 0. `identity` tells this lesson from others
-    (models, samples, settings): an interrupted training goes on only with the lesson that it began with.
+    `parameters` are trained in place and restored afterwards. `loss` returns the summed loss of some samples, in the
+    graph of one forward pass; `accuracy` the share that the model gets right now, None where the objective has no right
+    answers. There are `size` samples, numbered from 0. `identity` is a fingerprint of models, samples and settings: a
+    training resumes only with the task that it began with.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -45,9 +45,9 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave: `changes`, trained minus before, in at least float32, and how it was come by.
+    """Result of a training: `changes` are trained minus initial weights, in at least float32.
 
-    `samples` is how many were trained on, and `validation` the accuracy at the end on samples that were not.
+    `samples` counts those trained on; `validation` is the final accuracy on the others.
     """
 
     changes: dict[str, Tensor]
@@ -57,9 +57,9 @@ class Trained:
 
 
 class Learner:
-    """A lesson's parameters while they are trained, with AdamW.
+    """Trains a task's parameters with AdamW.
 
-    Parameters narrower than float32 follow weights in float32, for a small step would be lost in their rounding.
+    Parameters narrower than float32 are rounded from master weights in float32, in which small steps are not lost.
     """
 
     def __init__(self, training_task: TrainingTask, settings: Settings) -> None:
@@ -67,7 +67,7 @@ class Learner:
         self.batch_size = settings.batch
         self.steps = 0
         self.before = {name: parameter.detach().clone() for name, parameter in training_task.parameters.items()}
-        # of a parameter that is wide enough, this is the parameter's own memory
+        # shares the memory of a parameter that is float32 or wider
         self.weights = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
             for name, parameter in training_task.parameters.items()
@@ -81,8 +81,8 @@ class Learner:
         )
 
     def step(self, samples: Sequence[int], rate: float) -> None:
-        """One step at this learning rate on the mean loss of the samples."""
-        loss = halving_batches(self.batch_size, lambda size: self._differentiate(samples, size))
+        """Take one step at this learning rate on the mean loss of the samples."""
+        loss = halving_batches(self.batch_size, lambda size: self._backward(samples, size))
         gradients = (weight.grad for weight in self.weights.values() if weight.grad is not None)
         if not isfinite(loss) or not _finite(gradients):
             what = "gradient" if isfinite(loss) else "loss"
@@ -91,30 +91,30 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._follow()
+        self._round_parameters()
         self.steps += 1
 
     @torch.no_grad()
     def accuracy(self, samples: Sequence[int]) -> float | None:
-        right = self.training_task.accuracy
-        if right is None or not samples:
+        accuracy = self.training_task.accuracy
+        if accuracy is None or not samples:
             return None
 
         def count(size: int) -> float:
-            return sum(right(part) * len(part) for part in _parts(samples, size))
+            return sum(accuracy(part) * len(part) for part in _parts(samples, size))
 
         return halving_batches(self.batch_size, count) / len(samples)
 
     @torch.no_grad()
     def changes(self) -> dict[str, Tensor]:
-        """The weights minus what they were."""
+        """Return the trained minus the initial weights."""
         changes = {name: weight - self.before[name].to(weight.dtype) for name, weight in self.weights.items()}
         if not _finite(changes.values()):
             raise NonFiniteWeightsError(f"the weights after training step {self.steps} are not finite", self._remedy)
         return changes
 
     def state(self) -> dict[str, Tensor]:
-        """All that going on from here needs, but for the number of steps: copies on the CPU."""
+        """Return copies on the CPU of all that resuming needs, except the number of steps."""
         state = {}
         for name, weight in self.weights.items():
             for kind, tensor in {WEIGHT: weight, **self.optimizer.state[weight]}.items():
@@ -122,24 +122,24 @@ class Learner:
         return state
 
     @torch.no_grad()
-    def go_on(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Take up the state after so many steps; a ValueError or KeyError where it is none of these parameters."""
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Continue from the state after so many steps; raise ValueError or KeyError if it has other parameters."""
         if {key.partition("/")[2] for key in state} != set(self.weights):
             raise ValueError("its parameters are not those that are trained")
-        remembered: dict[int, dict[str, Tensor]] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
         for number, (name, weight) in enumerate(self.weights.items()):
             weight.copy_(_laid_out_as(weight, state[f"{WEIGHT}/{name}"]))
-            if f"{STEP}/{name}" in state:  # not where there never was a gradient
+            if f"{STEP}/{name}" in state:  # absent where the parameter never had a gradient
                 averages = {kind: _laid_out_as(weight, state[f"{kind}/{name}"]) for kind in AVERAGES}
-                remembered[number] = {STEP: state[f"{STEP}/{name}"].clone(), **averages}
+                moments[number] = {STEP: state[f"{STEP}/{name}"].clone(), **averages}
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": remembered, "param_groups": groups})
-        self._follow()
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._round_parameters()
         self.steps = steps
 
-    def _differentiate(self, samples: Sequence[int], size: int) -> float:
-        """Leave the gradient of the mean loss with the weights, from so many samples at a time; returns that loss."""
-        self.batch_size = size  # what memory ran out with is not tried again
+    def _backward(self, samples: Sequence[int], size: int) -> float:
+        """Accumulate the gradient of the mean loss in batches of `size`; return that loss."""
+        self.batch_size = size  # a size that ran out of memory is not tried again
         self.optimizer.zero_grad()
         parameters, mean = list(self.training_task.parameters.values()), 0.0
         for part in _parts(samples, size):
@@ -155,8 +155,8 @@ class Learner:
         return mean
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Round the weights to the parameters that are narrower."""
+    def _round_parameters(self) -> None:
+        """Copy the master weights to the parameters that are narrower."""
         for name, parameter in self.training_task.parameters.items():
             if parameter.dtype != self.weights[name].dtype:
                 parameter.copy_(self.weights[name])
@@ -169,8 +169,8 @@ class Learner:
 
 
 @contextmanager
-def learning(training_task: TrainingTask, settings: Settings) -> Iterator[Learner]:
-    """The lesson's parameters, ready to be trained; afterwards they are as they were, whatever happens."""
+def learner_for(training_task: TrainingTask, settings: Settings) -> Iterator[Learner]:
+    """Make the task's parameters trainable inside the `with`, and restore them afterwards."""
     flags = {name: parameter.requires_grad for name, parameter in training_task.parameters.items()}
     learner = Learner(training_task, settings)
     try:
@@ -190,13 +190,13 @@ def _parts(samples: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _laid_out_as(weight: Tensor, saved: Tensor) -> Tensor:
-    """A saved tensor with the weight's order in memory, which may decide how arithmetic rounds."""
+    """Return the saved tensor with the weight's memory layout, which may decide how arithmetic rounds."""
     if (saved.shape, saved.dtype) != (weight.shape, weight.dtype):
         raise ValueError(f"{saved.dtype} of shape {tuple(saved.shape)} fits no weight of shape {tuple(weight.shape)}")
     return torch.empty_like(weight).copy_(saved)
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite; the device is waited for once."""
+    """Return whether all values are finite, with one synchronization."""
     verdicts = [tensor.isfinite().all() for tensor in tensors]
     return not verdicts or bool(torch.stack(verdicts).all())

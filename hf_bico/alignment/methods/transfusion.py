@@ -1,8 +1,8 @@
-"""TransFusion: the two pretrained models matched by permutations, and the task vector permuted like the source.
+"""TransFusion: match the two pretrained models by permutations, and permute the task vector like the source.
 
-A transformer computes the same with its heads, the dimensions inside a head, the neurons of an MLP and the axes of the
-residual stream in any other order. Without any data, such orders are looked for in which the source's weights are
-most like the target's. Only models of one architecture can be matched so.
+A transformer's function does not depend on the order of its heads, of the dimensions inside a head, of MLP neurons and
+of the axes of the residual stream. TransFusion searches, without data, the orders in which the source's weights are
+most like the target's. Both models must have one architecture. Knows weights and sites; not models or samples.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hf_bico.models.low_rank import Change, Factors
 from hf_bico.settings import Settings
 
 MOST_ROUNDS = 100
-"""A bound that is not met: the objective rises with every round but the last, and a handful is enough."""
+"""Never reached in practice: the objective rises in every round but the last, and a handful is enough."""
 RESIDUAL = "residual"
-"""The group of the residual stream, one for the whole tower."""
+"""The permutation group of the residual stream, one for the whole tower."""
 _ROUNDING = 1e-12
 _REMEDY = "use --method bico, which carries between different models"
 
 
 class TransFusion(Carrier):
-    """`permutations` holds that of each group once prepared, `objectives` what it was after each round.
+    """After `prepare`, `permutations` holds one permutation per group, and `objectives` the value after each round.
 
     Index j of the target's group is index permutation[j] of the source's.
     """
@@ -55,26 +55,26 @@ class TransFusion(Carrier):
             if pair.source.name != pair.target.name and not pair.target.tower:
                 raise _unsuitable(f"the target's '{pair.target.name}' is paired with the source's '{pair.source.name}'")
 
-    def prepare(self, pairs: Sequence[SitePair], seen: MethodInputs) -> None:
+    def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
         if any(pair.target.tower for pair in pairs):
             raise UnsuitableMethodError(
                 "transfusion matches the residual stream of one tower, and a text tower is to be carried too",
                 "carry the vision tower alone with --tower vision, or use --method bico",
             )
-        matching = Matching(_terms(seen.source, seen.target), seen.target.layout.heads or 1)
+        matching = Matching(_terms(inputs.source, inputs.target), inputs.target.layout.heads or 1)
         self.objectives = matching.run()
         self.permutations = matching.permutations
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = (None if group is None else self.permutations[group] for group in _groups(pair.target))
         weight = None if delta.weight is None else _permuted(delta.weight, rows, columns)
-        bias = None if delta.bias is None else _taken(delta.bias, rows, 0)
+        bias = None if delta.bias is None else _reordered(delta.bias, rows, 0)
         return TransportedSite(SiteDelta(weight, bias))
 
 
 @dataclass(frozen=True)
 class Term:
-    """One matrix of both models, and the groups that its rows and columns run over; None where their order is fixed."""
+    """A matrix of both models, and the permutation groups of its rows and columns; None where the order is fixed."""
 
     source: Tensor
     target: Tensor
@@ -83,17 +83,17 @@ class Term:
 
 
 class Matching:
-    """The permutations that make the sum of <permuted source, target> over all terms large.
+    """Maximizes the sum of <permuted source, target> over all terms, by alternating assignment.
 
     Heads are matched once, by their singular values, which no other permutation changes. The residual stream starts
-    from the terms that it alone acts on. Then each group in turn takes the permutation that is best given the others,
-    which the Hungarian method finds.
+    from the terms that only it permutes. Then each group in turn gets the best permutation given the others, by the
+    Hungarian method.
     """
 
     def __init__(self, terms: Mapping[str, Term], heads: int) -> None:
         self.terms = terms
         self.heads: dict[str, Tensor] = {}
-        """The source's head of each head of the target, by group."""
+        """By group, the source's head for each head of the target."""
         self.permutations = {group: torch.arange(size) for group, size in _sizes(terms.values()).items()}
         for name, term in terms.items():
             if name.endswith(".attn.q"):
@@ -105,7 +105,7 @@ class Matching:
                     self.permutations[group] = inside[matched].flatten()
 
     def run(self) -> list[float]:
-        """Alternate until the residual stream stays, and with it all that depends on it; the objective as it rose."""
+        """Alternate until the residual stream, and so every group, stays the same; return the objective by round."""
         alone = [term for term in self.terms.values() if {term.rows, term.columns} == {RESIDUAL, None}]
         self.improve(RESIDUAL, alone)
         objectives = [self.objective()]
@@ -113,71 +113,71 @@ class Matching:
         for _ in range(MOST_ROUNDS):
             for group in inner:
                 self.improve(group)
-            stays = not self.improve(RESIDUAL)
+            changed = self.improve(RESIDUAL)
             objectives.append(self.objective())
-            if stays:
+            if not changed:
                 break
         return objectives
 
     def improve(self, group: str, terms: Iterable[Term] | None = None) -> bool:
-        """Give a group its best permutation, each head inside its own; whether that is better than what it had."""
+        """Give a group its best permutation, inside each matched head; return whether it changed."""
         gain = self.gain(group, self.terms.values() if terms is None else terms)
         before = self.permutations[group]
         heads = self.heads.get(group, torch.zeros(1, dtype=torch.long)).tolist()
         size = len(gain) // len(heads)
         parts = []
-        for here, there in enumerate(heads):
-            rows, first = slice(here * size, (here + 1) * size), there * size
+        for head, matched in enumerate(heads):
+            rows, first = slice(head * size, (head + 1) * size), matched * size
             parts.append(first + assign(gain[rows, first : first + size], before[rows] - first))
         self.permutations[group] = torch.cat(parts)
         return not torch.equal(self.permutations[group], before)
 
     def gain(self, group: str, terms: Iterable[Term]) -> Tensor:
-        """What the objective gains by index i of the source at index j of the target, at [j, i]."""
+        """Return at [j, i] the gain of the objective by putting the source's index i at the target's index j."""
         size = len(self.permutations[group])
         gain = torch.zeros(size, size, dtype=torch.float64)
         for term in terms:
             if term.rows == group:
-                gain += term.target.double() @ _taken(term.source.double(), self._order(term.columns), 1).T
+                gain += term.target.double() @ _reordered(term.source.double(), self._order(term.columns), 1).T
             if term.columns == group:
-                gain += term.target.double().T @ _taken(term.source.double(), self._order(term.rows), 0)
+                gain += term.target.double().T @ _reordered(term.source.double(), self._order(term.rows), 0)
         return gain
 
     def objective(self) -> float:
-        return sum(float((self._moved(term) * term.target.double()).sum()) for term in self.terms.values())
+        return sum(float((self._permuted_source(term) * term.target.double()).sum()) for term in self.terms.values())
 
-    def _moved(self, term: Term) -> Tensor:
-        return _taken(_taken(term.source.double(), self._order(term.rows), 0), self._order(term.columns), 1)
+    def _permuted_source(self, term: Term) -> Tensor:
+        return _reordered(_reordered(term.source.double(), self._order(term.rows), 0), self._order(term.columns), 1)
 
     def _order(self, group: str | None) -> Tensor | None:
         return None if group is None else self.permutations[group]
 
 
 def match_heads(readers: Sequence[Term], writer: Term, heads: int) -> Tensor:
-    """The source's head of each head of the target, by the Euclidean distances of their singular values.
+    """Return the source's head for each head of the target, by the Euclidean distances of their singular values.
 
-    `readers` are q, k and v, whose rows belong to heads; `writer` is the projection that reads them.
+    `readers` are q, k and v, whose rows belong to heads; `writer` is the output projection, whose columns do.
     """
     cost = torch.zeros(heads, heads, dtype=torch.float64)
     pairs = [(term.target, term.source) for term in readers] + [(writer.target.T, writer.source.T)]
     for target, source in pairs:
-        ours, theirs = (torch.linalg.svdvals(weight.double().unflatten(0, (heads, -1))) for weight in (target, source))
-        cost += (ours[:, None] - theirs[None]).norm(dim=-1)
+        values = [torch.linalg.svdvals(weight.double().unflatten(0, (heads, -1))) for weight in (target, source)]
+        cost += (values[0][:, None] - values[1][None]).norm(dim=-1)
     return assign(-cost, torch.arange(heads))
 
 
 def assign(gain: Tensor, current: Tensor) -> Tensor:
-    """The permutation p with the largest sum of gain[j, p[j]]; the current one where none is better than it."""
+    """Return the permutation p with the largest sum of gain[j, p[j]]; `current` if none is better beyond rounding."""
     from scipy.optimize import linear_sum_assignment
 
-    found = torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+    best = torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
     rows = torch.arange(len(gain))
-    better = (gain[rows, found] - gain[rows, current]).sum()
-    return found if better > _ROUNDING * gain[rows, found].abs().sum() else current
+    improvement = (gain[rows, best] - gain[rows, current]).sum()
+    return best if improvement > _ROUNDING * gain[rows, best].abs().sum() else current
 
 
 def _compared(source: Layout, target: Layout) -> Iterable[tuple[str, object, object]]:
-    """All that must be the same in both models, in words."""
+    """Yield all that must be equal in both models: a description, and its two values."""
     yield "blocks", source.blocks, target.blocks
     yield "attention heads", source.heads, target.heads
     theirs = {site.name: site for site in target.sites}
@@ -196,7 +196,7 @@ def _unsuitable(cause: str) -> UnsuitableMethodError:
 
 
 def _groups(site: Site) -> tuple[str | None, str | None]:
-    """The groups that a site's rows and columns run over; q and k share theirs, as v and out do."""
+    """Return the groups of a site's rows and columns; q and k share one, as do v and out."""
     block = f"blocks.{site.block}"
     return {
         "attn.q": (f"{block}.attn.qk", RESIDUAL),
@@ -210,7 +210,7 @@ def _groups(site: Site) -> tuple[str | None, str | None]:
 
 
 def _terms(source: Pretrained, target: Pretrained) -> dict[str, Term]:
-    """All that both models have, by canonical name, as matrices."""
+    """Return the matrices that both models have, by canonical name."""
     ours, theirs = _matrices(source, "the source"), _matrices(target, "the target")
     groups: dict[str, tuple[str | None, str | None]] = {axis.name: (RESIDUAL, None) for axis in target.layout.residual}
     for site in target.layout.main_sites:
@@ -253,11 +253,10 @@ def _sizes(terms: Iterable[Term]) -> dict[str, int]:
 
 
 def _permuted(change: Change, rows: Tensor | None, columns: Tensor | None) -> Change:
-    """Rows and columns in another order; of factors, one of either."""
     if isinstance(change, Factors):
-        return Factors(_taken(change.left, rows, 0), _taken(change.right, columns, 1))
-    return _taken(_taken(change, rows, 0), columns, 1)
+        return Factors(_reordered(change.left, rows, 0), _reordered(change.right, columns, 1))
+    return _reordered(_reordered(change, rows, 0), columns, 1)
 
 
-def _taken(tensor: Tensor, permutation: Tensor | None, dim: int) -> Tensor:
+def _reordered(tensor: Tensor, permutation: Tensor | None, dim: int) -> Tensor:
     return tensor if permutation is None else tensor.index_select(dim, permutation.to(tensor.device))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.calibration_pass import Shown, Side, show
+from hf_bico.alignment.calibration_pass import RowConsumer, Side, pass_rows
 from hf_bico.alignment.memory import FLOAT64
 from hf_bico.alignment.methods import make_method, method_class
 from hf_bico.alignment.methods.aligned import Aligner
@@ -225,7 +225,7 @@ class _Look:
             zip(sums, polar([one.evidence for one in sums.values()], norms, self.settings.completion), strict=True)
         )
 
-        def begin() -> tuple[dict[Any, Likeness], Shown]:
+        def begin() -> tuple[dict[Any, Likeness], RowConsumer]:
             likeness = {key: Likeness(one.matrix) for key, one in maps.items()}
             return likeness, lambda kind, pair, x, y: likeness[key_of(kind, pair)].add(x, y)
 
@@ -259,7 +259,7 @@ class _Look:
             self.watch.progress("outputs", number, 1 + len(carriers))
             changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], rounds[name]).changes
 
-            def begin() -> tuple[dict[str, MeanOfRows], Shown]:
+            def begin() -> tuple[dict[str, MeanOfRows], RowConsumer]:
                 means = {site.name: MeanOfRows() for site in sites}
                 return means, lambda _, pair, x, y: means[pair.target.name].add(1 - turned_away(x.double(), y.double()))
 
@@ -289,7 +289,7 @@ class _Look:
         """How far all that the source's sites read has moved."""
         sites = list({pair.source.input: pair.source for pair in reversed(self.models.pairs)}.values())[::-1]
 
-        def begin() -> tuple[dict[str, Moved], Shown]:
+        def begin() -> tuple[dict[str, Moved], RowConsumer]:
             moved = {site.input: Moved() for site in sites}
             return moved, lambda _, pair, x, y: moved[pair.target.input].add(x, y)
 
@@ -314,7 +314,7 @@ class _Look:
         sites: Sequence[Site],
         both: tuple[Deltas, Deltas],
         kind: Kind,
-        begin: Callable[[], tuple[Result, Shown]],
+        begin: Callable[[], tuple[Result, RowConsumer]],
     ) -> Result:
         """One model with either of two changes, over the same samples."""
         pairs = [SitePair(site, site) for site in sites]
@@ -329,7 +329,7 @@ class _Look:
 
         def run(size: int) -> Result:
             found, take = begin()
-            show(pairs, first, second, passes(size), {kind}, take)
+            pass_rows(pairs, first, second, passes(size), {kind}, take)
             return found
 
         return halving_batches(self.settings.batch, run)
