@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from math import cos, pi
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,8 +43,6 @@ class Finetune(Trainer):
 
     With a checkpoint, an interrupted training resumes and gives the same result.
     """
-
-    whole_split: ClassVar[bool] = True
 
     def train(self, training_task: TrainingTask, progress: Progress) -> Trained:
         settings, steps = self.settings, self.settings.train_steps
@@ -183,8 +181,6 @@ class SavedTraining:
 
 class Fewshot(Trainer):
     """One step of AdamW on the mean loss of all calibration samples."""
-
-    whole_split: ClassVar[bool] = False
 
     def train(self, training_task: TrainingTask, progress: Progress) -> Trained:
         with learner_for(training_task, self.settings) as learner:
