@@ -1,12 +1,12 @@
-"""Everything that can go wrong, as one hierarchy: each error names the thing and the way out.
+"""Define every error of the package in one hierarchy: each has a cause and a remedy.
 
-An error carries a cause (what was found, quoting what the user gave) and a remedy (what to do next). It is
-raised where it is found and turned into text once, at the edge. This module knows nothing of the others.
+The cause quotes what the user gave, the remedy says what to do next. Errors are raised where the fault is detected and
+printed once, by the command line. Imports no other module.
 """
 
 from __future__ import annotations
 
-_LONGEST = 2_000
+_MAX_CAUSE = 2_000
 
 
 class BicoError(Exception):
@@ -19,23 +19,23 @@ class BicoError(Exception):
     """
 
     def __init__(self, cause: str, remedy: str) -> None:
-        # libraries' own messages, quoted in a cause, may have many lines, and what strangers' files say has no end
-        told = " ".join(line.strip() for line in cause.splitlines() if line.strip())
-        self.cause = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} ..."
+        # a cause may quote a library's message of many lines, or text of any length from a downloaded file
+        line = " ".join(part.strip() for part in cause.splitlines() if part.strip())
+        self.cause = line if len(line) <= _MAX_CAUSE else f"{line[:_MAX_CAUSE]} ..."
         self.remedy = remedy
         super().__init__(f"{self.cause}\nRemedy: {remedy}")
 
 
 class UsageError(BicoError):
-    """Options that contradict each other or cannot be read, whatever the models are."""
+    """Options contradict each other or cannot be parsed, whatever the models are."""
 
 
 class RankError(UsageError):
-    """A rank, or a share of energy, that an adapter cannot have."""
+    """The adapter rank, or share of energy, is out of range."""
 
 
 class RepoError(BicoError):
-    """A model or data repo that cannot be found or opened."""
+    """A model or dataset repo cannot be found or opened."""
 
 
 class RepoNotFoundError(RepoError):
@@ -47,35 +47,35 @@ class RevisionNotFoundError(RepoError):
 
 
 class WrongRepoTypeError(RepoError):
-    """A data set where a model was expected, or the other way round."""
+    """A dataset was given where a model was expected, or the other way round."""
 
 
 class EmptyRepoError(RepoError):
-    """The repo holds no files."""
+    """The repo has no files."""
 
 
 class AccessError(RepoError):
-    """The repo is gated or private, and this account may not read it."""
+    """The repo is gated or private, and this account has no access."""
 
 
 class TokenError(RepoError):
-    """There is no token, or the Hub does not know it, or it may not do this."""
+    """The token is missing, unknown to the Hub, or lacks a permission."""
 
 
 class NotCachedError(RepoError):
-    """Offline, and the cache does not hold what is needed."""
+    """Offline mode is on and the cache lacks a file."""
 
 
 class HubUnavailableError(RepoError):
-    """The Hub cannot be reached, or fails."""
+    """The Hub cannot be reached, or answers with an error."""
 
 
 class LineageError(BicoError):
-    """Where a fine-tuned model comes from cannot be found out."""
+    """The base or dataset of a fine-tuned model cannot be determined."""
 
 
 class BaseUnknownError(LineageError):
-    """The base of the fine-tuned model is not known."""
+    """The base of the fine-tuned model is unknown."""
 
 
 class SeveralBasesError(LineageError):
@@ -91,11 +91,11 @@ class SeveralDataSetsError(LineageError):
 
 
 class WeightsError(BicoError):
-    """Weight files that cannot be used."""
+    """Weight files cannot be used."""
 
 
 class WeightsNotFoundError(WeightsError):
-    """The folder holds no weights."""
+    """The folder has no weights."""
 
 
 class PickledWeightsError(WeightsError):
@@ -103,15 +103,15 @@ class PickledWeightsError(WeightsError):
 
 
 class BrokenWeightsError(WeightsError):
-    """A weight file is truncated or is not what its index says."""
+    """A weight file is truncated or contradicts its index."""
 
 
 class NonFiniteWeightsError(WeightsError):
-    """Weights or what follows from them hold NaN or infinite values."""
+    """Weights, or values computed from them, contain NaN or infinity."""
 
 
 class ModelError(BicoError):
-    """Models that this tool cannot carry between."""
+    """The models cannot be ported between."""
 
 
 class UnknownFamilyError(ModelError):
@@ -119,11 +119,11 @@ class UnknownFamilyError(ModelError):
 
 
 class UnsuitableMethodError(ModelError):
-    """A method that cannot carry between these two models, or from what is given."""
+    """The method does not work for these two models, or for the given inputs."""
 
 
 class UnsupportedModelError(ModelError):
-    """The family is known, but this variant of it cannot be handled exactly."""
+    """The family is known, but this variant cannot be handled exactly."""
 
 
 class MissingTextTowerError(ModelError):
@@ -143,27 +143,27 @@ class BaseMismatchError(TaskVectorError):
 
 
 class EmptyTaskVectorError(TaskVectorError):
-    """Fine-tuned and base model are equal, or differ only where nothing can be carried."""
+    """Fine-tuned and base model are equal, or differ only in weights that cannot be ported."""
 
 
 class ImplausibleTaskVectorError(TaskVectorError):
-    """The change is as large as the weights: probably the wrong base."""
+    """The weight change is as large as the weights: probably the wrong base."""
 
 
 class AdapterError(BicoError):
-    """A PEFT adapter that cannot be read or written."""
+    """A PEFT adapter cannot be read or written."""
 
 
 class UnsupportedAdapterError(AdapterError):
-    """An adapter whose meaning is no sum of weights, or is not known here."""
+    """The adapter does not add to weights, or is of an unknown type."""
 
 
 class DataError(BicoError):
-    """Calibration or evaluation data that cannot be used."""
+    """Calibration or evaluation data cannot be used."""
 
 
 class DataNotFoundError(DataError):
-    """There is no such data set or split."""
+    """There is no such dataset or split."""
 
 
 class ColumnError(DataError):
@@ -171,35 +171,35 @@ class ColumnError(DataError):
 
 
 class ClassNamesError(DataError):
-    """The names of the classes are unknown or do not fit the labels."""
+    """The class names are unknown or do not match the labels."""
 
 
 class SampleCountError(DataError):
-    """More samples were asked for than there are."""
+    """More samples were requested than the dataset has."""
 
 
 class DownloadTooLargeError(DataError):
-    """The samples cannot be had without downloading more than was allowed."""
+    """The samples need a larger download than `--max-download` allows."""
 
 
 class UnreadableSampleError(DataError):
-    """An image that cannot be decoded, or a text that is none."""
+    """An image cannot be decoded, or a text sample is not text."""
 
 
 class TokenizersDifferError(DataError):
-    """Two models whose tokenizers cut the texts into different tokens."""
+    """The tokenizers of the two models split the texts into different tokens."""
 
 
 class ObjectiveError(BicoError):
-    """An objective of the caller's own that does not give a loss."""
+    """A user-defined objective does not return a loss."""
 
 
 class DeviceError(BicoError):
-    """The device that was asked for is not there."""
+    """The requested device is not available."""
 
 
 class ProcessLostError(BicoError):
-    """A process that the others of the same job need has ended."""
+    """Another process of the same job has ended."""
 
 
 class OutputError(BicoError):
@@ -207,19 +207,19 @@ class OutputError(BicoError):
 
 
 class OutputExistsError(OutputError):
-    """The output folder is there already."""
+    """The output folder already exists."""
 
 
 class PushError(BicoError):
-    """The result cannot be pushed; the repo is as it was."""
+    """The result cannot be pushed; the repo is unchanged."""
 
 
 class PushRefusedError(PushError):
-    """The result should not be pushed as it is: worse than the target, or more public than what it was made from."""
+    """The result is worse than the target, or would be more public than the repos behind it."""
 
 
 class RemoteExistsError(PushError):
-    """The Hub repo is there already."""
+    """The Hub repo already exists."""
 
 
 class MemoryExhaustedError(BicoError):
@@ -227,8 +227,8 @@ class MemoryExhaustedError(BicoError):
 
 
 class RecordError(BicoError):
-    """A `bico.json` or task vector file that cannot be read."""
+    """A `bico.json` or task vector file cannot be read."""
 
 
 class UnforeseenError(BicoError):
-    """What nobody foresaw: a fault of this program, most likely. The cause holds a short id to report it by."""
+    """An unexpected error, most likely a bug. The cause contains a short id for the report."""

@@ -1,14 +1,6 @@
-"""Small files of strangers read within bounds; paths and digests; data classes as JSON.
+"""Read small files from strangers within bounds, hash files, and convert data classes to JSON and back.
 
-Small files that others wrote, read within bounds: JSON, and the metadata of cards. Knows formats, not what they say.
-
-Whatever is wrong with a file is an OSError or a ValueError, of one line.
-
-Data classes as plain JSON, without their empty fields, and back: every field is held to its type.
-
-Knows types; not what the data are about.
-
-JSON data files that pyarrow would not survive, refused before it sees them. Reads bytes; knows no rows.
+Knows formats, not the meaning of their content. A bad file raises OSError or ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -25,14 +17,25 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+MAX_FILE_BYTES = 16_000_000
+"""Twice the index of a model with thousands of shards, ten times the largest cards."""
+_HASH_CHUNK = 2**24
+_MAX_YAML_DEPTH = 200
+_CARD_METADATA = re.compile(r"\s*---(?:\r\n|\r|\n)(?P<yaml>[\S\s]*?)(?:\r\n|\r|\n)---[ \t]*(?:\r\n|\n|$)")
+_YAML_TYPES = ("null", "bool", "str", "seq", "map")
+_MAX_INT = 2**63
+"""Above any count, index or file size, and the limit of the libraries that read them."""
+_MAX_DATA_LINE, _MAX_DATA_DEPTH = 256_000_000, 500
+_JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
+
 
 def expanded(path: str | Path) -> Path:
-    """The path with `~` put in; an unknown user's stays as it is, and is simply not found."""
+    """Expand `~`; unlike pathlib, leave the `~` of an unknown user, so that the path is simply not found."""
     return Path(os.path.expanduser(path))
 
 
 def folder_name(folder: Path) -> str:
-    """What to call a folder: its name, or the repo's id where it is a snapshot of the Hub's cache.
+    """Return the name of a folder, or the repo id if it is a snapshot in the Hub's cache.
 
     >>> folder_name(Path("hub/models--org--name/snapshots/0123"))
     'org/name'
@@ -43,94 +46,83 @@ def folder_name(folder: Path) -> str:
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:
-    """The SHA-256 of each file, by its name."""
+    """Return the SHA-256 of each file, by file name."""
     return {file.name: _sha256(file) for file in files}
 
 
 def _sha256(file: Path) -> str:
-    """In large pieces: during each of them other threads of Python are not held up."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(HASHED_AT_ONCE):
-            found.update(piece)
-    return found.hexdigest()
+        while chunk := stream.read(_HASH_CHUNK):  # large: hashing a chunk releases the GIL
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-HASHED_AT_ONCE = 2**24
-
-MOST_BYTES = 16_000_000
-"""The index of a model of thousands of shards has half of that, and the largest cards a tenth."""
-_DEEPEST = 200
-_METADATA = re.compile(r"\s*---(?:\r\n|\r|\n)(?P<yaml>[\S\s]*?)(?:\r\n|\r|\n)---[ \t]*(?:\r\n|\n|$)")
-_VALUES_READ = ("null", "bool", "str", "seq", "map")
-
-
-def read_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a plain file: of a pipe or device one might wait for ever."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+def read_bytes(file: Path, most: int = MAX_FILE_BYTES) -> bytes:
+    """Read a regular file of at most `most` bytes: a pipe or device could block for ever."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no file")
-    if found.st_size > most:
-        raise ValueError(f"it has {found.st_size:,} bytes, more than {most:,}")
+    if status.st_size > most:
+        raise ValueError(f"it has {status.st_size:,} bytes, more than {most:,}")
     with file.open("rb") as stream:
         return stream.read(most)
 
 
-def read_json(file: Path, most: int = MOST_BYTES) -> Any:
-    """The value that a JSON file holds."""
+def read_json(file: Path, most: int = MAX_FILE_BYTES) -> Any:
     return parse_json(read_bytes(file, most))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """A JSON value of sane depth, in text that can be written again."""
+    """Parse JSON; refuse deep nesting and text that cannot be encoded again."""
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        found = json.loads(text)
-        if "\\u" in text:  # half a surrogate pair is a character that no file can hold
-            json.dumps(found, ensure_ascii=False).encode()
+        value = json.loads(text)
+        if "\\u" in text:  # half a surrogate pair cannot be written to a file
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return found
+    return value
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
-    found = read_json(file)
-    if not isinstance(found, dict):
+    """Read a JSON file that contains one object."""
+    value = read_json(file)
+    if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    return found
+    return value
 
 
-def read_card_metadata(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The metadata at the head of a card; empty where it has none.
+def read_card_metadata(file: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Read the YAML metadata at the top of a card; empty if it has none.
 
-    Of what YAML can say, lists and mappings of texts: a number, a date or the like is None, since nothing here reads
-    them. What is merged from elsewhere in the file is refused, for it can grow without end.
+    Only texts, booleans, lists and mappings are read; numbers, dates and the like become None. Merge keys (`<<`) are
+    refused: they can expand without bound.
     """
     import yaml
 
     text = read_bytes(file, most).decode("utf-8-sig")
-    block = _METADATA.match(text)
+    block = _CARD_METADATA.match(text)
     if block is None:
         return {}
     try:
         _require_shallow(block["yaml"])
-        found = yaml.load(block["yaml"], Loader=_loader())
+        metadata = yaml.load(block["yaml"], Loader=_loader())
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    if found is not None and not isinstance(found, dict):
+    if metadata is not None and not isinstance(metadata, dict):
         raise ValueError("they are no mapping")
-    return found or {}
+    return metadata or {}
 
 
 def _require_shallow(text: str) -> None:
-    """Refuse what is nested deeply before a loader in C follows it down, beyond the end of its stack."""
+    """Refuse deep nesting before the loader in C overflows its stack."""
     import yaml
 
     depth = 0
     for event in yaml.parse(text, Loader=_loader()):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if depth > _MAX_YAML_DEPTH:
             raise ValueError("they are nested too deeply")
 
 
@@ -142,29 +134,23 @@ def _loader() -> Any:
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(safe):
-        """Texts, lists and mappings, and nothing that takes time to make."""
-
         def flatten_mapping(self, node: Any) -> None:
             if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
                 raise ConstructorError(None, None, "a mapping is merged from others (<<)", node.start_mark)
 
     for tag in [tag for tag in Loader.yaml_constructors if tag is not None]:
-        if tag.rpartition(":")[2] not in _VALUES_READ:
+        if tag.rpartition(":")[2] not in _YAML_TYPES:
             Loader.add_constructor(tag, lambda loader, node: None)
     return Loader
 
 
-_MOST = 2**63
-"""No count, index or size of bytes is as large, and libraries take no larger ones."""
-
-
-def to_plain(found: Any) -> str:
-    """A data class as JSON, without its empty fields."""
-    return json.dumps(_without_empty(asdict(found)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def to_plain(instance: Any) -> str:
+    """Write a data class as JSON, without its empty fields."""
+    return json.dumps(_without_empty(asdict(instance)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """What `to_plain` wrote of a data class; what does not fit is a TypeError that names the field."""
+    """Build a data class from parsed JSON; a value of the wrong type is a TypeError that names the field."""
     try:
         return _build(kind, value, "record")
     except RecursionError:
@@ -172,13 +158,12 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 def _build(kind: Any, value: Any, name: str) -> Any:
-    """JSON as the type that a field has; what does not fit is a TypeError that names the field."""
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
-        known = {field: _build(hint, value[field], field) for field, hint in hints.items() if field in value}
-        # lists and dictionaries are absent when empty
+        given = {field: _build(hint, value[field], field) for field, hint in hints.items() if field in value}
+        # `to_plain` leaves out empty lists and dictionaries
         empty = {field: get_origin(hint)() for field, hint in hints.items() if get_origin(hint) in (list, dict)}
-        return kind(**{**empty, **known})  # type: ignore[operator]
+        return kind(**{**empty, **given})  # type: ignore[operator]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         kinds = [one for one in inner if one is type(value)] or inner  # a rank is a whole number or a share
@@ -191,7 +176,7 @@ def _build(kind: Any, value: Any, name: str) -> Any:
         return tuple(_build(one, item, name) for one, item in zip(inner, value, strict=True))
     if kind is float and type(value) in (int, float) and abs(value) < 1e300:
         return float(value)
-    if kind is int and type(value) is int and abs(value) < _MOST:
+    if kind is int and type(value) is int and abs(value) < _MAX_INT:
         return value
     if kind not in (int, float) and isinstance(kind, type) and type(value) is kind:
         return value
@@ -205,12 +190,8 @@ def _without_empty(value: Any) -> Any:
     return [_without_empty(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-LONGEST_LINE, DEEPEST = 256_000_000, 500
-_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
-
-
 def require_sound_json(files: Iterable[Path]) -> None:
-    """A ValueError for a file with a row that is null, one that is nested without end, or a line without end."""
+    """Raise ValueError for JSON data that crashes pyarrow: a null row, endless nesting or an endless line."""
     for file in files:
         if file.suffix in (".json", ".jsonl", ".ndjson") and file.is_file():
             _require_sound(file)
@@ -219,18 +200,18 @@ def require_sound_json(files: Iterable[Path]) -> None:
 def _require_sound(file: Path) -> None:
     depth = 0
     with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
+        for number, line in enumerate(iter(lambda: stream.readline(_MAX_DATA_LINE), b""), start=1):
             text = line.strip()
-            if len(line) == LONGEST_LINE:
-                raise ValueError(f"line {number} of '{file.name}' has more than {LONGEST_LINE:,} bytes")
+            if len(line) == _MAX_DATA_LINE:
+                raise ValueError(f"line {number} of '{file.name}' has more than {_MAX_DATA_LINE:,} bytes")
             if depth == 0 and text.startswith(b"null"):
                 raise ValueError(f"line {number} of '{file.name}' is null, and no row")
             is_row = depth == 0 and text.startswith(b"{") and text.endswith(b"}")
-            if is_row and text.count(b"[") + text.count(b"{") <= DEEPEST:
+            if is_row and text.count(b"[") + text.count(b"{") <= _MAX_DATA_DEPTH:
                 continue  # the usual line of such a file
             depth = 0 if is_row else depth
-            for token in _TOKENS.findall(text):
+            for token in _JSON_TOKENS.findall(text):
                 depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
-                if depth > DEEPEST:
+                if depth > _MAX_DATA_DEPTH:
                     raise ValueError(f"line {number} of '{file.name}' is nested too deeply")
             depth = 0 if is_row else max(depth, 0)

@@ -1,4 +1,4 @@
-"""How far a job is: told to whoever wants to show it, or shown as bars. Knows nothing of the jobs."""
+"""Define the progress callback, and show progress as bars. Knows nothing of the jobs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """No progress shown."""
+    """Ignore progress."""
 
 
 def show_progress() -> Progress:
-    """A bar for each stage while it runs, in a notebook or a terminal; pass what it returns as `progress`.
+    """Return a callback, to pass as `progress`, that draws a bar per stage in a notebook or terminal.
 
     >>> hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", progress=show_progress())  # doctest: +SKIP
     """
@@ -24,8 +24,8 @@ def show_progress() -> Progress:
 
     def show(stage: str, done: int, total: int) -> None:
         if stage not in bars:
-            counted = {"unit": "B", "unit_scale": True} if stage == "download" else {}
-            bars[stage] = tqdm(desc=stage, total=total, leave=False, **counted)
+            unit = {"unit": "B", "unit_scale": True} if stage == "download" else {}
+            bars[stage] = tqdm(desc=stage, total=total, leave=False, **unit)
         bar = bars[stage]
         if bar.total != total:
             bar.reset(total)

@@ -1,4 +1,7 @@
-"""Samples of text, as a data set has them and before any tokenizer has seen them. Knows neither files nor models."""
+"""Define the sample types of a data set: text, prompt and answer, chat, image with caption.
+
+Texts are not tokenized yet. Knows neither files nor models.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class FilePart:
-    """The row groups that were read of one parquet file, and how many rows they have in all."""
+    """The row groups read from one parquet file, and their number of rows."""
 
     file: str
     row_groups: list[int]
@@ -17,12 +20,12 @@ class FilePart:
 
 
 IMAGES, TEXTS = "images", "texts"
-"""What a model reads."""
+"""The input types of models."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or a pair of sentences; `names` are what the data set calls them, `task` a known data set's own name."""
+    """A text or a pair of texts; `names` are their columns, `task` is the name of a known data set."""
 
     first: str
     second: str | None = None
@@ -32,7 +35,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt and its answer: only the answer is learnt."""
+    """A prompt and its answer; the loss counts only the answer."""
 
     prompt: str
     answer: str
@@ -40,7 +43,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, each with a `role` and a `content`: only what the assistant says is learnt."""
+    """Messages with `role` and `content`; the loss counts only the assistant's."""
 
     messages: tuple[Mapping[str, str], ...]
 

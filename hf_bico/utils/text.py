@@ -1,16 +1,6 @@
-"""Near spellings, sizes, Markdown, tables.
+"""Format text: tables, Markdown from untrusted text, sizes in bytes, and spelling suggestions.
 
-Text of unknown origin as Markdown: in a line, a code span, a code block or a Python literal, and nowhere else.
-
-Knows nothing of records or cards.
-
-Tables for a terminal of any width: what does not fit stands below, and best and worse are words, not only colours.
-
-Knows texts; not what they mean.
-
-Sizes in bytes, as people write and read them, and that of this machine.
-
-What somebody may have meant by a word: the known one that is most like it. Knows no words itself.
+Knows nothing of records, cards or commands.
 """
 
 from __future__ import annotations
@@ -28,16 +18,10 @@ if TYPE_CHECKING:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned first column, right-aligned others, two spaces between."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    """Format a plain table: first column left-aligned, others right-aligned, two spaces between."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows]
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$^=@]|:(?=\S)|(?<=[Ww]{3})\.)")
@@ -45,11 +29,11 @@ _RIGHT_TO_LEFT = frozenset(("R", "AL", "AN"))
 
 
 class Markdown(str):
-    """Text that is Markdown already; all other text that the template prints is escaped."""
+    """Text that is already Markdown; templates escape all other text."""
 
 
 def clean(text: Any, limit: int) -> str:
-    """One line of at most `limit` characters, without any that control how text is shown."""
+    """Return one line of at most `limit` characters, without control characters."""
     line = " ".join("".join(_visible(letter) for letter in str(text)[: 4 * limit]).split())
     return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
 
@@ -58,13 +42,13 @@ def _visible(letter: str) -> str:
     kind = unicodedata.category(letter)
     if kind in ("Cc", "Zl", "Zp"):
         return " "
-    if kind == "Cs" or ord(letter) & 0xFFFE == 0xFFFE:  # no text: surrogates, and what is never a character
+    if kind == "Cs" or ord(letter) & 0xFFFE == 0xFFFE:  # surrogates and noncharacters
         return "\N{REPLACEMENT CHARACTER}"
-    return "" if kind in ("Cf", "Co") else letter  # bidirectional and zero-width controls, private letters
+    return "" if kind in ("Cf", "Co") else letter  # bidirectional and zero-width controls, private use
 
 
 def plain(text: Any, limit: int = 400) -> Markdown:
-    """Text as one line in which no character means anything to Markdown or HTML.
+    """Escape text to one line without Markdown or HTML markup.
 
     >>> print(plain("a|b <c>"))
     a\\|b \\<c\\>
@@ -73,19 +57,19 @@ def plain(text: Any, limit: int = 400) -> Markdown:
 
 
 def code(text: Any, limit: int = 80) -> Markdown:
-    """Text as a code span; not for table cells, where a pipe would end it.
+    """Return text as a code span; not for table cells, which a pipe would end.
 
     >>> print(code("test"), code("a`b"))
     `test` ``a`b``
     """
-    shown = clean(text, limit) or '""'
-    ticks = "`" * (_longest_run(shown) + 1)
-    space = " " if "`" in (shown[0], shown[-1]) else ""
-    return Markdown(f"{ticks}{space}{shown}{space}{ticks}")
+    line = clean(text, limit) or '""'
+    ticks = "`" * (_longest_run(line) + 1)
+    space = " " if "`" in (line[0], line[-1]) else ""
+    return Markdown(f"{ticks}{space}{line}{space}{ticks}")
 
 
 def fenced(text: str, language: str = "") -> Markdown:
-    """Lines as a code block that nothing in them can end."""
+    """Return text as a code block, with a fence longer than any run of backticks in it."""
     ticks = "`" * max(3, _longest_run(text) + 1)
     return Markdown(f"{ticks}{language}\n{text.strip()}\n{ticks}")
 
@@ -95,20 +79,20 @@ def _longest_run(text: str) -> int:
 
 
 def literal(value: str | list[str]) -> Markdown:
-    """Python for a text or a list of texts, in which nothing controls how it is shown.
+    """Return a Python literal of a text or a list of texts, without control characters.
 
     >>> print(literal(["a", 'b"', "c\\n"]))
     ["a", 'b"', "c\\n"]
     """
     if not isinstance(value, str):
         return Markdown(f"[{', '.join(literal(text) for text in value)}]")
-    turned = any(unicodedata.bidirectional(letter) in _RIGHT_TO_LEFT for letter in value)
-    text = ascii(value) if turned else repr(value)
+    right_to_left = any(unicodedata.bidirectional(letter) in _RIGHT_TO_LEFT for letter in value)
+    text = ascii(value) if right_to_left else repr(value)
     return Markdown(text if '"' in text else f'"{text[1:-1]}"')
 
 
 def markdown_table(rows: Sequence[Sequence[str]], align: str = "---:") -> str:
-    """A head and its rows, whatever is in the cells but what is Markdown already; columns after the first align so.
+    """Format a header and rows as a Markdown table; escape cells that are not `Markdown`, align all but the first.
 
     >>> print(markdown_table([["layer", "rank"], ["a|b", "8"]]))
     | layer | rank |
@@ -127,7 +111,7 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table; `mark` is a word on how good it is, `begins` whether a group begins with it."""
+    """One line of a table; `mark` is BETTER, BEST, WORSE or empty, `begins` starts a group of lines."""
 
     cells: Sequence[str]
     mark: str = ""
@@ -136,7 +120,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that rich can print, in as many pieces as it takes; all have the leading columns, which name a line."""
+    """A table for rich; one too wide for the terminal is split into pieces that repeat the leading columns."""
 
     header: Sequence[str]
     lines: Sequence[Line]
@@ -146,8 +130,7 @@ class Table:
         rows = [self.header, *(line.cells for line in self.lines)]
         if any(line.mark for line in self.lines):
             rows = [(*self.header, ""), *((*line.cells, line.mark) for line in self.lines)]
-        tall = sum(_widths(rows)) + _GAP * (len(self.header) - 1) > options.max_width
-        if tall:
+        if sum(_widths(rows)) + _GAP * (len(self.header) - 1) > options.max_width:
             rows[0] = [name.replace(" ", "\n") for name in rows[0]]
         for number, columns in enumerate(_pieces(_widths(rows), options.max_width, self.leading)):
             if number:
@@ -178,7 +161,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _pieces(widths: Sequence[int], room: int, leading: int) -> list[list[int]]:
-    """The columns of each piece: the leading ones, and as many of the others as there is room for, but at least one.
+    """Return the columns of each piece: the leading ones, and as many others as fit, but at least one.
 
     >>> _pieces([10, 5, 5, 5], room=24, leading=1)
     [[0, 1, 2], [0, 3]]
@@ -199,7 +182,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size_text(count: float) -> str:
-    """A number of bytes in three digits.
+    """Format a number of bytes with three digits.
 
     >>> size_text(1_234_567)
     '1.23 MB'
@@ -212,28 +195,28 @@ def size_text(count: float) -> str:
 
 
 def machine_memory() -> int:
-    """Bytes of main memory."""
+    """Return the bytes of main memory."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def near(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that is most like this one, whatever the case of its letters.
+    """Return the known word most similar to this one, ignoring case.
 
     >>> near("Thesus", ["naive", "theseus"])
     'theseus'
     """
     by_lower = {one.lower(): one for one in known}
-    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
+    matches = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The question as a remedy, or another remedy where no word is like this one.
+    """Return a remedy that suggests the nearest known word, or `otherwise` if none is near.
 
     >>> did_you_mean("biko", ["bico", "naive"], "use a method")
     "did you mean 'bico'?"
     """
-    found = near(word, known)
-    return otherwise if found is None else f"did you mean '{found}'?"
+    match = near(word, known)
+    return otherwise if match is None else f"did you mean '{match}'?"
