@@ -30,8 +30,8 @@ import click
 
 from hf_bico.cli.console import is_plain
 from hf_bico.errors import BicoError, ProcessLostError, UsageError
-from hf_bico.runtime.distributed import has_met_others, is_first_process, process_count, process_rank
-from hf_bico.runtime.library_errors import as_ours, is_debugging, is_failure
+from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
+from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
 
 TOGETHER = ("port", "plan")
 """The commands that several processes can run together."""
@@ -115,7 +115,7 @@ def speaks_for(error: BaseException) -> bool:
         _at_signals(signal.SIG_IGN)  # it is ending already
         return True
     if isinstance(error, ProcessLostError | EndedByLauncher):
-        return process_rank() == 1 and has_met_others()
+        return process_rank() == 1 and has_joined()
     _at_signals(signal.SIG_DFL)
     time.sleep(_A_MOMENT)
     return not isinstance(error, KeyboardInterrupt | click.Abort | click.ClickException)
@@ -263,7 +263,7 @@ def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoRetu
     if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or is_debugging():
         raise error
     if not isinstance(error, BicoError):
-        error = as_ours(error)
+        error = as_bico_error(error)
     if speaks_for(error):
         tell(error)
     if as_json:

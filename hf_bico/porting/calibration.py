@@ -141,7 +141,7 @@ class Calibration:
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
                 carried |= self._carry_pairs(method, pairs, statistics)
-            parts.append(self.models.team.gathered(carried))
+            parts.append(self.models.team.gather(carried))
         return joined(parts)
 
     def _carry_pairs(
@@ -240,7 +240,7 @@ class Calibration:
         needed = frozenset(kinds)
         if needed not in self._memory_plans:
             memory = self.models.memory_plan(needed, self.samples, self.settings)
-            self._memory_plans[needed] = self.models.team.agreed(memory)
+            self._memory_plans[needed] = self.models.team.broadcast(memory)
         return self._memory_plans[needed]
 
     def collect_statistics(
@@ -275,7 +275,7 @@ class Calibration:
 
         leaner = None if memory.checkpointing else partial(run, checkpointing=True)
         statistics = halving_batches(memory.batch_size, run, leaner)
-        models.team.add_up(statistics.tensors)
+        models.team.all_reduce(statistics.tensors)
         statistics.require_finite()
         return statistics
 

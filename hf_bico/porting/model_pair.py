@@ -159,7 +159,7 @@ class ModelPair:
         """Choose among the candidates by the source's features, if the sampling strategy needs them."""
         if not drawn.needs_features:
             return drawn
-        return drawn.chosen(self.team.agreed(features_of(self.source, drawn.samples, self.settings.batch)))
+        return drawn.chosen(self.team.broadcast(features_of(self.source, drawn.samples, self.settings.batch)))
 
     def pseudo_label(self, drawn: CalibrationDraw, heads: Heads) -> CalibrationDraw:
         """Label the samples by the fine-tuned source's predictions, if they have no labels."""
@@ -167,7 +167,7 @@ class ModelPair:
             return drawn
         with self.tuned_source():
             logits = logits_of(self.source, heads.tuned, drawn.samples, self.settings.batch)
-        return drawn.with_labels(self.team.agreed(logits.argmax(-1).tolist()))
+        return drawn.with_labels(self.team.broadcast(logits.argmax(-1).tolist()))
 
     def copies(self, settings: Settings, samples: int) -> int:
         """Return the number of augmented copies of each sample; none of texts, unless requested."""
@@ -240,7 +240,7 @@ class ModelPair:
 def similar_blocks(models: ModelPair, samples: Samples) -> list[int]:
     """Match each target block with a source block by linear CKA of their inputs, averaged over a sample's tokens."""
     source, target = (_block_inputs(model, samples, models.settings.batch) for model in (models.source, models.target))
-    return models.team.agreed(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
+    return models.team.broadcast(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
 
 
 def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[Tensor]:

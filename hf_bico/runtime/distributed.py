@@ -1,6 +1,6 @@
-"""The processes that do one job together, as torchrun or accelerate start them: shares, sums, what each has found.
+"""Share one job among the processes that torchrun or accelerate has started.
 
-Knows launchers and messages between processes; not what is computed. Imports torch only to join in.
+Knows launchers and collective operations; not the job. Imports torch only to join the group.
 """
 
 from __future__ import annotations
@@ -25,101 +25,101 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=1)
-"""How long a process waits for the others: the slowest may still be downloading. One that ends is noticed at once."""
-_teams = count()
-_met_others = False
-_PACKED = 16 * 2**20
-"""Bytes: smaller tensors travel together, up to so many."""
+TIMEOUT = timedelta(hours=1)
+"""How long to wait for the other processes: the slowest may still be downloading. One that dies is noticed at once."""
+_BUCKET = 16 * 2**20
+"""Bytes of small tensors that are reduced together."""
+_group_numbers = count()
+_joined = False
 
 
 def process_rank() -> int:
-    """The number of this process, from 0; by the environment alone."""
-    return _told("RANK") if process_count() > 1 else 0
+    """Return the rank of this process, from the environment alone."""
+    return _from_environment("RANK") if process_count() > 1 else 0
 
 
 def process_count() -> int:
-    """How many processes the launcher has started, on all machines."""
-    return max(_told("WORLD_SIZE", 1), 1) if "RANK" in os.environ else 1
+    """Return the number of processes that the launcher has started, on all machines."""
+    return max(_from_environment("WORLD_SIZE", 1), 1) if "RANK" in os.environ else 1
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Return whether this process is the one that prints and writes."""
     return process_rank() == 0
 
 
-def has_met_others() -> bool:
-    """Whether this process has begun to work with the others; until then none of them waits for it."""
-    return _met_others
+def has_joined() -> bool:
+    """Return whether this process has joined the others; until then none of them waits for it."""
+    return _joined
 
 
 def local_device(name: str) -> str:
-    """The device of this process: with several processes and as many GPUs, each takes its own."""
+    """Return the device of this process: with one GPU per process, each takes its own."""
     if process_count() == 1 or name not in ("auto", "cuda") or not _one_gpu_each():
         return name
-    return f"cuda:{_told('LOCAL_RANK')}"
+    return f"cuda:{_from_environment('LOCAL_RANK')}"
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that do one job together; each of them calls the same methods in the same order."""
+    """The processes of one job; all of them call the same methods in the same order."""
 
     rank: int = 0
     size: int = 1
     temporary: bool = False
-    """Whether the group of processes was made for this job, and is not the caller's."""
+    """Whether `join` made the group for this job; else it is the caller's."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part, in order; the parts differ by at most one item, and may be empty.
+        """Return this process's part, in order; parts differ by at most one item, and may be empty.
 
-        >>> [list(Team(rank, 2).share("abcde")) for rank in range(2)]
+        >>> [list(ProcessGroup(rank, 2).share("abcde")) for rank in range(2)]
         [['a', 'b'], ['c', 'd', 'e']]
         """
         first, last = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
         return items[first:last]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Put the sums over all processes into the tensors, which have the same shapes everywhere."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the tensors over all processes, in place; shapes must be the same everywhere."""
         if self.size == 1:
             return
         import torch
 
-        for pack in _packs(tensors):
-            if len(pack) == 1 and pack[0].is_contiguous():
-                _all_reduce(pack[0])
+        for bucket in _buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                _all_reduce(bucket[0])
                 continue
-            together = torch.cat([tensor.reshape(-1) for tensor in pack])
-            _all_reduce(together)
-            for tensor, found in zip(pack, together.split([tensor.numel() for tensor in pack]), strict=True):
-                tensor.copy_(found.view_as(tensor))
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            _all_reduce(flat)
+            for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
 
-    def gathered(self, own: dict[str, T]) -> dict[str, T]:
-        """What all processes have found, on every one of them, in the order of their ranks.
+    def gather(self, own: dict[str, T]) -> dict[str, T]:
+        """Return the union of all processes' entries, in the order of ranks, on every process.
 
         Tensors arrive on the kind of device that they left.
         """
         if self.size == 1:
             return own
-        found: dict[str, T] = {}
+        union: dict[str, T] = {}
         for rank in range(self.size):
-            found |= self._from(rank, own)
-        return found
+            union |= self._from(rank, own)
+        return union
 
-    def agreed(self, value: T) -> T:
-        """The first process's value, on every one of them."""
+    def broadcast(self, value: T) -> T:
+        """Return the first process's value on every process."""
         return value if self.size == 1 else self._from(0, value)
 
     def leave(self) -> None:
-        """Wait for the others, and part: from here on each may end when it likes."""
+        """Wait for the others and leave a group that `join` made; from here on each process may end."""
         if not self.temporary:
             return
         import torch.distributed as dist
 
-        self.gathered({})
+        self.gather({})
         with _peers_alive():
             dist.destroy_process_group()
 
@@ -146,29 +146,29 @@ ALONE = ProcessGroup()
 
 
 def join(device: torch.device) -> ProcessGroup:
-    """The team that the launcher has started this process for; alone where there was none.
+    """Join the process group of the launcher; without a launcher, return ALONE.
 
-    A group of processes that the caller has made is used as it is. Else GPUs talk by NCCL where every process has its
-    own, and everything else by gloo.
+    A group that the caller has initialized is used as it is. A new one uses NCCL between GPUs if every process has its
+    own, and gloo for everything else.
     """
     if process_count() == 1:
         return ALONE
     import torch
 
     dist: Any = torch.distributed
-    global _met_others
-    _met_others = True
-    if device.index is not None:  # where tensors of other processes arrive
+    global _joined
+    _joined = True
+    if device.index is not None:  # tensors of other processes arrive there
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return ProcessGroup(dist.get_rank(), dist.get_world_size())
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
     try:
         with _peers_alive():
-            store, rank, size = _meeting_place()
-            # a place of its own: where an earlier group met, its addresses still are
-            own = dist.PrefixStore(f"hf_bico-{next(_teams)}", store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=PATIENCE)
+            store, rank, size = _rendezvous()
+            # a prefix of its own: the addresses of an earlier group are still in the store
+            own = dist.PrefixStore(f"hf_bico-{next(_group_numbers)}", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
     except ValueError as error:
         raise UsageError(
             f"{process_count()} processes cannot find each other: {error}",
@@ -178,12 +178,12 @@ def join(device: torch.device) -> ProcessGroup:
 
 
 @cache
-def _meeting_place() -> tuple[Any, int, int]:
-    """The launcher's store, this process's rank and the number of processes."""
+def _rendezvous() -> tuple[Any, int, int]:
+    """Return the launcher's store, this process's rank and the number of processes."""
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
-    store.set_timeout(PATIENCE)
+    store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    store.set_timeout(TIMEOUT)
     return store, rank, size
 
 
@@ -239,16 +239,16 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return in_bytes
 
 
-def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of a kind that travel together: small ones up to a size, large ones alone."""
-    packs: dict[Any, list[Tensor]] = {}
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype and device up to `_BUCKET` bytes; larger ones stay alone."""
+    buckets: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        pack = packs.setdefault((tensor.dtype, tensor.device), [])
-        if pack and sum(each.nbytes for each in pack) + tensor.nbytes > _PACKED:
-            yield list(pack)
-            pack.clear()
-        pack.append(tensor)
-    yield from packs.values()
+        bucket = buckets.setdefault((tensor.dtype, tensor.device), [])
+        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(tensor)
+    yield from buckets.values()
 
 
 def _all_reduce(tensor: Tensor) -> None:
@@ -279,7 +279,7 @@ def _on_the_way(tensor: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _peers_alive() -> Iterator[None]:
-    """What the others are needed for: where one of them is gone, torch says so in many ways."""
+    """Raise ProcessLostError if another process is gone, which torch reports in many ways."""
     import torch
 
     try:
@@ -294,13 +294,12 @@ def _peers_alive() -> Iterator[None]:
 
 
 def _one_gpu_each() -> bool:
-    """Whether there are as many GPUs as processes on this machine."""
+    """Return whether this machine has a GPU for each of its processes."""
     import torch
 
-    return torch.cuda.device_count() >= _told("LOCAL_WORLD_SIZE", 1)
+    return torch.cuda.device_count() >= _from_environment("LOCAL_WORLD_SIZE", 1)
 
 
-def _told(name: str, otherwise: int = 0) -> int:
-    """A number that the launcher has put into the environment."""
+def _from_environment(name: str, default: int = 0) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else otherwise
+    return int(text) if text.isdigit() else default

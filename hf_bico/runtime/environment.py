@@ -1,4 +1,4 @@
-"""Where, when and how exactly a run happens: device, precision, stage times, peak memory, versions."""
+"""Choose device and precision, time stages, measure memory, list package versions. Knows no job."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from hf_bico.utils.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
 
-_NO_HALF = "mkldnn_matmul failed"
-"""How the warning of a CPU without bfloat16 begins."""
+_NO_BFLOAT16 = "mkldnn_matmul failed"
+"""The first words of torch's warning on a CPU without bfloat16."""
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by stage, in the order in which the stages first ran; beginnings, steps and ends are told on."""
+    """Seconds by stage, in the order of first use; starts, steps and ends go to the callback."""
 
-    tell: Progress = silent
+    callback: Progress = silent
     seconds: dict[str, float] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    """Of the stages that counted theirs."""
+    """The number of steps, for stages that report them."""
 
     def progress(self, stage: str, done: int, total: int) -> None:
         self.steps[stage] = total
-        self.tell(stage, done, total)
+        self.callback(stage, done, total)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        self.tell(stage, 0, self.steps.get(stage, 1))
+        self.callback(stage, 0, self.steps.get(stage, 1))
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - started, 3)
         steps = self.steps.get(stage, 1)
-        self.tell(stage, steps, steps)
+        self.callback(stage, steps, steps)
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes the GPU where there is one."""
+    """Return the device of this name; `auto` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -68,16 +68,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """`auto` is float32: the models run in it whatever they are stored in."""
+    """Return the dtype of this name; `auto` is float32, whatever the models are stored in."""
     chosen: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
     return chosen
 
 
-def halving_batches(size: int, run: Callable[[int], Result], leaner: Callable[[int], Result] | None = None) -> Result:
-    """`run` with batches of this size; where memory runs out, again with half of it.
-
-    Where it runs out with one sample too, that sample by `leaner`, if there is such a way.
-    """
+def halving_batches(size: int, run: Callable[[int], T], leaner: Callable[[int], T] | None = None) -> T:
+    """Call `run` with this batch size, and with half of it each time memory runs out; then `leaner(1)` if given."""
     attempts = [partial(run, size >> halvings) for halvings in range(size.bit_length())]
     if leaner is not None:
         attempts.append(partial(leaner, 1))
@@ -90,29 +87,29 @@ def halving_batches(size: int, run: Callable[[int], Result], leaner: Callable[[i
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Where the device's memory runs out, and nothing leaner is left to try, that is said."""
+    """Turn torch's out-of-memory error into ours."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryExhaustedError("the device's memory ran out", "use --device cpu, or a device with more") from error
 
 
-def prefetch(items: Iterator[Result]) -> Iterator[Result]:
-    """The items, each made in a thread of its own while the one before it is used.
+def prefetch(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, computing the next one in a thread while the current one is used.
 
-    >>> list(ahead(iter("abc")))
+    >>> list(prefetch(iter("abc")))
     ['a', 'b', 'c']
     """
     end = object()
     with ThreadPoolExecutor(max_workers=1) as worker:
-        coming = worker.submit(next, items, end)
-        while (item := coming.result()) is not end:
-            coming = worker.submit(next, items, end)
-            yield cast(Result, item)
+        future = worker.submit(next, items, end)
+        while (item := future.result()) is not end:
+            future = worker.submit(next, items, end)
+            yield cast(T, item)
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of main memory on the device, which is not waited for: what it was told before may take its time."""
+    """Copy to the device without blocking, through pinned memory."""
     tensor = tensor.to(dtype or tensor.dtype)
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -121,10 +118,10 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """No TF32 and no autocast, whatever the caller has set: their rounding would show in the maps.
+    """Turn off TF32 and autocast, whatever the caller has set: their rounding would show in the maps.
 
-    The first bfloat16 product on a CPU that has none makes torch warn and leave oneDNN for good: nobody is told, and
-    afterwards it is used as before.
+    The first bfloat16 product on a CPU without bfloat16 makes torch warn and turn oneDNN off for the process: the
+    warning is hidden, and oneDNN is restored afterwards.
     """
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
@@ -138,7 +135,7 @@ def exact_float32() -> Iterator[None]:
     try:
         for part, name, value in settings:
             setattr(part, name, value)
-        _ignore(_NO_HALF)
+        _ignore_warning(_NO_BFLOAT16)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
@@ -146,8 +143,8 @@ def exact_float32() -> Iterator[None]:
             setattr(part, name, value)
 
 
-def _ignore(message: str) -> None:
-    """For good: to put filters back would make Python forget which warnings it has shown."""
+def _ignore_warning(message: str) -> None:
+    """Ignore it for good: restoring the filters would make Python forget which warnings it has shown."""
     if not any(getattr(pattern, "pattern", None) == message for _, pattern, *_ in warnings.filters):
         warnings.filterwarnings("ignore", message)
 
@@ -157,7 +154,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU where it did the work, else of the process."""
+    """Return the peak bytes: of the GPU if that is the device, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -166,30 +163,28 @@ def peak_memory(device: torch.device) -> int:
         return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, kB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process can have: of the GPU where it does the work, else of main memory."""
+    """Return the bytes that this process can use: of the GPU if that is the device, else of main memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     import psutil
 
     own = psutil.Process().memory_info()
-    # pages of files are available all the same
+    # memory-mapped files (shared) are reclaimable, so they are available already
     return int(psutil.virtual_memory().available) + own.rss - getattr(own, "shared", 0)
 
 
 def installed_versions() -> dict[str, str]:
-    found = {package: _version_of(package) for package in PACKAGES}
-    return {package: number for package, number in found.items() if number is not None}
+    return {package: number for package in PACKAGES if (number := _version_of(package)) is not None}
 
 
-@cache
+@cache  # each lookup scans all installed packages
 def _version_of(package: str) -> str | None:
-    """Looked up once: it reads through all that is installed."""
     try:
         return version(package)
     except PackageNotFoundError:

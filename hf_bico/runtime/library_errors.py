@@ -1,6 +1,7 @@
-"""What the libraries underneath raise, as our errors: the last net of every public entry.
+"""Translate library errors into ours, at every public entry point.
 
-Most of it is caught where it happens, with a better cause. Knows the libraries' errors by name, and imports none.
+Most errors are caught where they happen, with a better cause; these are the rest. Knows the libraries' error classes
+by name, and imports none of them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from hf_bico.errors import (
 from hf_bico.utils import __version__
 
 DEBUG = "HF_BICO_DEBUG"
-_HERE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parent.parent
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_WORDS = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)", "File too large")
+_DISK_FULL_ERRNO = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_WORDS = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)", "File too large")
 _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
-_LONGEST = 300
-_INSTALLED = Path(sysconfig.get_path("purelib")).name
+_MAX_MESSAGE = 300
+_SITE_PACKAGES = Path(sysconfig.get_path("purelib")).name
 _LOADERS: dict[str, tuple[type[BicoError], str]] = {
     "transformers": (ModelError, "the model"),
     "open_clip": (ModelError, "the model"),
@@ -50,52 +51,38 @@ _LOADERS: dict[str, tuple[type[BicoError], str]] = {
     "evaluate": (DataError, "the metric"),
     "PIL": (UnreadableSampleError, "an image"),
 }
-"""What a package was most likely given, where it raises what says little."""
+"""For unknown errors: by package, the error class and the thing that it most likely was loading."""
 
+Translation = tuple[type[BicoError], str, str]
+"""Our error class, its cause (the library's message is appended) and its remedy."""
 
-Told = tuple[type[BicoError], str, str]
-"""An error of ours, with its cause, which what the library said goes behind, and its remedy."""
-
-_MEMORY: Told = (
-    MemoryExhaustedError,
-    "the memory ran out",
-    "use a smaller --batch-size, --memory, --device cpu, or a machine with more",
+_MORE_MEMORY = "use a smaller --batch-size, --memory, --device cpu, or a machine with more"
+_MEMORY = (MemoryExhaustedError, "the memory ran out", _MORE_MEMORY)
+_PROCESSES = (ProcessLostError, "the processes of this job lost each other", "start the job again")
+_WEIGHTS = (BrokenWeightsError, "a weight file cannot be read", "copy or download the model again")
+_PICKLE = (PickledWeightsError, "a pickled file holds more than tensors", "save the model again as safetensors")
+_GATED = (AccessError, "a repo is gated", "accept its conditions on its page, then log in with 'hf auth login'")
+_NO_REPO = (RepoNotFoundError, "a repo is not on the Hub, or private", "check the name, or log in with 'hf auth login'")
+_TEMPLATE = (
+    DataError,
+    "the tokenizer's chat template cannot be used",
+    "use the fine-tuned model's own tokenizer files",
 )
-_HUB: Told = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
-_DATA: Told = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
-_MODEL: Told = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
-_IMAGE: Told = (UnreadableSampleError, "an image cannot be decoded", "remove it from the data set")
-_FULL_DISK: Told = (OutputError, "the disk is full", "free some space, then run the same command again")
+_HUB = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
+_DATA = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
+_MODEL = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
+_IMAGE = (UnreadableSampleError, "an image cannot be decoded", "remove it from the data set")
+_FULL_DISK = (OutputError, "the disk is full", "free some space, then run the same command again")
 
-_KNOWN: dict[str, Told] = {
+_BY_CLASS: dict[str, Translation] = {
     "torch.OutOfMemoryError": _MEMORY,
     "builtins.MemoryError": _MEMORY,
     "torch.AcceleratorError": (DeviceError, "the device failed", "try again, or use --device cpu"),
-    "torch.distributed.DistError": (
-        ProcessLostError,
-        "the processes of this job lost each other",
-        "start the job again",
-    ),
-    "safetensors._safetensors_rust.SafetensorError": (
-        BrokenWeightsError,
-        "a weight file cannot be read",
-        "copy or download the model again",
-    ),
-    "_pickle.UnpicklingError": (
-        PickledWeightsError,
-        "a pickled file holds more than tensors",
-        "save the model again as safetensors",
-    ),
-    "huggingface_hub.errors.GatedRepoError": (
-        AccessError,
-        "a repo is gated",
-        "accept its conditions on its page, then log in with 'hf auth login'",
-    ),
-    "huggingface_hub.errors.RepositoryNotFoundError": (
-        RepoNotFoundError,
-        "a repo is not on the Hub, or private",
-        "check the name, or log in with 'hf auth login'",
-    ),
+    "torch.distributed.DistError": _PROCESSES,
+    "safetensors._safetensors_rust.SafetensorError": _WEIGHTS,
+    "_pickle.UnpicklingError": _PICKLE,
+    "huggingface_hub.errors.GatedRepoError": _GATED,
+    "huggingface_hub.errors.RepositoryNotFoundError": _NO_REPO,
     "huggingface_hub.errors.HfHubHTTPError": _HUB,
     "huggingface_hub.errors.OfflineModeIsEnabled": _HUB,
     "huggingface_hub.errors.LocalEntryNotFoundError": _HUB,
@@ -108,21 +95,17 @@ _KNOWN: dict[str, Told] = {
     "pyarrow.lib.ArrowException": _DATA,
     "PIL.UnidentifiedImageError": _IMAGE,
     "PIL.Image.DecompressionBombError": _IMAGE,
-    "jinja2.exceptions.TemplateError": (
-        DataError,
-        "the tokenizer's chat template cannot be used",
-        "use the fine-tuned model's own tokenizer files",
-    ),
+    "jinja2.exceptions.TemplateError": _TEMPLATE,
     "yaml.error.YAMLError": (ModelError, "a card or configuration is no YAML", "mend that file"),
 }
-"""By the name of the class, or of one that it is derived from."""
+"""By the qualified name of the error's class or of one of its base classes."""
 
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """What the libraries raise inside leaves as our error, and what nobody foresaw as a bug with a short id.
+    """Raise library errors as ours, and unexpected ones as a bug with a short id.
 
-    Errors of the caller's own code, called back from inside, and of a wrong call pass as they are.
+    Errors of the caller's own callbacks and of a wrong call pass unchanged.
     """
     try:
         yield
@@ -131,94 +114,92 @@ def translate_errors() -> Iterator[None]:
     except BaseException as error:
         if not is_failure(error) or is_debugging() or _is_callers(error):
             raise
-        raise as_ours(error) from error
+        raise as_bico_error(error) from error
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether something went wrong, as against a wish to stop; what panics in Rust is no Exception for Python."""
+    """Tell a failure from a request to stop; a panic in Rust is not an Exception in Python."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def is_debugging() -> bool:
-    """Whether the user asked for tracebacks."""
+    """Return whether the user wants tracebacks."""
     return os.environ.get(DEBUG) == "1"
 
 
-def as_ours(error: BaseException) -> BicoError:
-    """The error of ours that one of a library's stands for."""
-    said, library = _first_line(error), _raised_in(error)
-    found = _told(error)
-    if found is not None:
-        kind, cause, remedy = found
-        return kind(f"{cause}: {said}" if said else cause, remedy)
-    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+def as_bico_error(error: BaseException) -> BicoError:
+    """Translate a library's error."""
+    message, library = _first_line(error), _raised_in(error)
+    translation = _translation(error)
+    if translation is not None:
+        kind, cause, remedy = translation
+        return kind(f"{cause}: {message}" if message else cause, remedy)
+    description = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if library in _LOADERS:
         kind, given = _LOADERS[library]
         remedy = f"see whether {library} itself can; if so, please report it as {bug_id(error)}"
-        return kind(f"{library} cannot use {given}: {what}", remedy)
+        return kind(f"{library} cannot use {given}: {description}", remedy)
     return UnforeseenError(
-        f"unexpected {what} [{bug_id(error)}]",
+        f"unexpected {description} [{bug_id(error)}]",
         f"please report it by that number, with what the same command prints after {DEBUG}=1",
     )
 
 
-def _told(error: BaseException) -> Told | None:
-    """What is to be told of an error that is known by its class, its number, or its words."""
-    if _is_full(error):
+def _translation(error: BaseException) -> Translation | None:
+    """Look an error up by its errno, its words or its class."""
+    if _is_disk_full(error):
         return _FULL_DISK
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS):
         return _MEMORY
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
-    known = next((_KNOWN[name] for name in names if name in _KNOWN), None)
+    known = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), None)
     if known is not None or not isinstance(error, OSError):
         return known
-    if error.errno is None:  # by the same class libraries say what they cannot load
+    if error.errno is None:  # libraries raise plain OSError for files that they cannot load
         return _MODEL
     return OutputError, "a file cannot be read or written", "see whose it is, and run it again"
 
 
 def bug_id(error: BaseException) -> str:
-    """The same for the same bug of the same version on every machine: its kind, and the way to it through our modules.
+    """Return an id from version, error class and our last frames: the same for the same bug on every machine.
 
     >>> bug_id(ValueError("x")) == bug_id(ValueError("y"))
     True
     """
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(_HERE)
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(_PACKAGE)
     ]
-    way = [f"{Path(frame.filename).relative_to(_HERE).as_posix()}:{frame.lineno}" for frame in frames[-3:]]
-    found = hashlib.sha256("\n".join([__version__, type(error).__name__, *way]).encode())
-    return f"bico-{found.hexdigest()[:8]}"
+    path = [f"{Path(frame.filename).relative_to(_PACKAGE).as_posix()}:{frame.lineno}" for frame in frames[-3:]]
+    digest = hashlib.sha256("\n".join([__version__, type(error).__name__, *path]).encode())
+    return f"bico-{digest.hexdigest()[:8]}"
 
 
 def _is_callers(error: BaseException) -> bool:
-    """Whether it was raised by the call itself, or below code that is neither ours nor a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    names = [frame.filename for frame in frames]
-    own = [place for place, name in enumerate(names) if Path(name).is_relative_to(_HERE) and name != __file__]
-    if not own:
-        return True
-    return any(not _is_library(name) for name in names[own[0] :])
+    """Return whether it comes from the call itself, or from below code that is neither ours nor a library's."""
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [index for index, name in enumerate(names) if Path(name).is_relative_to(_PACKAGE) and name != __file__]
+    return not own or any(not _is_library(name) for name in names[own[0] :])
 
 
 def _is_library(file: str) -> bool:
-    made = file.startswith("<") and not file.startswith(("<stdin", "<ipython"))  # a data class's, a template's
-    return made or file.startswith((str(_HERE), *_LIBRARIES))
+    # code of a data class or a template, but not what a user types
+    generated = file.startswith("<") and not file.startswith(("<stdin", "<ipython"))
+    return generated or file.startswith((str(_PACKAGE), *_LIBRARIES))
 
 
 def _raised_in(error: BaseException) -> str | None:
-    """The innermost installed package that is neither torch nor ours."""
+    """Return the innermost installed package on the traceback that is neither torch nor ours."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    installed = [file.parts[file.parts.index(_INSTALLED) + 1] for file in files if _INSTALLED in file.parts]
-    return next((name for name in reversed(installed) if name not in ("torch", _HERE.name)), None)
+    installed = [file.parts[file.parts.index(_SITE_PACKAGES) + 1] for file in files if _SITE_PACKAGES in file.parts]
+    return next((name for name in reversed(installed) if name not in ("torch", _PACKAGE.name)), None)
 
 
-def _is_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _FULL:
+def _is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNO:
         return True
-    return any(words in str(error) for words in _FULL_WORDS)
+    return any(words in str(error) for words in _DISK_FULL_WORDS)
 
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:_LONGEST] if lines else ""
+    return lines[0][:_MAX_MESSAGE] if lines else ""

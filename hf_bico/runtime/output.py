@@ -1,10 +1,6 @@
-"""Output folder: lock, free space, written whole or not at all.
+"""Write output folders and files whole or not at all, locked by one run and checked for disk space.
 
-The place of a result: held by one run at a time, with room for it, freed of what killed runs left there.
-
-Knows folders; not what is written into them.
-
-Writing a result: a folder or files that appear whole or not at all. Knows folders; not what is written into them.
+Knows folders; not their content.
 """
 
 from __future__ import annotations
@@ -26,25 +22,28 @@ from hf_bico.utils.text import size_text
 
 RECORD_FILE = "bico.json"
 
+MAX_RESULT_BYTES = 256_000_000
+"""The size of a comparison with a million cells."""
 _SCRATCH = ".hf-bico-"
-"""What stands between a folder's name and the random end of the hidden folders that are made beside it."""
+"""Scratch folders beside FOLDER are named .FOLDER.hf-bico-RANDOM."""
 _ASIDE = "old"
-_A_MOMENT = 0.3
-"""Seconds: a run that has just ended is not taken for one that goes on."""
+_LOCK_TIMEOUT = 0.3
+"""Seconds: long enough for a run that is just ending to release its lock."""
 
 
 @contextmanager
 def locked_folder(folder: Path, size: int | None = None, waits: bool = False) -> Iterator[None]:
-    """Hold the place of a folder of about this size: another run is refused, or `waits`; may be nested.
+    """Lock an output folder of about this size against other runs, which are refused or wait; may be nested.
 
-    What runs that were killed left beside it is cleared away, now that nobody else is writing there.
+    Also clears leftovers of killed runs, and checks the disk space.
     """
     require_writable(folder)
-    place = Path(os.path.abspath(folder))
+    path = Path(os.path.abspath(folder))
     try:
-        made = _make_parents(place)
-        lock = FileLock(place.with_name(f".{place.name}.lock"), is_singleton=True)
-        lock.acquire(timeout=-1 if waits else _A_MOMENT)
+        new_parents = [parent for parent in path.parents if not parent.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(f".{path.name}.lock"), is_singleton=True)
+        lock.acquire(timeout=-1 if waits else _LOCK_TIMEOUT)
     except Timeout:
         raise OutputError(
             f"another run is writing into '{folder}'", "wait for it, or choose another folder with -o"
@@ -53,16 +52,27 @@ def locked_folder(folder: Path, size: int | None = None, waits: bool = False) ->
         raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
     try:
         if lock.lock_counter == 1:
-            clear_leftovers(place)
-            require_room(place.parent, size)
+            clear_leftovers(path)
+            require_room(path.parent, size)
         yield
     finally:
-        _let_go(lock, made)
+        _release(lock, new_parents)
+
+
+def _release(lock: FileLock, new_parents: list[Path]) -> None:
+    """Release the lock; delete its file, and the folders made for it that are still empty."""
+    with suppress(OSError):
+        if lock.lock_counter == 1:
+            os.unlink(lock.lock_file)  # before the release: a waiting process then sees that the file is gone
+    lock.release()
+    for parent in new_parents:
+        with suppress(OSError):  # not empty: it has the result
+            parent.rmdir()
 
 
 def require_writable(folder: Path) -> None:
-    """Refuse a place that no folder can be made in."""
-    parent = next(path for path in folder.absolute().parents if os.path.exists(path))  # pathlib's raises if too long
+    """Refuse a path whose nearest existing parent is not writable."""
+    parent = next(path for path in folder.absolute().parents if os.path.exists(path))  # pathlib raises on long names
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
 
@@ -70,23 +80,23 @@ def require_writable(folder: Path) -> None:
 def require_room(
     folder: Path, size: int | None, what: str = "the result", elsewhere: str = "choose a folder on another disk"
 ) -> None:
-    """Refuse before a long run what the disk has no room for."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    """Refuse `size` bytes that the folder's disk has no room for."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if size is not None and size > free:
         raise OutputError(
-            f"{what} takes about {size_text(size)}, and the disk of '{there}' has {size_text(free)} left",
+            f"{what} takes about {size_text(size)}, and the disk of '{existing}' has {size_text(free)} left",
             f"free some space, or {elsewhere}",
         )
 
 
 def scratch_beside(folder: Path) -> Path:
-    """A new hidden folder on the same disk, which is cleared away by the next run if this one is killed."""
+    """Make a hidden folder on the same disk; if this run is killed, the next one deletes it."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}{_SCRATCH}", dir=folder.parent))
 
 
 def put_in_place(new: Path, folder: Path) -> None:
-    """Make `new` the folder; one that is there is put aside first, and is back if that fails or is cut short."""
+    """Rename `new` to `folder`; an existing folder is moved aside first, and restored on failure."""
     if not folder.exists():
         new.rename(folder)
         return
@@ -100,12 +110,12 @@ def put_in_place(new: Path, folder: Path) -> None:
             raise
         shutil.rmtree(old)
     finally:
-        if not any(aside.iterdir()):  # an old result that could not be put back is kept here
+        if not any(aside.iterdir()):  # an old result that could not be restored stays here
             aside.rmdir()
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed runs left beside a folder; an old result that one had put aside goes back to its place."""
+    """Delete the scratch folders of killed runs; restore an old result that one had moved aside."""
     pattern = glob.escape(f".{folder.name}{_SCRATCH}") + "?" * 8
     for left in folder.parent.glob(pattern):
         if (left / _ASIDE).is_dir() and not folder.exists():
@@ -113,31 +123,9 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _make_parents(place: Path) -> list[Path]:
-    """Those of the folders above that had to be made, the innermost first."""
-    made = [parent for parent in place.parents if not parent.exists()]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return made
-
-
-def _let_go(lock: FileLock, made: list[Path]) -> None:
-    """Release a claim and leave nothing of it: neither the lock's file nor folders that stayed empty."""
-    with suppress(OSError):
-        if lock.lock_counter == 1:
-            os.unlink(lock.lock_file)  # before the release: who waits for the file sees that it is gone
-    lock.release()
-    for parent in made:
-        with suppress(OSError):  # it holds the result
-            parent.rmdir()
-
-
-MOST_RESULT = 256_000_000
-"""Bytes of a file of results: a comparison of a million cells has so many."""
-
-
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a place that cannot be written to, or a folder that is there, unless it is ours and may be replaced."""
-    if not os.path.exists(folder):  # False, where pathlib raises, for a name that is too long
+    """Refuse a path that is not writable, or an existing folder unless hf-bico wrote it and it may be replaced."""
+    if not os.path.exists(folder):  # pathlib raises on long names
         require_writable(folder)
         return
     if folder.is_dir() and not any(folder.iterdir()):
@@ -155,7 +143,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def reserved(folder: Path, overwrite: bool = False, size: int | None = None) -> Iterator[None]:
-    """Hold the place of a result from the beginning of a run: what would be refused at its end is refused now."""
+    """Lock an output folder from the start of a run, so that a refusal comes before the work."""
     with locked_folder(folder, size):
         require_free(folder, overwrite)
         yield
@@ -163,7 +151,7 @@ def reserved(folder: Path, overwrite: bool = False, size: int | None = None) -> 
 
 @contextmanager
 def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary sibling to write into; it becomes `folder` at the end, and vanishes if anything fails."""
+    """Yield a scratch folder to write into; it becomes `folder` at the end, and is deleted on failure."""
     with reserved(folder, overwrite):
         try:
             scratch = scratch_beside(folder)
@@ -183,7 +171,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Write a file that appears whole, or stays what it was."""
+    """Write a file atomically."""
     partial = file.with_name(f".{file.name}.partial")
     try:
         partial.write_bytes(content)
@@ -193,14 +181,14 @@ def write_file(file: Path, content: bytes) -> None:
 
 
 def write_files(folder: Path, content: Mapping[str, str | bytes | None]) -> tuple[Path, ...]:
-    """Write files in their order, each whole or not at all, and remove those of no content; those that were written."""
-    written = {name: some for name, some in content.items() if some is not None}
+    """Write files in order, each atomically, delete those without content, and return the paths written."""
+    written = {name: data for name, data in content.items() if data is not None}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in content.keys() - written.keys():  # what an earlier run wrote would be taken for this one's
+        for name in content.keys() - written.keys():  # of an earlier run
             (folder / name).unlink(missing_ok=True)
-        for name, some in written.items():
-            write_file(folder / name, some.encode(errors="backslashreplace") if isinstance(some, str) else some)
+        for name, data in written.items():
+            write_file(folder / name, data.encode(errors="backslashreplace") if isinstance(data, str) else data)
     except OSError as error:
         raise OutputError(
             f"'{folder}' cannot be written: {error.strerror}", "free some space or choose another folder"
@@ -209,8 +197,8 @@ def write_files(folder: Path, content: Mapping[str, str | bytes | None]) -> tupl
 
 
 def read_text(folder: Path, name: str, what: str) -> str:
-    """The text of a file that `write_files` wrote into the folder of `what`."""
+    """Read a text file that `write_files` wrote; `what` names its folder in errors."""
     try:
-        return read_bytes(folder / name, MOST_RESULT).decode("utf-8")
+        return read_bytes(folder / name, MAX_RESULT_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise RecordError(f"'{folder}' holds no {name} that can be read", f"name the folder of {what}") from error

@@ -116,11 +116,11 @@ def test_shares_are_everything_once_and_even(items: int, size: int) -> None:
 def test_alone_nothing_is_shared() -> None:
     assert join(torch.device("cpu")) is ALONE
     tensor, found = torch.ones(3), {"a": torch.ones(2)}
-    ALONE.add_up([tensor])
+    ALONE.all_reduce([tensor])
     ALONE.leave()
     assert torch.equal(tensor, torch.ones(3))
-    assert ALONE.gathered(found) is found
-    assert ALONE.agreed(found) is found
+    assert ALONE.gather(found) is found
+    assert ALONE.broadcast(found) is found
     assert list(ALONE.share([1, 2, 3])) == [1, 2, 3]
 
 
@@ -158,14 +158,14 @@ def progress(stage, done, total):
 team = join(torch.device("cpu"))
 sums = [torch.full((2, 3), team.rank + 1.0, dtype=torch.float64), torch.tensor(team.rank + 1), torch.zeros(0)]
 sums += [torch.full((3000, 2000), team.rank + 1.0), torch.full((3, 2), team.rank + 1.0).t()]
-team.add_up(sums)
+team.all_reduce(sums)
 shared = torch.arange(3, dtype=torch.bfloat16)
 own = {f"{team.rank}, {name}": (shared + team.rank, shared, shared, name) for name in ("a", "b")}
-found = team.gathered(own if team.rank else {**own, "none": torch.zeros(0)})
-agreed = team.agreed({"rank": team.rank, "mask": torch.tensor(team.rank == 0)})
+found = team.gather(own if team.rank else {**own, "none": torch.zeros(0)})
+agreed = team.broadcast({"rank": team.rank, "mask": torch.tensor(team.rank == 0)})
 team.leave()
 time.sleep(team.rank)  # the others come later to where the next team meets
-again = join(torch.device("cpu")).agreed(team.rank)
+again = join(torch.device("cpu")).broadcast(team.rank)
 ported = hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False, progress=progress)
 ported.save(sys.argv[1])
 torch.save((sums, found, agreed, again, told.count("calibrate")), f"{sys.argv[1]}-{team.rank}.pt")

@@ -15,7 +15,7 @@ import pytest
 
 import hf_bico
 from hf_bico import errors
-from hf_bico.runtime.library_errors import as_ours, bug_id, translate_errors
+from hf_bico.runtime.library_errors import as_bico_error, bug_id, translate_errors
 from support.hub import Fault, Hub
 from support.scenes import make_scene
 
@@ -167,7 +167,7 @@ def test_what_a_library_raises_is_one_of_ours(name: str, tmp_path: Path, hub: Hu
     with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever the library chooses
         raises(*([tmp_path] if inspect.signature(raises).parameters else []))
     assert not isinstance(raised.value, errors.BicoError)
-    ours = as_ours(raised.value)
+    ours = as_bico_error(raised.value)
     assert type(ours) is kind
     assert "\n" not in ours.cause + ours.remedy
     assert ours.cause
@@ -192,7 +192,7 @@ def test_what_the_hubs_client_raises_is_one_of_ours(name: str, hub: Hub) -> None
         hub.inject(replace(fault))
     with pytest.raises(Exception) as raised:  # noqa: PT011
         HfApi().model_info("user/x")
-    assert type(as_ours(raised.value)) is kind
+    assert type(as_bico_error(raised.value)) is kind
 
 
 def a_bug() -> None:
@@ -202,7 +202,7 @@ def a_bug() -> None:
 def test_a_bug_has_a_number_that_depends_on_where_it_is() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         a_bug()
-    ours = as_ours(raised.value)
+    ours = as_bico_error(raised.value)
     assert type(ours) is errors.UnforeseenError
     assert bug_id(raised.value) in ours.cause
     assert bug_id(raised.value) != bug_id(KeyError())

@@ -160,7 +160,7 @@ class _Look:
 
     def diagnosis(self, tuned: FineTune | None, methods: Sequence[str], checkpoints: Sequence[FineTune]) -> Diagnosis:
         lineage, settings = self.models.lineage, self.settings
-        of_port = Stopwatch(self.watch.tell)
+        of_port = Stopwatch(self.watch.callback)
         carried = self._round(of_port, settings).carry(self._carrier(settings.method))
         report = energy_report(self.models.vector, carried, self.models.pairs, self.models.planned.left)
         inputs = self.inputs()
