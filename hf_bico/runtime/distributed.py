@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hf_bico.errors import ProcessLostError, UsageError
 
@@ -106,7 +105,8 @@ class ProcessGroup:
             return own
         union: dict[str, T] = {}
         for rank in range(self.size):
-            union |= self._from(rank, own)
+            for name in self._from(rank, list(own)):  # one by one: a message takes several times its size in memory
+                union[name] = self._from(rank, own[name] if rank == self.rank else cast(T, None))
         return union
 
     def broadcast(self, value: T) -> T:
@@ -124,22 +124,22 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def _from(self, rank: int, value: T) -> T:
-        """A value of one process, on all of them: what is not a tensor first, as one letter, then its tensors."""
+        """Return one process's value on every process."""
         import torch
+        import torch.distributed as dist
 
-        mine = rank == self.rank
-        packer = _Packer()
-        letter = packer.letter(value) if mine else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([letter.numel()])
-        _broadcast(length, rank)
-        letter = letter if mine else letter.new_empty(int(length))
-        _broadcast(letter, rank)
-        if not mine:
-            found: T = _Unpacker(letter, rank).load()
-            return found
-        for tensor in packer.tensors.values():
-            _broadcast(_as_bytes(tensor), rank)
-        return value
+        is_sender = rank == self.rank
+        message: list[bytes] = [b""]
+        if is_sender:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            message = [buffer.getvalue()]
+        with _peers_alive():
+            dist.broadcast_object_list(message, rank)
+        if is_sender:
+            return value
+        received: T = torch.load(io.BytesIO(message[0]), map_location=_to_own_gpu, weights_only=False)
+        return received
 
 
 ALONE = ProcessGroup()
@@ -187,58 +187,6 @@ def _rendezvous() -> tuple[Any, int, int]:
     return store, rank, size
 
 
-class _Packer(pickle.Pickler):
-    """Takes a value apart: its tensors, and a letter that says where they belong."""
-
-    def __init__(self) -> None:
-        self._written = io.BytesIO()
-        super().__init__(self._written)
-        self.tensors: dict[int, Tensor] = {}
-
-    def persistent_id(self, obj: Any) -> Any:
-        import torch
-
-        if not isinstance(obj, torch.Tensor):
-            return None
-        self.tensors.setdefault(id(obj), obj)
-        return list(self.tensors).index(id(obj)), obj.shape, obj.dtype, obj.is_cuda
-
-    def letter(self, value: Any) -> Tensor:
-        import torch
-
-        self.dump(value)
-        letter: Tensor = torch.frombuffer(self._written.getbuffer(), dtype=torch.uint8)
-        return letter
-
-
-class _Unpacker(pickle.Unpickler):
-    """Puts a value together again; its tensors arrive one by one, as the letter comes to them."""
-
-    def __init__(self, letter: Tensor, sender: int) -> None:
-        super().__init__(io.BytesIO(letter.numpy().tobytes()))
-        self._sender = sender
-        self._arrived: list[Tensor] = []
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        import torch
-
-        index: int = pid[0]
-        shape, dtype, is_cuda = pid[1:]
-        if index == len(self._arrived):
-            tensor = torch.empty(shape, dtype=dtype, device="cuda" if is_cuda else "cpu")
-            _broadcast(_as_bytes(tensor), self._sender)
-            self._arrived.append(tensor)
-        return self._arrived[index]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory where it is in one piece; bytes travel whatever the kind of number is."""
-    import torch
-
-    in_bytes: Tensor = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return in_bytes
-
-
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors of one dtype and device up to `_BUCKET` bytes; larger ones stay alone."""
     buckets: dict[Any, list[Tensor]] = {}
@@ -254,27 +202,16 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _all_reduce(tensor: Tensor) -> None:
     import torch.distributed as dist
 
-    with _on_the_way(tensor) as travelling, _peers_alive():
-        dist.all_reduce(travelling)
+    # a group of the caller may have NCCL alone, which knows no tensors of main memory
+    reduced = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+    with _peers_alive():
+        dist.all_reduce(reduced)
+    if reduced is not tensor:
+        tensor.copy_(reduced)
 
 
-def _broadcast(tensor: Tensor, sender: int) -> None:
-    import torch.distributed as dist
-
-    if tensor.numel() > 0:
-        with _on_the_way(tensor) as travelling, _peers_alive():
-            dist.broadcast(travelling, sender)
-
-
-@contextmanager
-def _on_the_way(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor where the group can carry it: a caller's group may know GPUs alone."""
-    import torch.distributed as dist
-
-    travelling = tensor.cuda() if dist.get_backend() == "nccl" and not tensor.is_cuda else tensor
-    yield travelling
-    if travelling is not tensor:
-        tensor.copy_(travelling)
+def _to_own_gpu(storage: Any, location: str) -> Any:
+    return storage.cuda() if location.startswith("cuda") else storage
 
 
 @contextmanager
