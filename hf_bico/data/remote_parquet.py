@@ -20,7 +20,7 @@ from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_paralle
 from hf_bico.data.sampling import Wanted
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile
-from hf_bico.hub.retries import translated
+from hf_bico.hub.retries import translate_hub_errors
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 
@@ -332,7 +332,7 @@ class RowGroups:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with readable(self.repo.id), translated(self.repo.asked, self.repo.type, f"'{self.repo.id}'"):
+        with readable(self.repo.id), translate_hub_errors(self.repo.requested, self.repo.type, f"'{self.repo.id}'"):
             yield
 
 

@@ -1,1 +1,1 @@
-"""The Hub: what people write to name a repo, repos pinned to a commit, and their files. Knows no models."""
+"""Find, pin, download and push Hub repos. Knows no models."""

@@ -1,15 +1,6 @@
-"""Repos pinned to a commit; files fetched through the cache; headers; ranges.
+"""Read repos of the Hub: pinned to a commit, downloaded through the cache, or by byte ranges.
 
-Repos on the Hub: pinned to a commit, their files, the headers of their weights, and downloads through the cache.
-
-Everything that is read from the Hub comes through here, or as a `remote_file`. Knows repos and files; not what is in
-them.
-
-Where a repo's files are: a folder of this machine, or the Hub's cache with large files still to be fetched.
-
-Knows file names and sizes; not what a model is.
-
-A file of a Hub repo as a stream, of which only the bytes that are read are downloaded.
+Everything read from the Hub comes through here. Knows repos and files; not their content.
 """
 
 from __future__ import annotations
@@ -20,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,20 +27,22 @@ from hf_bico.errors import (
     TokenError,
 )
 from hf_bico.hub.references import HubReference, cached_repo, hub_repo, near_folder, parse
-from hf_bico.hub.retries import LOG_IN, failures, is_offline, translated, with_retries
+from hf_bico.hub.retries import LOG_IN, is_offline, request_errors, translate_hub_errors, with_retries
 from hf_bico.utils import __version__
 from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-
 MAIN = "main"
-CONVERSION_BOT = "SFconvertbot"
-_ODD_NAMES = ("..", "\\", "\0")
+SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
+"""Files that describe a model; shard indices come on top."""
+_MAX_SMALL_FILE = 20_000_000
+_CONVERSION_BOT = "SFconvertbot"
+_UNSAFE_PARTS = ("..", "\\", "\0")
 
-Downloaded = Callable[[int], None]
-"""Called with the number of bytes that have arrived since the last call."""
+DownloadCallback = Callable[[int], None]
+"""Called with the number of bytes downloaded since the last call."""
 
 
 @dataclass(frozen=True)
@@ -59,40 +53,40 @@ class HubRepo:
     type: str
     commit: str
     files: Mapping[str, int]
-    """The size of each file, by its name."""
+    """File sizes by name."""
     restricted: bool
     """Whether it is private or gated."""
-    asked: HubReference
+    requested: HubReference
     hub: Hub = field(repr=False, compare=False)
     sha256: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The digests of the large files, as the Hub knows them."""
+    """Digests of the large files, as the Hub gives them."""
 
     @property
     def renamed(self) -> bool:
-        """Whether it was asked for by an older name."""
-        return self.asked.id != self.id and "/" in self.asked.id
+        """Whether it was requested by an older name."""
+        return self.requested.id != self.id and "/" in self.requested.id
 
     def cached(self, name: str) -> Path | None:
-        """Where the cache holds a file of this commit."""
+        """Return the path of a file in the cache, if it is there."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.id, name, revision=self.commit, repo_type=self.type)
-        return Path(found) if isinstance(found, str) else None
+        path = try_to_load_from_cache(self.id, name, revision=self.commit, repo_type=self.type)
+        return Path(path) if isinstance(path, str) else None
 
     def to_download(self, names: Iterable[str]) -> int:
-        """The bytes of these files that are not in the cache."""
+        """Return the bytes of these files that are not in the cache."""
         return sum(self.files[name] for name in names if self.cached(name) is None)
 
-    def fetch(self, names: Iterable[str], downloaded: Downloaded | None = None) -> Path:
-        """Have these files in the cache; returns the folder that they are in."""
-        bar = None if downloaded is None else _reporting(downloaded)
+    def fetch(self, names: Iterable[str], downloaded: DownloadCallback | None = None) -> Path:
+        """Download these files into the cache, and return their folder."""
+        bar = None if downloaded is None else _progress_bar(downloaded)
         options: dict[str, Any] = {"revision": self.commit, "repo_type": self.type, "tqdm_class": bar}
         try:
-            with translated(self.asked, self.type, f"'{self.id}'"):
+            with translate_hub_errors(self.requested, self.type, f"'{self.id}'"):
                 for name in names:
                     with_retries(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
         except OSError as error:
-            if error.errno is None:  # of the client, and not of the disk
+            if error.errno is None:  # raised by huggingface_hub, not by the disk
                 raise HubUnavailableError(
                     f"'{self.id}': a file did not come whole: {str(error).splitlines()[0]}", "try again in a while"
                 ) from error
@@ -103,11 +97,11 @@ class HubRepo:
         return self.hub.snapshot(self.id, self.type, self.commit)
 
     def header(self, name: str) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of a safetensors file, by one Range request."""
+        """Return the shape of each tensor of a safetensors file, by one Range request."""
         from huggingface_hub.errors import SafetensorsParsingError
 
         try:
-            with translated(self.asked, self.type, f"'{self.id}'"):
+            with translate_hub_errors(self.requested, self.type, f"'{self.id}'"):
                 where: dict[str, Any] = {"revision": self.commit, "repo_type": self.type}
                 metadata = with_retries(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
         except SafetensorsParsingError as error:
@@ -117,13 +111,13 @@ class HubRepo:
         return {tensor: tuple(info.shape) for tensor, info in metadata.tensors.items()}
 
     def headers(self, names: Iterable[str]) -> list[dict[str, tuple[int, ...]]]:
-        """The headers of several files, asked for at the same time."""
+        """Return the headers of several files, requested in parallel."""
         with ThreadPoolExecutor(max_workers=8) as pool:
             return list(pool.map(self.header, names))
 
 
 class Hub:
-    """The Hub as one account sees it: repos are resolved once and stay pinned."""
+    """The Hub as one account sees it; a repo is resolved once and stays pinned."""
 
     def __init__(self, token: str | None = None) -> None:
         self.token = None if token is None else token.strip()
@@ -137,8 +131,14 @@ class Hub:
 
         return HfApi(token=self.token, library_name="hf-bico", library_version=__version__)
 
+    @property
+    def has_token(self) -> bool:
+        from huggingface_hub import get_token
+
+        return bool(self.token or get_token())
+
     def repo(self, reference: HubReference, what: str, type: str = "model") -> HubRepo:
-        """Resolve a reference to a commit, and make sure that this account may read it; `what` names it in errors."""
+        """Resolve a reference to a commit that this account may read; `what` names it in errors."""
         key = (type, reference.id, reference.revision)
         if key not in self._repos:
             try:
@@ -154,14 +154,14 @@ class Hub:
         if is_offline():
             return self._from_cache(reference, what, type)
         named = f"{what} '{reference}'"
-        with translated(reference, type, named, self):
+        with translate_hub_errors(reference, type, named, self):
             where: dict[str, Any] = {"revision": reference.revision, "repo_type": type}
             info: Any = with_retries(lambda: self.api.repo_info(reference.id, files_metadata=True, **where))
             if info.gated:
                 with_retries(lambda: self.api.auth_check(info.id, repo_type=type))
         files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         for name in files:
-            if any(part in name for part in _ODD_NAMES) or name.startswith("/"):
+            if any(part in name for part in _UNSAFE_PARTS) or name.startswith("/"):
                 raise RepoNotFoundError(f"{named} has a file named {name!r}", "use another repo")
         if not set(files) - {".gitattributes"}:
             raise EmptyRepoError(f"{named} is empty", "check the name, or the revision after an @")
@@ -176,112 +176,110 @@ class Hub:
                 "unset HF_HUB_OFFLINE once, so that it can be downloaded",
             )
         files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-        # nobody can be asked offline, and nothing can be pushed either
+        # offline nobody knows whether it is restricted, but nothing can be pushed either
         return HubRepo(reference.id, type, folder.name, files, False, reference, self)
 
     def remember(self, repo: HubRepo) -> None:
-        """Let the cache know which commit the asked revision was, for later runs without a network."""
-        revision = repo.asked.revision or MAIN
+        """Write to the cache which commit the requested revision was, for later runs offline."""
+        revision = repo.requested.revision or MAIN
         if revision == repo.commit or is_offline():
             return
-        _note(_cached_repo(repo.id, repo.type) / "refs" / revision, repo.commit)
+        _write_ref(_cache_folder(repo.id, repo.type) / "refs" / revision, repo.commit)
 
     @staticmethod
     def snapshot(repo_id: str, type: str, revision: str) -> Path:
-        """The folder of the cache for a revision; it may not be there."""
-        root = _cached_repo(repo_id, type)
-        known = root / "refs" / revision
-        return root / "snapshots" / (known.read_text().strip() if known.is_file() else revision)
+        """Return the cache's folder for a revision; it may not exist."""
+        root = _cache_folder(repo_id, type)
+        ref = root / "refs" / revision
+        return root / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
 
     def conversion(self, repo: HubRepo) -> HubRepo | None:
-        """The Hub's own pull request that adds safetensors to a repo of pickles, open and pinned."""
+        """Return the Hub's own open pull request that adds safetensors to a repo of pickles."""
         if is_offline():
             return self._cached_conversion(repo)
-        with translated(repo.asked, repo.type, f"'{repo.id}'"):
+        with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
             requests = with_retries(
                 lambda: list(
-                    self.api.get_repo_discussions(repo.id, author=CONVERSION_BOT, discussion_type="pull_request")
+                    self.api.get_repo_discussions(repo.id, author=_CONVERSION_BOT, discussion_type="pull_request")
                 )
             )
         for request in requests:
             # the author is checked again: anybody may open a pull request
-            if request.author != CONVERSION_BOT or request.status not in ("open", "draft"):
+            if request.author != _CONVERSION_BOT or request.status not in ("open", "draft"):
                 continue
-            found = self.repo(HubReference(repo.id, f"refs/pr/{request.num}"), "the conversion")
-            if any(name.endswith(".safetensors") for name in found.files) and self._parent(found) == repo.commit:
-                _note(_conversion_of(repo), found.commit)
-                return found
+            converted = self.repo(HubReference(repo.id, f"refs/pr/{request.num}"), "the conversion")
+            has_weights = any(name.endswith(".safetensors") for name in converted.files)
+            if has_weights and self._parent(converted) == repo.commit:  # older weights are of no use
+                _write_ref(_conversion_ref(repo), converted.commit)
+                return converted
         return None
 
     def _cached_conversion(self, repo: HubRepo) -> HubRepo | None:
-        """The conversion of this commit that an earlier run found and took."""
-        noted = _conversion_of(repo)
-        if not noted.is_file():
+        """Return the conversion of this commit that an earlier run used."""
+        ref = _conversion_ref(repo)
+        if not ref.is_file():
             return None
-        return self._from_cache(HubReference(repo.id, noted.read_text().strip()), "the conversion", repo.type)
+        return self._from_cache(HubReference(repo.id, ref.read_text().strip()), "the conversion", repo.type)
 
     def _parent(self, repo: HubRepo) -> str | None:
-        """The commit before this one: a conversion of older weights is of no use."""
-        with translated(repo.asked, repo.type, f"'{repo.id}'"):
+        with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
             commits = with_retries(
                 lambda: self.api.list_repo_commits(repo.id, repo_type=repo.type, revision=repo.commit)
             )
         return commits[1].commit_id if len(commits) > 1 else None
 
     def exists(self, repo_id: str, type: str) -> bool:
-        """Whether there is such a repo; no, where that cannot be told."""
+        """Return whether the repo exists; False if the Hub does not answer."""
         try:
             return bool(self.api.repo_exists(repo_id, repo_type=type))
-        except failures():
+        except request_errors():
             return False
 
     def revisions(self, reference: HubReference, type: str) -> list[str]:
-        """The branches and tags of a repo; none, where that cannot be told."""
+        """Return the branches and tags of a repo; none if the Hub does not answer."""
         try:
-            found = self.api.list_repo_refs(reference.id, repo_type=type)
-        except failures():
+            refs = self.api.list_repo_refs(reference.id, repo_type=type)
+        except request_errors():
             return []
-        return [ref.name for ref in (*found.branches, *found.tags)]
+        return [ref.name for ref in (*refs.branches, *refs.tags)]
 
-    def near(self, reference: HubReference, type: str) -> str | None:
-        """The id of a repo whose name is like this one's."""
-        name = reference.id.rpartition("/")[2]
-        listed = self.api.list_models if type == "model" else self.api.list_datasets
+    def similar_repo(self, reference: HubReference, type: str) -> str | None:
+        """Return the id of a repo with a similar name; None if the Hub does not answer."""
+        owner, _, name = reference.id.rpartition("/")
+        list_repos = self.api.list_models if type == "model" else self.api.list_datasets
         try:
-            found = [info.id for info in listed(search=name, limit=20)]
-            if "/" in reference.id:
-                found += [info.id for info in listed(author=reference.id.partition("/")[0], limit=200)]
-        except failures():  # a hint is not worth an error of its own
-            found = []
-        by_name = {known.rpartition("/")[2]: known for known in found if known != reference.id}
-        last = near(name, by_name, cutoff=0.8)
-        return near(reference.id, found, cutoff=0.85) or (None if last is None else by_name[last])
+            ids = [info.id for info in list_repos(search=name, limit=20)]
+            if owner:
+                ids += [info.id for info in list_repos(author=owner, limit=200)]
+        except request_errors():
+            return None
+        by_name = {other.rpartition("/")[2]: other for other in ids if other != reference.id}
+        similar = near(name, by_name, cutoff=0.8)
+        return near(reference.id, ids, cutoff=0.85) or (None if similar is None else by_name[similar])
 
 
-def _cached_repo(repo_id: str, type: str) -> Path:
+def _cache_folder(repo_id: str, type: str) -> Path:
     from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / "--".join([f"{type}s", *repo_id.split("/")])
-
-
-def _conversion_of(repo: HubRepo) -> Path:
-    return _cached_repo(repo.id, repo.type) / "refs" / "hf-bico-conversion" / repo.commit
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type=type)
 
 
-def _note(file: Path, commit: str) -> None:
-    """Keep a commit in the cache; a cache that cannot be written to serves online all the same."""
-    try:
+def _conversion_ref(repo: HubRepo) -> Path:
+    return _cache_folder(repo.id, repo.type) / "refs" / "hf-bico-conversion" / repo.commit
+
+
+def _write_ref(file: Path, commit: str) -> None:
+    with suppress(OSError):  # a read-only cache still serves online runs
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(commit)
-    except OSError:
-        return
 
 
-def _reporting(downloaded: Downloaded) -> Any:
-    """A stand-in for the client's progress bar that hands the bytes on."""
+def _progress_bar(downloaded: DownloadCallback) -> Any:
+    """Return a silent stand-in for huggingface_hub's progress bar that passes the bytes on."""
     from tqdm.auto import tqdm
 
-    class Reporting(tqdm):
+    class ProgressBar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
@@ -289,17 +287,12 @@ def _reporting(downloaded: Downloaded) -> Any:
             downloaded(int(n or 0))
             return None
 
-    return Reporting
-
-
-SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "README.md")
-"""What tells about a model without its weights; indices of shards come on top."""
-SMALL = 20_000_000
+    return ProgressBar
 
 
 @dataclass(frozen=True)
 class RepoFiles:
-    """The files of one repo; those of a Hub repo are in `folder` once they are fetched."""
+    """The files of a local folder or of a Hub repo; those of a Hub repo are in `folder` once fetched."""
 
     name: str
     """The Hub id, or the folder's name."""
@@ -311,58 +304,52 @@ class RepoFiles:
     def commit(self) -> str | None:
         return None if self.repo is None else self.repo.commit
 
-    def fetch(self, names: Iterable[str], downloaded: Downloaded | None = None) -> None:
-        """Have these of its files in `folder`."""
+    def fetch(self, names: Iterable[str], downloaded: DownloadCallback | None = None) -> None:
+        """Download these files into `folder`."""
         if self.repo is not None:
-            self.repo.fetch(self._away(names), downloaded)
+            self.repo.fetch(self._missing(names), downloaded)
 
     def to_download(self, names: Iterable[str]) -> int:
-        """The bytes of these files that are not on this machine yet."""
-        return sum(self.sizes[name] for name in self._away(names))
+        """Return the bytes of these files that are not on this machine yet."""
+        return sum(self.sizes[name] for name in self._missing(names))
 
-    def _away(self, names: Iterable[str]) -> list[str]:
+    def _missing(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
 
 
 def locate(reference: str | Path, what: str, hub: Hub | None = None) -> RepoFiles:
-    """Find a model repo by its reference; of a Hub repo the small files are fetched, and no weight."""
-    found = parse(reference, what)
-    if isinstance(found, Path):
-        place = _cached_place(found, what, hub or Hub())
-        if place is not None:
-            return place
-        return RepoFiles(
-            found.name, found, {file.name: file.stat().st_size for file in found.iterdir() if file.is_file()}
-        )
-    alias = hub_repo(found, what)
+    """Find a model repo by its reference; fetch the small files of a Hub repo, and no weights."""
+    parsed, hub = parse(reference, what), hub or Hub()
+    if isinstance(parsed, Path):
+        sizes = {file.name: file.stat().st_size for file in parsed.iterdir() if file.is_file()}
+        return _from_snapshot(parsed, what, hub) or RepoFiles(parsed.name, parsed, sizes)
     try:
-        return at_hub((hub or Hub()).repo(alias or found, what))
+        return fetch_small_files(hub.repo(hub_repo(parsed, what) or parsed, what))
     except (HubUnavailableError, NotCachedError) as error:
-        if "/" in found.id:
+        if "/" in parsed.id:
             raise
-        raise type(error)(f"there is no folder '{found.id}' here, and {error.cause}", error.remedy) from error
+        raise type(error)(f"there is no folder '{parsed.id}' here, and {error.cause}", error.remedy) from error
 
 
-def _cached_place(folder: Path, what: str, hub: Hub) -> RepoFiles | None:
-    """A folder of the Hub's own cache as the repo that it is, where that can still be read: its privacy matters."""
+def _from_snapshot(folder: Path, what: str, hub: Hub) -> RepoFiles | None:
+    """Return the Hub repo of a snapshot folder in the cache, if it can still be read: it may be private."""
     reference = cached_repo(folder)
     try:
-        return None if reference is None else at_hub(hub.repo(reference, what))
+        return None if reference is None else fetch_small_files(hub.repo(reference, what))
     except RepoError:
         return None
 
 
-def at_hub(repo: HubRepo) -> RepoFiles:
-    """The place of a resolved Hub repo, with its small files fetched."""
+def fetch_small_files(repo: HubRepo) -> RepoFiles:
+    """Fetch the configurations, card and shard indices of a Hub repo."""
     small = [name for name in repo.files if name in SMALL_FILES or (name.endswith(".index.json") and "/" not in name)]
-    small = [name for name in small if repo.files[name] <= SMALL]
-    folder = repo.fetch(small)
+    folder = repo.fetch([name for name in small if repo.files[name] <= _MAX_SMALL_FILE])
     repo.hub.remember(repo)
     return RepoFiles(repo.id, folder, repo.files, repo)
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of a repo, of which exactly what is read is asked for, by Range requests."""
+    """A file of a Hub repo; a read requests exactly those bytes."""
 
     def __init__(self, repo: HubRepo, name: str) -> None:
         self._repo = repo

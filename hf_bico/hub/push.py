@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
 from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
-from hf_bico.hub.retries import LOG_IN, PASSING, failures, is_offline, translated, with_retries
+from hf_bico.hub.retries import LOG_IN, RETRIED, is_offline, request_errors, translate_hub_errors, with_retries
 from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _account(hub: Hub, repo_id: str) -> dict[str, Any]:
 
     if not (hub.token or get_token()):
         raise TokenError(f"pushing to '{repo_id}' needs a token", f"{LOG_IN}; the token must be allowed to write")
-    with translated(HubReference(repo_id), "model", f"'{repo_id}'"):
+    with translate_hub_errors(HubReference(repo_id), "model", f"'{repo_id}'"):
         account: dict[str, Any] = with_retries(lambda: hub.api.whoami(token=hub.token))
     return account
 
@@ -123,7 +123,7 @@ def restricted_among(made_from: Sequence[RepoName], hub: Hub) -> list[str]:
 def _is_public(hub: Hub, type: str, repo_id: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
-    with suppress(HFValidationError, *failures()):
+    with suppress(HFValidationError, *request_errors()):
         info: Any = with_retries(lambda: hub.api.repo_info(repo_id, repo_type=type))
         return not (info.private or info.gated or info.disabled)
     return False
@@ -133,7 +133,7 @@ def remote_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
     """The Hub's answer about a repo; None where there is none."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    with translated(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
+    with translate_hub_errors(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
         try:
             return with_retries(lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True))
         except GatedRepoError:
@@ -147,7 +147,7 @@ def known_info(hub: Hub, repo_id: str, revision: str | None) -> Any:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     missing = (RepositoryNotFoundError, RevisionNotFoundError)
-    with translated(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
+    with translate_hub_errors(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
         return with_retries(
             lambda: hub.api.model_info(repo_id, revision=revision, files_metadata=True), lagging=missing
         )
@@ -248,7 +248,7 @@ def _make(make: Callable[[], object], note: Callable[[bool], None]) -> None:
             make()
         except HfHubHTTPError as error:
             status = error.response.status_code
-            note(tries > 1 or status in PASSING)
+            note(tries > 1 or status in RETRIED)
             if status != _CONFLICT:
                 raise
 
@@ -263,7 +263,7 @@ def _take_back(hub: Hub, repo_id: str, made: CreatedRepo) -> bool:
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
-    with suppress(BicoError, *failures()):
+    with suppress(BicoError, *request_errors()):
         if made.repo and _is_as_made(hub, repo_id, made):
             with_retries(lambda: hub.api.delete_repo(repo_id, missing_ok=True))
         elif made.branch is not None:
@@ -345,7 +345,7 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
                 create_pr=options.create_pr,
                 parent_commit=None if options.create_pr else head.sha,
             )
-        except failures() as error:
+        except request_errors() as error:
             found = _carried_out(folder, repo_id, options, hub)
             if found is not None:
                 return found
@@ -369,7 +369,7 @@ def _ran_late(error: Any) -> bool:
 
 def _carried_out(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushed | None:
     """What a commit did that seemed to fail; None where it did nothing, or that cannot be told."""
-    with suppress(BicoError, *failures()):
+    with suppress(BicoError, *request_errors()):
         if options.create_pr:
             found = _opened(folder, repo_id, options, hub)
             return None if found is None else replace(found, changed=True)
@@ -464,7 +464,7 @@ def _goes_on(repo_id: str, options: PushOptions, line: str | None) -> Iterator[N
     state = f"'{repo_id}' is as it was" if not options.create_pr else f"look at '{repo_id}' for a pull request"
     remedy = "push again" if line is None else f"go on with: {line}"
     try:
-        with translated(HubReference(repo_id), "model", f"'{repo_id}'"):
+        with translate_hub_errors(HubReference(repo_id), "model", f"'{repo_id}'"):
             yield
     except PushError:
         raise

@@ -1,12 +1,6 @@
-"""What people type for a repo: folder, Hub id, open_clip name.
+"""Parse repo references: a local folder, a Hub id or address, or open_clip's own `ARCHITECTURE/TAG`.
 
-Repo references: what people write to name a model or a data set, told apart into folders and Hub ids.
-
-Knows names only: looks for folders on this machine, and asks nobody.
-
-open_clip's own names of pretrained models, `ARCHITECTURE/TAG`, and the Hub repos that they stand for.
-
-Whether a text is such a name is known without importing open_clip, which loads torch.
+Looks at local folders only; makes no request, and imports open_clip (which loads torch) only for names of its own.
 """
 
 from __future__ import annotations
@@ -32,14 +26,13 @@ _HUB_ADDRESS = re.compile(
     rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:/tree/(?P<revision>{_REVISION}?))?/?"
 )
 _CACHED = re.compile(r"(?:models|datasets)--(?P<id>.+)/snapshots/(?P<revision>[0-9a-f]{40})")
-_LONGEST = 96
-
+_MAX_ID = 96
 
 RepoName = tuple[str, str]
 """The type and id of a Hub repo."""
 REPO_TYPES = ("model", "dataset")
 LOCAL: RepoName = ("local", "a local folder")
-"""Stands for what never was on the Hub, as far as is known."""
+"""Stands for a model or data set that is not known to be on the Hub."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class HubReference:
 
 
 def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | HubReference:
-    """A folder of this machine (or a file, where `files` are taken), else a Hub id; `what` names it in errors.
+    """Return a local folder (or file, if `files` are allowed), else a Hub id; `what` names it in errors.
 
     >>> str(parse("org/name@v2", "the model"))
     'org/name@v2'
@@ -70,7 +63,7 @@ def parse(reference: str | Path, what: str, *, files: bool = False) -> Path | Hu
 
 
 def hub_reference(text: str) -> HubReference | None:
-    """What a text means as an id or address of the Hub, if anything.
+    """Parse a Hub id or address; None if the text is neither.
 
     >>> str(hub_reference("https://huggingface.co/org/name/tree/v2"))
     'org/name@v2'
@@ -80,72 +73,68 @@ def hub_reference(text: str) -> HubReference | None:
 
 
 def cached_repo(folder: Path) -> HubReference | None:
-    """The repo and commit that a folder of the Hub's own cache holds."""
-    found = _CACHED.fullmatch("/".join(folder.absolute().parts[-3:]))
-    return HubReference(found["id"].replace("--", "/"), found["revision"]) if found else None
+    """Return the repo and commit of a snapshot folder in the Hub's cache."""
+    match = _CACHED.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return HubReference(match["id"].replace("--", "/"), match["revision"]) if match else None
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text could be the id of a repo on the Hub, owner and name."""
+    """Return whether a text is a valid `OWNER/NAME`."""
     return "/" in text and is_repo_id(text)
 
 
 def is_repo_id(text: str) -> bool:
-    """Whether it could be one, or one of the old ids of a single word."""
+    """Return whether a text is a valid `OWNER/NAME`, or one of the Hub's old ids of a single word."""
     named = _HUB_ID.fullmatch(text)
-    if named is None or named["revision"] is not None or len(text) > _LONGEST:
+    if named is None or named["revision"] is not None or len(text) > _MAX_ID:
         return False
     return "--" not in text and ".." not in text and not text.endswith(".git")
 
 
 def recorded_folder(name: str) -> Path:
-    """The folder that a record names, which must be here, or in a folder that is."""
-    found: list[Path] = []
-    if Path(name).name == name and name not in ("", ".."):  # a record holds names: a path in one leads nowhere
-        beside = sorted(entry.name for entry in os.scandir() if entry.is_dir() and not entry.name.startswith("."))
+    """Find the folder that a record names, in the current folder or one level below."""
+    matches: list[Path] = []
+    if Path(name).name == name and name not in ("", ".."):  # records have names only: a path is not followed
+        folders = sorted(entry.name for entry in os.scandir() if entry.is_dir() and not entry.name.startswith("."))
         here = [Path(name)] if os.path.exists(name) else []
-        found = here or [Path(folder, name) for folder in beside if os.path.isdir(os.path.join(folder, name))]
-    if not found:
+        matches = here or [Path(folder, name) for folder in folders if os.path.isdir(os.path.join(folder, name))]
+    if not matches:
         raise RecordError(f"it was made from the local folder '{name}', which is not here", "run it beside that folder")
-    if len(found) > 1:
+    if len(matches) > 1:
         raise RecordError(
-            f"it was made from the local folder '{name}', and there are '{found[0]}' and '{found[1]}'",
+            f"it was made from the local folder '{name}', and there are '{matches[0]}' and '{matches[1]}'",
             "run it beside the right one",
         )
-    return found[0]
+    return matches[0]
 
 
 def near_folder(text: str) -> str | None:
-    """A folder on this machine whose path is like this one, part by part."""
-    found = Path()
+    """Return a local folder with a similar path, matched part by part."""
+    folder = Path()
     for part in expanded(text).parts:
-        if not os.path.isdir(found / part):
-            names = [path.name for path in found.glob("*") if path.is_dir()]
-            like = near(part, names)
-            if like is None:
+        if not os.path.isdir(folder / part):
+            similar = near(part, [path.name for path in folder.glob("*") if path.is_dir()])
+            if similar is None:
                 return None
-            part = like
-        found /= part
-    return str(found)
+            part = similar
+        folder /= part
+    return str(folder)
 
 
 def _local(text: str, what: str, files: bool) -> Path:
     path = expanded(text)
-    # os.path answers for names that are too long, where pathlib raises
-    if os.path.isdir(path):
-        return path.resolve()
-    if files and os.path.isfile(path):
+    if os.path.isdir(path) or (files and os.path.isfile(path)):  # pathlib raises on long names
         return path.resolve()
     if os.path.isfile(path):
         raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{path.parent}'")
-    meant = near_folder(text)
+    similar = near_folder(text)
     raise RepoNotFoundError(
-        f"{what}: there is no folder '{text}'", f"did you mean '{meant}'?" if meant else "check the path"
+        f"{what}: there is no folder '{text}'", f"did you mean '{similar}'?" if similar else "check the path"
     )
 
 
 def hub_repo(reference: HubReference, what: str) -> HubReference | None:
-    """The Hub repo of `ViT-B-16/laion2b_s34b_b88k` and its like; None for what is no name of open_clip.
+    """Return the Hub repo of an open_clip name such as `ViT-B-16/laion2b_s34b_b88k`; None for other names.
 
     >>> str(hub_repo(HubReference("ViT-B-16-plus-240/laion400m_e32"), "the target"))
     'timm/vit_base_patch16_plus_clip_240.laion400m_e31'
@@ -158,11 +147,10 @@ def hub_repo(reference: HubReference, what: str) -> HubReference | None:
     entry = get_pretrained_cfg(architecture, tag)
     if not entry:
         tags = list_pretrained_tags_by_model(architecture)
+        names = ", ".join(f"{architecture}/{known}" for known in tags)
         raise RepoNotFoundError(
             f"{what}: open_clip knows no '{tag}' of {architecture}",
-            f"use one of: {', '.join(f'{architecture}/{known}' for known in tags)}"
-            if tags
-            else "name a Hub repo or a folder",
+            f"use one of: {names}" if tags else "name a Hub repo or a folder",
         )
     owner, _, rest = str(entry.get("hf_hub", "")).partition("/")
     if not rest:
@@ -174,15 +162,15 @@ def hub_repo(reference: HubReference, what: str) -> HubReference | None:
 
 
 def near_open_clip(reference: HubReference) -> str | None:
-    """A name of open_clip's whose architecture is like the last part of this id."""
+    """Return an open_clip name whose architecture resembles the last part of this id."""
     name = reference.id.rpartition("/")[2]
     if not get_close_matches(name, _architectures(), n=1, cutoff=0.8):
         return None
     from open_clip.pretrained import list_pretrained
 
-    tags = dict(list_pretrained())  # the last tag of each architecture that has any
-    found = get_close_matches(name, tags, n=1, cutoff=0.8)
-    return f"{found[0]}/{tags[found[0]]}" if found else None
+    tags = dict(list_pretrained())  # architecture to its last tag
+    matches = get_close_matches(name, tags, n=1, cutoff=0.8)
+    return f"{matches[0]}/{tags[matches[0]]}" if matches else None
 
 
 @cache

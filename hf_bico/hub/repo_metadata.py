@@ -1,6 +1,6 @@
-"""Where a fine-tuned model comes from, by its own files: adapter or not, base, data set, class names, licence.
+"""Read what a repo's own files say about it: adapter or not, base, data set, class names, licence.
 
-Reads configurations and cards in a folder; asks nobody and opens no weight.
+Reads configurations and cards in a folder; makes no request and opens no weights.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from hf_bico.utils.files import read_card_metadata, read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-LOADERS = (
-    *("generator", "imagefolder", "audiofolder", "videofolder", "webdataset"),
-    *("json", "csv", "parquet", "arrow", "text", "pandas", "xml"),
-)
-"""What training scripts write as the data set when it was none of the Hub's."""
+_FOLDERS = {"imagefolder", "audiofolder", "videofolder", "webdataset"}
+_LOADERS = _FOLDERS | {"generator", "json", "csv", "parquet", "arrow", "text", "pandas", "xml"}
+"""Names of `datasets` builders, which training scripts write into cards for local data."""
 _PLACEHOLDER = re.compile(r"(?i)label[_ ]?\d+|\d+")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
@@ -29,12 +27,12 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 @dataclass(frozen=True)
 class RepoMetadata:
-    """What a repo's files say about it; what they do not say is empty."""
+    """The metadata in a repo's files; a field is empty if no file gives it."""
 
     adapter: bool = False
     bases: tuple[str, ...] = ()
     bases_from: str = ""
-    """The file that names them."""
+    """The file that names the bases."""
     data_sets: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     license: str | None = None
@@ -43,13 +41,13 @@ class RepoMetadata:
     pipeline: str | None = None
     quantized: bool = False
     adapter_base: str = ""
-    """What an adapter's own configuration calls its base: an id of the Hub, or a folder."""
+    """The base in `adapter_config.json`: a Hub id or a folder."""
     problem: str | None = None
     """Why the card's metadata could not be read."""
 
 
 def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
-    """Read `adapter_config.json`, the card and `config.json` of a repo, as far as they are there and sane."""
+    """Read `adapter_config.json`, the card and `config.json`; missing and broken files count as empty."""
     adapter, config = _read_json(folder / ADAPTER_CONFIG), _read_json(folder / "config.json")
     card, problem = _read_card(folder / "README.md")
     named = [
@@ -57,8 +55,8 @@ def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
         ("card", _texts(card.get("base_model"))),
         ("config.json", _texts(config.get("_name_or_path"))),
     ]
-    usable = [(file, _repos(names, own_name)) for file, names in named]
-    bases_from, bases = next(((file, names) for file, names in usable if names), ("", ()))
+    repos = [(file, _repos(names, own_name)) for file, names in named]
+    bases_from, bases = next(((file, names) for file, names in repos if names), ("", ()))
     return RepoMetadata(
         adapter=bool(adapter),
         bases=bases,
@@ -75,24 +73,24 @@ def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
     )
 
 
-def base_of(origin: RepoMetadata, name: str) -> str:
-    """The one base that a repo names."""
-    if not origin.bases:
-        because = f" (its card cannot be read: {origin.problem})" if origin.problem else ""
+def base_of(metadata: RepoMetadata, name: str) -> str:
+    """Return the base that a repo names; raise if it names none or several."""
+    if not metadata.bases:
+        because = f" (its card cannot be read: {metadata.problem})" if metadata.problem else ""
         raise BaseUnknownError(
             f"'{name}' does not say which model it was fine-tuned from{because}", "name that model with --base"
         )
-    if len(origin.bases) > 1:
+    if len(metadata.bases) > 1:
         raise SeveralBasesError(
-            f"the {origin.bases_from} of '{name}' names several bases: {', '.join(origin.bases)}",
+            f"the {metadata.bases_from} of '{name}' names several bases: {', '.join(metadata.bases)}",
             "choose the one that was fine-tuned with --base",
         )
-    return origin.bases[0]
+    return metadata.bases[0]
 
 
-def data_of(origin: RepoMetadata, name: str) -> str | LineageError:
-    """The one data set that a repo's card names, or the error that says why there is none."""
-    repos = _repos([data for data in origin.data_sets if data.lower() not in LOADERS])
+def data_of(metadata: RepoMetadata, name: str) -> str | LineageError:
+    """Return the data set that a repo's card names, or an error if it names none or several."""
+    repos = _repos([data for data in metadata.data_sets if data.lower() not in _LOADERS])
     if len(repos) == 1:
         return repos[0]
     if repos:
@@ -100,29 +98,31 @@ def data_of(origin: RepoMetadata, name: str) -> str | LineageError:
             f"the card of '{name}' names several data sets: {', '.join(repos)}",
             "choose the one to calibrate on with --data",
         )
-    only = f" a repo (only {', '.join(repr(data) for data in origin.data_sets[:3])})" if origin.data_sets else " one"
-    because = f": {origin.problem}" if origin.problem else ""
+    only = (
+        f" a repo (only {', '.join(repr(data) for data in metadata.data_sets[:3])})" if metadata.data_sets else " one"
+    )
+    because = f": {metadata.problem}" if metadata.problem else ""
     return DataUnknownError(
         f"no calibration data was given, and the card of '{name}' does not name{only}{because}",
         "name a data set with --data",
     )
 
 
-def _repos(names: Sequence[str], but: str = "") -> tuple[str, ...]:
-    """Those of the names that are repos of the Hub, each once."""
-    found = (hub_reference(name) for name in names)
-    return tuple(dict.fromkeys(str(reference) for reference in found if reference and reference.id != but))
+def _repos(names: Sequence[str], exclude: str = "") -> tuple[str, ...]:
+    """Return the names that are Hub ids, without repeats."""
+    references = (hub_reference(name) for name in names)
+    return tuple(dict.fromkeys(str(reference) for reference in references if reference and reference.id != exclude))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except (OSError, ValueError):
-        return {}  # what needs the file says that it is broken
+        return {}  # code that needs the file reports that it is broken
 
 
 def _read_card(file: Path) -> tuple[dict[str, Any], str | None]:
-    """The card's metadata, or why they cannot be read."""
+    """Return the card's metadata, or why they cannot be read."""
     if not file.is_file():
         return {}, None
     try:
@@ -132,7 +132,7 @@ def _read_card(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """One text or a list of them, without repeats; anything else counts as none."""
+    """Return the texts of a text or a list, without repeats; empty for anything else."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(text.strip() for text in values if isinstance(text, str) and text.strip()))
 
@@ -142,19 +142,19 @@ def _word(value: Any) -> str | None:
 
 
 def _class_names(labels: Any) -> tuple[str, ...]:
-    """The names of `id2label` in order, unless they only count."""
+    """Return the names of `id2label` in order; none if they are only numbers."""
     if not isinstance(labels, dict) or not all(_NUMBER.fullmatch(str(key)) for key in labels):
         return ()
     ordered = sorted(labels.items(), key=lambda item: int(item[0]))
     names = [name for _, name in ordered]
-    counted = [int(key) for key, _ in ordered] == list(range(len(names)))
-    if not counted or not all(isinstance(name, str) and name.strip() for name in names):
+    consecutive = [int(key) for key, _ in ordered] == list(range(len(names)))
+    if not consecutive or not all(isinstance(name, str) and name.strip() for name in names):
         return ()
     return () if only_count(names) else tuple(names)
 
 
 def only_count(names: Sequence[str]) -> bool:
-    """Whether names of classes say nothing but their numbers.
+    """Return whether class names are only numbers.
 
     >>> only_count(["LABEL_0", "1"]), only_count(["cat", "dog"])
     (True, False)

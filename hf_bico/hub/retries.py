@@ -1,6 +1,6 @@
-"""What the Hub's client raises, as our errors with a remedy; and patience while the Hub is only busy.
+"""Retry requests while the Hub is busy, and translate huggingface_hub's errors into ours.
 
-Knows what can go wrong; asks for no repo itself.
+Knows what can go wrong; makes no request itself.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from hf_bico.hub.references import HubReference, near_folder, near_open_clip
 from hf_bico.utils.text import did_you_mean
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
-PASSING = (408, 429, 500, 502, 503, 504)
-"""Answers of a Hub that is only busy; whether it did what was asked is not known."""
-ANSWER = 60.0
-"""Seconds for which an answer is waited for; the client itself would wait for ever."""
-_CONNECTION = 20.0
+RETRIED = (408, 429, 500, 502, 503, 504)
+"""Status codes of a busy Hub; the request may have been carried out all the same."""
+TIMEOUT = 60.0
+"""Seconds to wait for an answer; huggingface_hub itself would wait for ever."""
+_CONNECT_TIMEOUT = 20.0
 _WAITS = (1.0, 2.0, 4.0)
-_LONGEST = 60.0
-_KINDS = {"model": "model", "dataset": "data set"}
+_MAX_WAIT = 60.0
+_TYPE_NAMES = {"model": "model", "dataset": "data set"}
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Neighbours(Protocol):
     """Whoever can tell what else is on the Hub, where a name leads nowhere."""
 
     @property
-    def token(self) -> str | None: ...
+    def has_token(self) -> bool: ...
     def exists(self, repo_id: str, type: str) -> bool: ...
     def revisions(self, reference: HubReference, type: str) -> list[str]: ...
-    def near(self, reference: HubReference, type: str) -> str | None: ...
+    def similar_repo(self, reference: HubReference, type: str) -> str | None: ...
 
 
 def is_offline() -> bool:
@@ -53,64 +53,63 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """What the client raises where the Hub fails: refusals, broken connections, a page where an answer should be."""
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return what huggingface_hub raises if a request fails: bad status, lost connection, a page instead of JSON."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     return (HTTPError, ConnectionError, JSONDecodeError)
 
 
-def with_retries(call: Callable[[], Result], lagging: tuple[type[Exception], ...] = ()) -> Result:
-    """The call, repeated with growing waits while the Hub is only busy: not all that the client asks is.
+def with_retries(call: Callable[[], T], lagging: tuple[type[Exception], ...] = ()) -> T:
+    """Retry with backoff on 408, 429 and 5xx: huggingface_hub retries only some of its requests.
 
-    So is what ends in `lagging`, of things that are known to be there: not every machine of the Hub may know them yet.
-    A call that changes something must bear that it was done before: an answer can be lost.
+    Also retries errors in `lagging`: a repo that exists may not be known to every server of the Hub yet. A call that
+    writes must tolerate being repeated, since an answer can get lost.
     """
     for wait in _WAITS:
-        _wait_not_for_ever()
+        _set_timeouts()
         try:
             return call()
-        except failures() as error:
-            if not (isinstance(error, lagging) or _passes(error)):
+        except request_errors() as error:
+            if not (isinstance(error, lagging) or _is_temporary(error)):
                 raise
-            time.sleep(_asked_wait(error) or wait)
-    _wait_not_for_ever()
+            time.sleep(_retry_after(error) or wait)
+    _set_timeouts()
     return call()
 
 
-def _passes(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
-    return not isinstance(error, HfHubHTTPError) or error.response.status_code in PASSING
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code in RETRIED
 
 
-def _asked_wait(error: Exception) -> float | None:
-    """The seconds that a busy Hub asks for."""
+def _retry_after(error: Exception) -> float | None:
     response = getattr(error, "response", None)
-    asked = "" if response is None else response.headers.get("Retry-After", "")
-    return min(float(asked), _LONGEST) if asked.isdigit() else None
+    seconds = "" if response is None else response.headers.get("Retry-After", "")
+    return min(float(seconds), _MAX_WAIT) if seconds.isdigit() else None
 
 
-def _wait_not_for_ever() -> None:
-    """Let a request that nobody answers end."""
+def _set_timeouts() -> None:
     from huggingface_hub import get_session
 
-    before_each = get_session().event_hooks["request"]  # of a new session, where a broken connection closed it
-    if _end_in_time not in before_each:
-        before_each.append(_end_in_time)
+    hooks = get_session().event_hooks["request"]  # a lost connection closes the session, and a new one has no hooks
+    if _with_timeout not in hooks:
+        hooks.append(_with_timeout)
 
 
-def _end_in_time(request: Any) -> None:
-    """Give a request the times that neither the client nor the user has set for it."""
-    usual = {"connect": min(ANSWER, _CONNECTION), "read": ANSWER, "write": ANSWER, "pool": ANSWER}
-    given = request.extensions.get("timeout", {})
-    times = {kind: limit if given.get(kind) is None else given[kind] for kind, limit in usual.items()}
-    request.extensions = {**request.extensions, "timeout": times}
+def _with_timeout(request: Any) -> None:
+    """Set the timeouts that neither huggingface_hub nor the user has set."""
+    defaults = {"connect": min(TIMEOUT, _CONNECT_TIMEOUT), "read": TIMEOUT, "write": TIMEOUT, "pool": TIMEOUT}
+    given = {kind: limit for kind, limit in request.extensions.get("timeout", {}).items() if limit is not None}
+    request.extensions = {**request.extensions, "timeout": {**defaults, **given}}
 
 
 @contextmanager
-def translated(reference: HubReference, type: str, named: str, hub: Neighbours | None = None) -> Iterator[None]:
-    """Turn what the client raises into our errors; with `hub`, a repo that is not found gets near names."""
+def translate_hub_errors(
+    reference: HubReference, type: str, named: str, hub: Neighbours | None = None
+) -> Iterator[None]:
+    """Raise huggingface_hub's errors as ours; with `hub`, suggest similar names for a repo that does not exist."""
     from huggingface_hub import errors
 
     try:
@@ -146,7 +145,7 @@ def translated(reference: HubReference, type: str, named: str, hub: Neighbours |
         raise _unavailable(named, error) from error
     except JSONDecodeError as error:
         raise _unavailable(named, ValueError("what it answers is a page, or nothing, and not of the Hub")) from error
-    except failures() as error:
+    except request_errors() as error:
         raise _unavailable(named, error) from error
 
 
@@ -155,23 +154,18 @@ def _not_found(reference: HubReference, type: str, named: str, hub: Neighbours |
         return RepoNotFoundError(f"{named} is not on the Hub", "check the name")
     other = "dataset" if type == "model" else "model"
     if hub.exists(reference.id, other):
-        return WrongRepoTypeError(f"{named} is a {_KINDS[other]}, not a {_KINDS[type]}", f"name a {_KINDS[type]} there")
-    near = hub.near(reference, type) or near_folder(reference.id)
-    if near is None and type == "model":
-        near = near_open_clip(reference)
-    hint = f"did you mean '{near}'?" if near else "check the name."
-    if not _has_token(hub):
+        wanted = _TYPE_NAMES[type]
+        return WrongRepoTypeError(f"{named} is a {_TYPE_NAMES[other]}, not a {wanted}", f"name a {wanted} there")
+    similar = hub.similar_repo(reference, type) or near_folder(reference.id)
+    if similar is None and type == "model":
+        similar = near_open_clip(reference)
+    hint = f"did you mean '{similar}'?" if similar else "check the name."
+    if not hub.has_token:
         hint += f" If it is private, {LOG_IN}"
-    elif not near:
+    elif not similar:
         hint += " If it is private, use a token that may read it"
     place = "neither on the Hub nor a folder here" if "/" not in reference.id else "not on the Hub"
     return RepoNotFoundError(f"{named} is {place}", hint)
-
-
-def _has_token(hub: Neighbours) -> bool:
-    from huggingface_hub import get_token
-
-    return bool(hub.token or get_token())
 
 
 def _address(reference: HubReference, type: str) -> str:
@@ -189,6 +183,6 @@ def _unavailable(named: str, error: BaseException) -> HubUnavailableError:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without addresses and request numbers."""
+    """Return the first line of an error, without addresses and request ids."""
     message = getattr(error, "server_message", None) or str(error) or type(error).__name__
     return str(message).splitlines()[0][:200]

@@ -26,7 +26,7 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WeightsNotFoundError,
 )
-from hf_bico.hub.client import Downloaded, Hub, RepoFiles, at_hub, locate
+from hf_bico.hub.client import DownloadCallback, Hub, RepoFiles, fetch_small_files, locate
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.hub.repo_metadata import RepoMetadata, read_metadata
 from hf_bico.hub.retries import is_offline
@@ -102,7 +102,7 @@ class OpenedRepo:
         sides = self.beside if beside else self.beside[:1]
         return [name for name in (*sides, *index, *self.weights.names) if name in self.place.sizes]
 
-    def fetched(self, downloaded: Downloaded | None = None, beside: bool = True) -> Self:
+    def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
         """The same with its files on this machine."""
         if self.place is None or self.weights is None:
             return self
@@ -166,7 +166,7 @@ class Model(OpenedRepo):
         layout = family.wrap(reference).layout
         return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
 
-    def fetched(self, downloaded: Downloaded | None = None, beside: bool = True) -> Self:
+    def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
         found = super().fetched(downloaded, beside)
         _require_floats(found.checkpoint, found.layout, f"'{found.name}'")
         return found
@@ -295,8 +295,10 @@ def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _Found:
         repo = place.repo
         converted = None if repo is None else repo.hub.conversion(repo)
         if converted is not None:
-            found = at_hub(converted)
-            notice = f"The safetensors of {place.name} are those of the Hub's pull request {converted.asked.revision}."
+            found = fetch_small_files(converted)
+            notice = (
+                f"The safetensors of {place.name} are those of the Hub's pull request {converted.requested.revision}."
+            )
             return _Found(found, find_weights(found.folder, found.sizes, library, found.name), notice)
         if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise

@@ -23,7 +23,7 @@ from hf_bico.errors import (
     UnsupportedModelError,
     WrongRepoTypeError,
 )
-from hf_bico.hub.client import Hub, HubRepo, RepoFiles, at_hub, locate
+from hf_bico.hub.client import Hub, HubRepo, RepoFiles, fetch_small_files, locate
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, hub_reference, parse
 from hf_bico.hub.repo_metadata import RepoMetadata, base_of, data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter, is_peft_model
@@ -128,7 +128,7 @@ def resolve(
     if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
         notices.append("The target is the base itself.")
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
-    notices += [f"'{repo.asked.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
+    notices += [f"'{repo.requested.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
 
 
@@ -184,7 +184,7 @@ def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
     base = base_of(origin, name)
     try:
         # a card names a Hub repo, even where a local folder has the same name
-        return at_hub(hub.repo(_reference(base), "the base"))
+        return fetch_small_files(hub.repo(_reference(base), "the base"))
     except _NO_REPO as error:
         raise BaseUnknownError(
             f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
@@ -203,7 +203,7 @@ def _other_base_named(origin: RepoMetadata, place: RepoFiles, start: RepoFiles) 
         named, other = Path(named).name, not any(os.path.samefile(folder, start.folder) for folder in folders)
     elif start.repo is not None and len(origin.bases) == 1:
         reference, named = hub_reference(origin.bases[0]), origin.bases[0]
-        given = {start.repo.id.lower(), start.repo.asked.id.lower()}
+        given = {start.repo.id.lower(), start.repo.requested.id.lower()}
         other = reference is not None and reference.id.lower() not in given
     else:
         return []

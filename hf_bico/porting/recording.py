@@ -266,7 +266,7 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
 def typed_reference(model: Model | Adapter) -> str:
     """Return what to type for a model: its Hub id, with the requested revision, or the folder's name."""
     repo = None if model.place is None else model.place.repo
-    revision = None if repo is None else repo.asked.revision
+    revision = None if repo is None else repo.requested.revision
     return model.name if revision is None else f"{model.name}@{revision}"
 
 
@@ -283,7 +283,7 @@ def _command(planned: Plan, settings: Settings, drawn: CalibrationDraw | None) -
     words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
         repo = drawn.data.repo
-        words += ["--data", drawn.data.name if repo is None else str(repo.asked), "--split", drawn.split]
+        words += ["--data", drawn.data.name if repo is None else str(repo.requested), "--split", drawn.split]
         words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
     usual: dict[str, Any] = {one.name: one.default for one in fields(Settings)}
     usual |= {"seed": None, "objective": next(iter(lineage.base.layout.objectives), "zero-shot")}
