@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.errors import (
     AccessError,
@@ -24,6 +24,9 @@ from hf_bico.errors import (
 from hf_bico.hub.references import HubReference, near_folder, near_open_clip
 from hf_bico.utils.text import did_you_mean
 
+if TYPE_CHECKING:
+    from hf_bico.hub.client import Hub
+
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Status codes of a busy Hub; the request may have been carried out all the same."""
@@ -35,16 +38,6 @@ _MAX_WAIT = 60.0
 _TYPE_NAMES = {"model": "model", "dataset": "data set"}
 
 T = TypeVar("T")
-
-
-class Neighbours(Protocol):
-    """Whoever can tell what else is on the Hub, where a name leads nowhere."""
-
-    @property
-    def has_token(self) -> bool: ...
-    def exists(self, repo_id: str, type: str) -> bool: ...
-    def revisions(self, reference: HubReference, type: str) -> list[str]: ...
-    def similar_repo(self, reference: HubReference, type: str) -> str | None: ...
 
 
 def is_offline() -> bool:
@@ -106,9 +99,7 @@ def _with_timeout(request: Any) -> None:
 
 
 @contextmanager
-def translate_hub_errors(
-    reference: HubReference, type: str, named: str, hub: Neighbours | None = None
-) -> Iterator[None]:
+def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hub | None = None) -> Iterator[None]:
     """Raise huggingface_hub's errors as ours; with `hub`, suggest similar names for a repo that does not exist."""
     from huggingface_hub import errors
 
@@ -149,7 +140,7 @@ def translate_hub_errors(
         raise _unavailable(named, error) from error
 
 
-def _not_found(reference: HubReference, type: str, named: str, hub: Neighbours | None) -> RepoError:
+def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) -> RepoError:
     if hub is None:
         return RepoNotFoundError(f"{named} is not on the Hub", "check the name")
     other = "dataset" if type == "model" else "model"
