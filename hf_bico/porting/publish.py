@@ -14,12 +14,12 @@ from hf_bico.hub.client import MAIN, Hub
 from hf_bico.hub.push import (
     Pushed,
     PushOptions,
-    _goes_on,
-    _push,
-    _told_how_to_go_on,
-    push_line,
+    push_command,
+    push_files,
     require_pushable,
-    restricted_among,
+    restricted_repos,
+    suggest_push,
+    translate_push_errors,
 )
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
@@ -50,19 +50,19 @@ def push_folder(
         _require_whole(folder, record)
         made_from = _repos_of(record)
         if isinstance(record, Record) and is_worse(record) and not options.force:
-            line = push_line(folder, repo_id, replace(options, force=True))
+            line = push_command(folder, repo_id, replace(options, force=True))
             raise PushRefusedError(
                 f"{headline(record)} It is not pushed.", f"insist with: {line}" if kept else "insist with force=True"
             )
-    with _told_how_to_go_on(push_line(folder, repo_id, options) if kept else None):
-        whole = require_pushable(repo_id, replace(options, overwrite=True), hub)
+    with suggest_push(push_command(folder, repo_id, options) if kept else None):
+        full_id = require_pushable(repo_id, replace(options, overwrite=True), hub)
     replaces = not options.create_pr and options.revision in (None, MAIN)
-    if replaces and record is not None and any(name.lower() == whole.lower() for _, name in made_from or ()):
-        raise PushRefusedError(f"this was made from '{whole}', which a push would replace", "push to another repo")
-    edited = record is not None and not _name_repo(whole, options.revision, record, folder)
-    restricted = restricted_among(made_from or [LOCAL], hub)
-    with _goes_on(whole, options, push_line(folder, whole, options) if kept else None):
-        pushed = _push(folder, whole, options, restricted, hub)
+    if replaces and record is not None and any(name.lower() == full_id.lower() for _, name in made_from or ()):
+        raise PushRefusedError(f"this was made from '{full_id}', which a push would replace", "push to another repo")
+    edited = record is not None and not _name_repo(full_id, options.revision, record, folder)
+    restricted = restricted_repos(made_from or [LOCAL], hub)
+    with translate_push_errors(full_id, options, push_command(folder, full_id, options) if kept else None):
+        pushed = push_files(folder, full_id, options, restricted, hub)
     because = ", ".join(restricted) + " behind it is not public"
     unasked = pushed.private and options.private is None and restricted
     return replace(pushed, because=because if unasked else None, edited_card=edited)

@@ -415,12 +415,12 @@ def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
     look = push.remote_info
     seen: list[str] = []
 
-    def late(client: Client, repo_id: str, revision: str | None) -> object:
+    def late(client: Client, repo_id: str, revision: str | None, **options: bool) -> object:
         seen.append(repo_id)
         if len(seen) == 1:
             hub.create(REPO)
             return None
-        return look(client, repo_id, revision)
+        return look(client, repo_id, revision, **options)
 
     monkeypatch.setattr(push, "remote_info", late)
     hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
