@@ -1,4 +1,4 @@
-"""Commands on changes alone, without calibration: extract and apply."""
+"""Defines the commands of task arithmetic, which need no calibration: extract and apply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_model
-from hf_bico.cli.exit import edge
+from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     METHOD,
     MODELS,
@@ -49,17 +49,17 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
       hf-bico extract my-finetune --base model-A --rank 0.95 -o my-lora
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    with edge():
-        wanted = None if rank is None else read_rank(rank)
+    with exit_on_error():
+        adapter_rank = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
-        from hf_bico.cli.console import shown_progress
+        from hf_bico.cli.console import progress_bars
         from hf_bico.runtime.output import reserved
 
-        with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
-            from hf_bico.porting.task_arithmetic import extract as take
+        with reserved(folder, overwrite), progress_bars(quiet or as_json) as progress:
+            from hf_bico.porting.task_arithmetic import extract as run
 
-            take(finetuned, rank=wanted, progress=progress, **options).save(folder, overwrite)
-        _show(folder, as_json, quiet)
+            run(finetuned, rank=adapter_rank, progress=progress, **options).save(folder, overwrite)
+        _print_result(folder, as_json, quiet)
 
 
 @click.command(cls=SectionedHelp, short_help="Add adapters or task vectors to a model.")
@@ -99,20 +99,20 @@ def apply(
       hf-bico apply my-ported-lora --alpha 0.5 --format adapter -o halved
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    with edge():
-        wanted = None if rank is None else read_rank(rank)
-        if require_rank(wanted) is not None and options["format"] != "adapter":
+    with exit_on_error():
+        adapter_rank = None if rank is None else read_rank(rank)
+        if require_rank(adapter_rank) is not None and options["format"] != "adapter":
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
-        shares = None if weights is None else _numbers(weights, len(vectors))
+        factors = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
-        from hf_bico.cli.console import shown_progress
+        from hf_bico.cli.console import progress_bars
         from hf_bico.runtime.output import reserved
 
-        with reserved(folder, overwrite), shown_progress(quiet or as_json) as progress:
-            from hf_bico.porting.task_arithmetic import apply as add
+        with reserved(folder, overwrite), progress_bars(quiet or as_json) as progress:
+            from hf_bico.porting.task_arithmetic import apply as run
 
-            add(vectors, weights=shares, rank=wanted, progress=progress, **options).save(folder, overwrite)
-        _show(folder, as_json, quiet)
+            run(vectors, weights=factors, rank=adapter_rank, progress=progress, **options).save(folder, overwrite)
+        _print_result(folder, as_json, quiet)
 
 
 def _numbers(text: str, count: int) -> list[float]:
@@ -125,8 +125,8 @@ def _numbers(text: str, count: int) -> list[float]:
     return numbers
 
 
-def _show(folder: Path, as_json: bool, quiet: bool) -> None:
-    from hf_bico.cli.console import print_made
+def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
+    from hf_bico.cli.console import print_change
     from hf_bico.reports.record import read_change_record
 
     record = read_change_record(folder)
@@ -136,5 +136,5 @@ def _show(folder: Path, as_json: bool, quiet: bool) -> None:
         for notice in record.notices:
             click.echo(f"Notice: {notice}", err=True)
     else:
-        print_made(record, folder)
+        print_change(record, folder)
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")

@@ -1,6 +1,6 @@
-"""What a shell offers after a Tab: folders, repos of the local Hub cache, and names after a comma.
+"""Completes words for the shell: folders, repos of the local Hub cache, and names after a comma.
 
-Reads names of folders alone, asks nobody, and imports nothing heavy: an answer takes a moment.
+Reads only names of folders and imports nothing heavy, to answer at once.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ import click
 
 from hf_bico.settings import METHODS
 
-_CACHED = {"model": "models--", "dataset": "datasets--"}
-_HARMLESS = re.compile(r"(?!-)[\w.+@%,-]+")
-"""A name that every shell takes as it stands; others are not offered, since a shell would act on what is in them."""
+_CACHE_PREFIXES = {"model": "models--", "dataset": "datasets--"}
+_SAFE_NAME = re.compile(r"(?!-)[\w.+@%,-]+")
+"""A name that needs no quotes in any shell; others are not offered, because a shell would interpret them."""
 
 
 def complete_model(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Folders, and the models of the Hub cache."""
+    """Offer folders, and the models of the Hub cache."""
     return [*_folders(incomplete), *_starting(incomplete, cached_ids("model"))]
 
 
 def complete_data(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Folders, and the data sets of the Hub cache."""
+    """Offer folders, and the data sets of the Hub cache."""
     return [*_folders(incomplete), *_starting(incomplete, cached_ids("dataset"))]
 
 
 def complete_folder(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Folders alone."""
+    """Offer folders only."""
     return _folders(incomplete)
 
 
 def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The next of some methods with commas between them, without those that are there already."""
+    """Offer the methods that a list with commas does not contain yet."""
     given, comma, last = incomplete.rpartition(",")
     left = [name for name in ("all", *METHODS) if name not in given.split(",")]
     return [f"{given}{comma}{name}" for name in _starting(last, left)]
 
 
 def cached_ids(type: str) -> list[str]:
-    """The ids of the repos of a type in the local Hub cache, by the names of its folders."""
-    prefix = _CACHED[type]
+    """Return the ids of all repos of a type in the local Hub cache, from the names of its folders."""
+    prefix = _CACHE_PREFIXES[type]
     try:
         names = sorted(entry.name for entry in os.scandir(_hub_cache()) if entry.name.startswith(prefix))
     except OSError:
         return []
-    return [name.removeprefix(prefix).replace("--", "/") for name in names if _HARMLESS.fullmatch(name)]
+    return [name.removeprefix(prefix).replace("--", "/") for name in names if _SAFE_NAME.fullmatch(name)]
 
 
 def _hub_cache() -> Path:
-    """Where the Hub's own client keeps its cache."""
+    """Return the cache folder of huggingface_hub, without importing it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.path.expandvars(os.environ[name])).expanduser()
@@ -62,20 +62,20 @@ def _hub_cache() -> Path:
 
 
 def _folders(incomplete: str) -> list[str]:
-    """The folders whose path begins so; what is in the only one too, so that the shell does not end the word."""
-    found = _folders_here(incomplete)
-    return [*found, *_folders_here(found[0])] if len(found) == 1 else found
+    """Return matching folders; with a single one also its sub-folders, so that the shell does not end the word."""
+    matches = _matching_folders(incomplete)
+    return [*matches, *_matching_folders(matches[0])] if len(matches) == 1 else matches
 
 
-def _folders_here(incomplete: str) -> list[str]:
+def _matching_folders(incomplete: str) -> list[str]:
     start, slash, name = incomplete.rpartition("/")
     typed = f"{start}{slash}"
     try:
         entries = sorted(entry.name for entry in os.scandir(Path(typed or ".").expanduser()) if entry.is_dir())
     except (OSError, RuntimeError):  # RuntimeError: a home folder of nobody
         return []
-    shown = [entry for entry in entries if _HARMLESS.fullmatch(entry) and (name.startswith(".") or entry[0] != ".")]
-    return [f"{typed}{entry}/" for entry in shown if entry.startswith(name)]
+    offered = [entry for entry in entries if _SAFE_NAME.fullmatch(entry) and (name.startswith(".") or entry[0] != ".")]
+    return [f"{typed}{entry}/" for entry in _starting(name, offered)]
 
 
 def _starting(incomplete: str, names: Iterable[str]) -> list[str]:

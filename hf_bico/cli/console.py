@@ -1,11 +1,4 @@
-"""What is printed; bars.
-
-What a stream can show: colours and tables on a terminal, plain text anywhere else. Knows no commands.
-
-What the command line prints: plans and results, as text. Computes nothing.
-
-How far the work is: bars on a terminal that takes them, lines on one that does not. Computes nothing.
-"""
+"""Prints plans, results and progress: tables and bars on a terminal, plain text anywhere else. Computes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -52,17 +45,16 @@ if TYPE_CHECKING:
 
 
 def is_screen(stream: TextIO | None) -> bool:
-    """Whether it is a terminal that can move its cursor; a stream that was closed is none."""
+    """Return True for an open terminal that can move its cursor."""
     return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def is_plain(stream: TextIO | None) -> bool:
-    """Whether nothing may be coloured there; by NO_COLOR users ask for it everywhere."""
+    """Return True where nothing may be coloured: outside of terminals, and everywhere with NO_COLOR."""
     return bool(os.environ.get("NO_COLOR")) or not is_screen(stream)
 
 
 def console_of(stream: TextIO) -> Console:
-    """That of a stream; it looks at NO_COLOR itself."""
     from rich.console import Console
 
     return Console(file=stream, highlight=False, markup=False)
@@ -82,10 +74,10 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
     return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
 
 
-def print_foresight(foresight: ForecastRecord, say: Callable[[str], None]) -> None:
-    """What calibration says, while measuring takes its time; a reader that went away stops no job."""
+def print_forecast(forecast: ForecastRecord, write: Callable[[str], None]) -> None:
+    """Print the forecast before the measuring begins; a closed pipe does not stop the job."""
     with suppress(BrokenPipeError):
-        say(foresight_sentence(foresight) + "\n")
+        write(foresight_sentence(forecast) + "\n")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
@@ -123,7 +115,7 @@ def _print_results(record: Record) -> None:
 
 
 def _marks(record: Record) -> list[str]:
-    """Of each result: whether a port is better or worse than the target that it started from."""
+    """Mark each port that is better or worse than its target."""
     entries = [result.entry for result in results(record)]
     targets = {entry.protocol: entry for entry in entries if entry.model == "target"}
     gains = [gain_of(e, targets.get(e.protocol, e)) if e.model == "ported" else 0.0 for e in entries]
@@ -144,7 +136,6 @@ def print_compared(comparison: Comparison, folder: Path) -> None:
 
 
 def _print_table(table: Table, text: str) -> None:
-    """A table on a terminal, and the same as plain text anywhere else."""
     if is_screen(sys.stdout):
         console_of(sys.stdout).print(table)
     else:
@@ -152,21 +143,22 @@ def _print_table(table: Table, text: str) -> None:
 
 
 def print_pushed(pushed: Pushed) -> None:
-    seen = "public" if not pushed.private else f"private, because {pushed.because}" if pushed.because else "private"
+    visibility = "private" if pushed.private else "public"
+    visibility += f", because {pushed.because}" if pushed.private and pushed.because else ""
     if pushed.pull_request:
         click.echo(f"Opened {pushed.pull_request}")
     elif pushed.changed:
-        click.echo(f"Pushed to {pushed.url} ({seen}), commit {pushed.commit[:12]}")
+        click.echo(f"Pushed to {pushed.url} ({visibility}), commit {pushed.commit[:12]}")
     else:
-        click.echo(f"{pushed.url} ({seen}) holds these files already, commit {pushed.commit[:12]}")
+        click.echo(f"{pushed.url} ({visibility}) holds these files already, commit {pushed.commit[:12]}")
     if pushed.edited_card:
         click.echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
 
 
-def print_made(record: ChangeRecord, folder: Path) -> None:
+def print_change(record: ChangeRecord, folder: Path) -> None:
     click.echo(_sum(record) if record.job == "apply" else f"{record.parts[0].model.id} over {record.target.id}:")
     if record.output.energy_kept is not None:
-        _print_held(record)
+        _print_energy(record)
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
     size = sum(file.stat().st_size for name in record.output.files if (file := folder / name).is_file())
@@ -178,8 +170,8 @@ def _sum(record: ChangeRecord) -> str:
     return f"{record.target.id}" + "".join(f" + {weight:g} x {name}" for weight, name in parts)
 
 
-def _print_held(record: ChangeRecord) -> None:
-    """What an adapter holds of the layers, what it leaves out, and both together."""
+def _print_energy(record: ChangeRecord) -> None:
+    """Print the energy that an adapter holds, by layers, and what it leaves out."""
     ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
     spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"
     energy = sum(layer.energy for layer in record.layers)
@@ -206,66 +198,63 @@ def print_rerun(again: Rerun) -> None:
         click.echo(f"Note: {difference}")
 
 
-class ShowsComparison(Protocol):
-    """What shows the numbers so far: of one comparison, or of a part of several."""
-
-    def __call__(self, comparison: Comparison, part: str | None = None) -> None: ...
-
-
 @contextmanager
-def shown_progress(off: bool) -> Iterator[Progress]:
-    """Bars on stderr when it is a terminal; otherwise only what is downloaded is said, before it is."""
-    with shown_with_words(off) as (progress, _):
+def progress_bars(off: bool) -> Iterator[Progress]:
+    """Show bars on stderr if it is a terminal; otherwise announce downloads only."""
+    with progress_bars_and_text(off) as (progress, _):
         yield progress
 
 
 @contextmanager
-def shown_with_words(off: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """The same, and a way to say something on stdout meanwhile: above the bars, which would else wipe it off."""
+def progress_bars_and_text(off: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Show progress, and yield a function that prints on stdout above the bars."""
     if off:
         yield silent, lambda text: None
     elif not is_screen(sys.stderr):
-        yield _announced, click.echo
+        yield _announce_download, click.echo
     else:
         one_screen = is_screen(sys.stdout)
         with _bars() as bars:
             above = partial(bars.print, markup=False, highlight=False, soft_wrap=True)
-            yield _shown_in(bars), above if one_screen else click.echo
+            yield _update_of(bars), above if one_screen else click.echo
 
 
 @contextmanager
-def shown_training(off: bool) -> Iterator[Progress]:
-    """How far the making of models is: bars on a terminal, else a line when each piece of work begins."""
+def show_stages(off: bool) -> Iterator[Progress]:
+    """Show bars on a terminal, otherwise a line when each stage begins."""
     if off or is_screen(sys.stderr):
-        with shown_progress(off) as progress:
+        with progress_bars(off) as progress:
             yield progress
         return
     begun: set[str] = set()
 
-    def say(stage: str, done: int, total: int) -> None:
+    def announce(stage: str, done: int, total: int) -> None:
         if stage not in begun:
             begun.add(stage)
             click.echo(f"  {stage}", err=True)
 
-    yield say
+    yield announce
 
 
 @contextmanager
-def shown_comparison(off: bool) -> Iterator[tuple[Progress, ShowsComparison]]:
-    """The table as it fills, on stderr: with bars on a terminal, else a line for every number."""
+def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison, str | None], None]]]:
+    """Show a growing table and bars on stderr, or a line for every number if it is no terminal.
+
+    The second function takes the numbers so far, and the name of their part if several comparisons are run.
+    """
     if off:
-        yield silent, lambda comparison, part=None: None
+        yield silent, lambda comparison, part: None
         return
     if not is_screen(sys.stderr):
         known: set[tuple[str | None, CellKey]] = set()
 
-        def say(comparison: Comparison, part: str | None = None) -> None:
+        def print_new(comparison: Comparison, part: str | None) -> None:
             for cell in comparison.cells:
                 if (part, cell.key) not in known:
                     known.add((part, cell.key))
                     click.echo(cell_line(cell) if part is None else f"{part}: {cell_line(cell)}", err=True)
 
-        yield _announced, say
+        yield _announce_download, print_new
         return
     from rich.console import Group
     from rich.live import Live
@@ -275,15 +264,14 @@ def shown_comparison(off: bool) -> Iterator[tuple[Progress, ShowsComparison]]:
     bars = _bars()
     with Live(bars, console=console_of(sys.stderr), transient=True) as live:
 
-        def show(comparison: Comparison, part: str | None = None) -> None:
+        def update_table(comparison: Comparison, part: str | None) -> None:
             table = live_table(comparison.rows(), comparison.data_sets)
             live.update(Group(*([] if part is None else [part]), table, bars))
 
-        yield _shown_in(bars), show
+        yield _update_of(bars), update_table
 
 
 def _bars() -> Any:
-    """Bars with the stage, how much of it is done, how long it has taken and how long it will take."""
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
@@ -299,25 +287,24 @@ def _bars() -> Any:
     return Bars(*columns, console=console_of(sys.stderr), transient=True)
 
 
-def _shown_in(bars: Any) -> Progress:
+def _update_of(bars: Any) -> Progress:
     tasks: dict[str, Any] = {}
 
-    def show(stage: str, done: int, total: int) -> None:
-        count = _counted(stage, done, total)
+    def update(stage: str, done: int, total: int) -> None:
+        count = _count_text(stage, done, total)
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, count=count)
         bars.update(tasks[stage], completed=done, total=total, count=count)
 
-    return show
+    return update
 
 
-def _counted(stage: str, done: int, total: int) -> str:
-    """How much of a stage is done; of one that is a single step, the bar says it."""
-    if total <= 1:
+def _count_text(stage: str, done: int, total: int) -> str:
+    if total <= 1:  # the bar says it
         return ""
     return f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
 
 
-def _announced(stage: str, done: int, total: int) -> None:
+def _announce_download(stage: str, done: int, total: int) -> None:
     if stage == "download" and done == 0 and total > 1:
         click.echo(f"Downloading {size_text(total)} of models", err=True)

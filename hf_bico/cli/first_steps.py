@@ -1,9 +1,4 @@
-"""Demo, completion.
-
-The command that shows the whole job on models that it makes itself: demo.
-
-The command that teaches a shell to complete the others: completion.
-"""
+"""Defines the commands to begin with: demo, which runs the others on small models, and completion."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hf_bico.cli.exit import edge
+from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_options
 from hf_bico.errors import UsageError
 
@@ -49,19 +44,19 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
       hf-bico demo another-folder --seed 1
     """
     silent = as_json or quiet
-    with edge() as at:
-        from hf_bico.cli.console import shown_training
+    with exit_on_error() as ending:
+        from hf_bico.cli.console import show_stages
         from hf_bico.experiments.demo.digits import EASY_TASK, TASKS
         from hf_bico.experiments.demo.world import build
 
-        at.interrupted = "the same command goes on from what is made"
+        ending.interrupted = "the same command goes on from what is made"
         hard, easy = TASKS[0].name, EASY_TASK.name
         if not silent:
             click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
-        with shown_training(silent) as progress:
+        with show_stages(silent) as progress:
             build(folder, seed=seed, tasks=[hard, easy], progress=progress)
         with chdir(folder):
-            hf_bico = _Commands(silent)
+            hf_bico = _CommandRunner(silent)
             hf_bico("plan", *_models(hard))
             hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
             hf_bico("eval", "ported", "--data", f"data/{hard}")
@@ -70,11 +65,11 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
                 references = ["--fine-tuned", f"models/wide-{task}"]
                 hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
             hf_bico("card", "ported")
-        _conclude(folder, seed, [hard, easy], as_json, quiet)
+        _print_results(folder, seed, [hard, easy], as_json, quiet)
 
 
-class _Commands:
-    """Runs this tool's own commands, as they would be typed, and shows the line unless all is to be silent."""
+class _CommandRunner:
+    """Prints a command line, unless silent, and runs it."""
 
     def __init__(self, silent: bool) -> None:
         self.silent = silent
@@ -90,20 +85,20 @@ def _models(task: str) -> list[str]:
     return [f"models/narrow-{task}", "--base", "models/narrow", "--to", "models/wide", "--data", f"data/{task}"]
 
 
-def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
-    """What was measured on both tasks, where to look, and what to try."""
+def _print_results(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
+    """Print the numbers of both tasks, the files to look at, and commands to try next."""
     from hf_bico.experiments.compare.comparison import Comparison
     from hf_bico.reports.record import read_record
 
-    compared = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
+    comparisons = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
     if as_json:
-        found = {task: json.loads(comparison.to_json()) for task, comparison in compared.items()}
+        plain = {task: json.loads(comparison.to_json()) for task, comparison in comparisons.items()}
         record = json.loads(read_record(folder / "ported").to_json())
-        click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": found}))
+        click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": plain}))
     if as_json or quiet:
         return
     click.echo(f"\nBoth tasks, in percent; {SIZE} samples, mean of {DRAWS} draws; models of seed {seed}:\n")
-    click.echo(_side_by_side(compared))
+    click.echo(_side_by_side(comparisons))
     again = shlex.join(["hf-bico", "port", *_models(tasks[0])])
     click.echo(
         f"\nLook at, in {folder}:\n"
@@ -119,27 +114,26 @@ def _conclude(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: b
 
 
 def _activation() -> str:
-    """The line that puts this command on the path, where it is not."""
+    """Return the line that puts this command on the path, if it is not there."""
     script = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("hf-bico") or not script.is_file():
         return ""
     return f"  . {shlex.quote(os.path.relpath(script))}\n"
 
 
-def _side_by_side(compared: Mapping[str, Comparison]) -> str:
-    """A column a task: the target, what each method makes of it, and the target fine-tuned directly."""
+def _side_by_side(comparisons: Mapping[str, Comparison]) -> str:
+    """Return a table with one column per task: the target, each method, and the target fine-tuned directly."""
     from hf_bico.experiments.compare.cells import method_label
     from hf_bico.utils.text import format_table
 
-    shown = ("target", *SHOWN_METHODS.split(","), "target fine-tuned")
+    names = ("target", *SHOWN_METHODS.split(","), "target fine-tuned")
     columns = [
         {row.method: row.average for row in comparison.rows() if row.size in (None, SIZE)}
-        for comparison in compared.values()
+        for comparison in comparisons.values()
     ]
-    means = [[f"{100 * spread.mean:.1f}" for column in columns if (spread := column[name])] for name in shown]
-    return format_table(
-        [("model", *compared), *((method_label(name), *row) for name, row in zip(shown, means, strict=True))]
-    )
+    means = [[f"{100 * mean.mean:.1f}" for column in columns if (mean := column[name])] for name in names]
+    rows = ((method_label(name), *row) for name, row in zip(names, means, strict=True))
+    return format_table([("model", *comparisons), *rows])
 
 
 SHELLS = ("bash", "zsh", "fish")
@@ -161,7 +155,7 @@ def completion(shell: str | None, as_json: bool, quiet: bool) -> None:
       eval "$(hf-bico completion zsh)"
       hf-bico completion fish > ~/.config/fish/completions/hf-bico.fish
     """
-    with edge():
+    with exit_on_error():
         shell = shell or _own_shell()
         script = _script(click.get_current_context().find_root().command, shell)
         if as_json:
@@ -180,9 +174,9 @@ def _own_shell() -> str:
 def _script(group: click.Command, shell: str) -> str:
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    if found is None:
+    completion_class = get_completion_class(shell)
+    if completion_class is None:
         raise UsageError(f"this release of click knows no completion for {shell}", f"name one of: {', '.join(SHELLS)}")
-    script = found(group, {}, _PROGRAM, _VARIABLE).source()
+    script = completion_class(group, {}, _PROGRAM, _VARIABLE).source()
     # click's own would cut a value at its first comma: --methods naive,theseus
     return script.replace('string split ","', 'string split --max 1 ","')

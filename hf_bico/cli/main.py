@@ -1,4 +1,4 @@
-"""The command line. Imports nothing heavy until a command runs."""
+"""Assembles the command line from its commands. Imports nothing heavy until a command runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from hf_bico.cli.change import apply, extract
 from hf_bico.cli.console import is_plain
-from hf_bico.cli.exit import FAILED, STOPPED, TERMINATED, WRONG, require_together, whole_process
+from hf_bico.cli.exit import FAILED, STOPPED, TERMINATED, WRONG, exit_process_on_error, require_single_process
 from hf_bico.cli.first_steps import completion, demo
 from hf_bico.cli.measure import compare, diagnose, evaluate, reproduce
 from hf_bico.cli.options import SectionedHelp
@@ -26,7 +26,7 @@ GROUPS: dict[str, Sequence[click.Command]] = {
     "Measure": (evaluate, diagnose, reproduce),
     "Publish": (card, push),
 }
-"""The commands by their use."""
+"""The commands under the headings of the help."""
 EXIT_CODES = {
     0: "success",
     FAILED: "the job failed: one line of cause and one of remedy, on stderr",
@@ -40,12 +40,12 @@ WHERE_NEXT = (
 )
 
 
-class _Stopped(BaseException):
-    """Ctrl-C inside of a command, which click would answer with a line of its own."""
+class _Interrupted(BaseException):
+    """Ctrl-C inside of a command: on KeyboardInterrupt click would print a line of its own."""
 
 
 class _Commands(SectionedHelp, click.Group):
-    """Commands in the order of use, under headings; a mistyped one is asked about."""
+    """Lists commands in the order of use, under headings, and suggests a command for a mistyped one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -72,14 +72,14 @@ class _Commands(SectionedHelp, click.Group):
             meant = near(name, self.commands)
             ctx.fail(f"No such command '{name}'." + (f" Did you mean '{meant}'?" if meant else ""))
         if not ctx.resilient_parsing:
-            require_together(name)
+            require_single_process(name)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            raise _Stopped from error
+            raise _Interrupted from error
 
     def main(
         self,
@@ -93,13 +93,13 @@ class _Commands(SectionedHelp, click.Group):
         extra.setdefault("color", False if is_plain(sys.stdout) else None)
         if not standalone_mode:
             return self._run(words, prog_name, complete_var, **extra)
-        with whole_process(as_json="--json" in words):
+        with exit_process_on_error(as_json="--json" in words):
             sys.exit(self._run(words, prog_name, complete_var, **extra))
 
     def _run(self, words: list[str], prog_name: str | None, complete_var: str | None, **extra: Any) -> Any:
         try:
             return super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
-        except _Stopped as error:
+        except _Interrupted as error:
             raise KeyboardInterrupt from error
 
 

@@ -1,13 +1,4 @@
-"""Eval, compare, diagnose, reproduce.
-
-The command that repeats the paper's experiments: reproduce.
-
-The command that compares methods: compare.
-
-The command that looks at two models layer by layer: diagnose.
-
-The command that measures: eval.
-"""
+"""Defines the commands that measure models and methods: reproduce, compare, diagnose and eval."""
 
 from __future__ import annotations
 
@@ -18,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
-from hf_bico.cli.exit import edge
+from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     CALIBRATION_DATA,
     MEASURING,
@@ -42,10 +33,12 @@ from hf_bico.cli.options import (
     target_option,
 )
 from hf_bico.errors import UsageError
-from hf_bico.settings import DEFAULT_SAMPLES, METHODS, read_size
+from hf_bico.settings import DEFAULT_SAMPLES, METHODS
 
 if TYPE_CHECKING:
     from hf_bico.experiments.compare.comparison import Comparison
+
+_RESUMABLE = "what was measured is in {}, and the same command goes on from there"
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")
@@ -89,28 +82,24 @@ def reproduce(table: str | None, **options: Any) -> None:
       hf-bico reproduce 3 --source-of eurosat=user/vit-b16-datacomp-eurosat --tasks eurosat
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    with edge() as at:
+    with exit_on_error() as ending:
         from hf_bico.experiments.reproduce import paper
 
         if table is None:
-            _list(as_json)
+            _list_tables(as_json)
             return
         output, dry_run = options.pop("output"), options.pop("dry_run")
         token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
         tasks = None if options["tasks"] is None else [word.strip() for word in options["tasks"].split(",")]
-        given = {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
-        seeds, train_target = options.pop("seeds"), options.pop("train_target")
+        own: dict[str, Any] = {name: options.pop(name) for name in ("seeds", "train_target")}
+        own |= {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
         options.pop("tasks")
-        for name in ("max_download", "memory"):
-            if options[name] is not None:
-                options[name] = read_size(options[name], f"--{name.replace('_', '-')}")
-        from hf_bico.settings import Settings
+        settings = read_settings({**options, "class_names": None, "templates": None})
+        folder = Path(output or "reproduced").expanduser()
+        paper.table(table)  # refuses a mistyped name before the slow imports
+        from hf_bico.experiments.reproduce.run import Job, estimate, run_job
 
-        settings, folder = Settings(**options), Path(output or "reproduced").expanduser()
-        paper.table(table)  # what is mistyped is said before what takes seconds to import
-        from hf_bico.experiments.reproduce.run import Given, Job, estimate, run_job
-
-        job = Job.of(table, tasks, folder, Given(*given.values()), seeds, train_target)
+        job = Job.of(table, tasks, folder, **own)
         expected = estimate(job, settings, token, allow_pickle)
         silent = quiet or as_json
         if not silent:
@@ -118,29 +107,29 @@ def reproduce(table: str | None, **options: Any) -> None:
         if dry_run:
             from hf_bico.experiments.reproduce.reproduction import Reproduction
 
-            known = Reproduction(job.table, tuple(one.name for one in job.tasks))
+            empty = Reproduction(job.table, tuple(one.name for one in job.tasks))
             if as_json:
-                click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(known.to_json())}))
+                click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(empty.to_json())}))
             elif not quiet:
-                click.echo(f"\n{known.text()}")
+                click.echo(f"\n{empty.text()}")
             return
-        from hf_bico.cli.console import shown_comparison
+        from hf_bico.cli.console import show_comparison
 
-        at.interrupted = "nothing was measured yet"
-        with shown_comparison(silent) as (progress, show):
+        ending.interrupted = "nothing was measured yet"
+        with show_comparison(silent) as (progress, show):
 
-            def measured(part: str, comparison: Comparison) -> None:
-                at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
+            def on_number(part: str, comparison: Comparison) -> None:
+                ending.interrupted = _RESUMABLE.format(folder)
                 show(comparison, part)
 
-            found = run_job(job, settings, token, allow_pickle, progress, measured)
+            reproduction = run_job(job, settings, token, allow_pickle, progress, on_number)
         if as_json:
-            click.echo(json.dumps({"folder": str(job.results), "reproduction": json.loads(found.to_json())}))
+            click.echo(json.dumps({"folder": str(job.results), "reproduction": json.loads(reproduction.to_json())}))
         elif not quiet:
-            click.echo(f"{found.text()}\n\nWritten to {job.results}")
+            click.echo(f"{reproduction.text()}\n\nWritten to {job.results}")
 
 
-def _list(as_json: bool) -> None:
+def _list_tables(as_json: bool) -> None:
     from hf_bico.experiments.reproduce import paper
 
     tables = [paper.table(name) for name in paper.TABLES]
@@ -153,14 +142,14 @@ def _list(as_json: bool) -> None:
 
 
 def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
-    """What is typed as TASK=NAME."""
-    found = {}
+    """Parse values of the form TASK=NAME."""
+    values = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name or not value:
             raise UsageError(f"--{option.replace('_', '-')} is '{text}'", "give TASK=NAME, such as eurosat=user/model")
-        found[name.strip()] = value.strip()
-    return found
+        values[name.strip()] = value.strip()
+    return values
 
 
 @click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
@@ -213,35 +202,33 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
     output, fine_tuned = options.pop("output"), options.pop("fine_tuned")
     job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds", "with_base")}
     methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
-    with edge() as at:
+    with exit_on_error() as ending:
         settings = read_settings(options)
         chosen = {} if methods is None else {"methods": read_methods(methods)}
         sizes = {
             name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
         }
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
-        from hf_bico.cli.console import print_compared, shown_comparison
+        from hf_bico.cli.console import print_compared, show_comparison
         from hf_bico.experiments.compare.run import compare as run
 
-        at.interrupted = "nothing was measured yet"
-        silent = quiet or as_json
-        asked: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
-        asked |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
-        with shown_comparison(silent) as (progress, show):
+        ending.interrupted = "nothing was measured yet"
+        arguments: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
+        arguments |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
+        with show_comparison(quiet or as_json) as (progress, show):
 
-            def measured(so_far: Comparison) -> None:
-                at.interrupted = f"what was measured is in {folder}, and the same command goes on from there"
-                show(so_far)
+            def on_number(comparison: Comparison) -> None:
+                ending.interrupted = _RESUMABLE.format(folder)
+                show(comparison, None)
 
-            found = run(source, target, data=list(data) or None, progress=progress, shown=measured, **asked)
+            comparison = run(source, target, data=list(data) or None, progress=progress, shown=on_number, **arguments)
         if as_json:
-            click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(found.to_json())}))
+            click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(comparison.to_json())}))
         elif not quiet:
-            print_compared(found, folder)
+            print_compared(comparison, folder)
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:
-    """Numbers as they are typed: 10,20,50."""
     if text is None:
         return None
     try:
@@ -313,28 +300,28 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     output, overwrite, beside = options.pop("output"), options.pop("overwrite"), options.pop("beside")
     job = {name: options.pop(name) for name in ("fine_tuned", "checkpoints", "token", "allow_pickle")}
-    with edge():
+    with exit_on_error():
         methods = read_methods(options.pop("methods"))
         settings = read_settings(options)
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
         from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own
 
         require_own(folder, overwrite)
-        others = [Diagnosis.load(place) for place in beside]
-        from hf_bico.cli.console import shown_progress
+        others = [Diagnosis.load(other) for other in beside]
+        from hf_bico.cli.console import progress_bars
         from hf_bico.experiments.diagnose.diagnosis import seconds_line
-        from hf_bico.experiments.diagnose.run import diagnose as look
+        from hf_bico.experiments.diagnose.run import diagnose as run
         from hf_bico.runtime.output import locked_folder
 
-        asked = {name: value for name, value in vars(settings).items() if name != "evaluate"}
-        with locked_folder(folder), shown_progress(quiet or as_json) as progress:
-            found = look(source, target, base=base, data=data, methods=methods, progress=progress, **job, **asked)
-            found.save(folder, others, overwrite)
+        job |= {name: value for name, value in vars(settings).items() if name != "evaluate"}
+        with locked_folder(folder), progress_bars(quiet or as_json) as progress:
+            diagnosis = run(source, target, base=base, data=data, methods=methods, progress=progress, **job)
+            diagnosis.save(folder, others, overwrite)
         if as_json:
-            click.echo(json.dumps({"folder": str(folder), "diagnosis": json.loads(found.to_json())}))
+            click.echo(json.dumps({"folder": str(folder), "diagnosis": json.loads(diagnosis.to_json())}))
         elif not quiet:
-            click.echo(f"{found.title}: {found.samples} samples of {found.data}\n\n{found.table()}\n")
-            click.echo(seconds_line(found.cost), err=True)  # what is on stdout is the same every time
+            click.echo(f"{diagnosis.title}: {diagnosis.samples} samples of {diagnosis.data}\n\n{diagnosis.table()}\n")
+            click.echo(seconds_line(diagnosis.cost), err=True)  # what is on stdout is the same every time
             click.echo(f"Written to {folder}")
 
 
@@ -369,7 +356,7 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
-    with edge():
+    with exit_on_error():
         settings = read_settings({**options, "n": n})
         from hf_bico.porting.evaluate import evaluate_model
         from hf_bico.reports.results import value_text

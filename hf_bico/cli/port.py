@@ -1,8 +1,6 @@
-"""Port, plan, rerun.
+"""Defines the commands that carry a task vector: port, plan and rerun.
 
-A port that was stopped before or while it was pushed: known by the line that made it, and then pushed as it is.
-
-Commands that carry a task vector: port, plan and rerun.
+A port that was stopped before or during its push is recognised by a digest of its command line, and only pushed.
 """
 
 from __future__ import annotations
@@ -11,17 +9,17 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
 from hf_bico.cli.completion import complete_data, complete_model
-from hf_bico.cli.exit import Edge, edge, go_on_alone, require_device_for_each
+from hf_bico.cli.exit import Ending, exit_on_error, finish_alone, require_no_device_number
 from hf_bico.cli.options import (
     CALIBRATION_DATA,
     HUB,
@@ -51,40 +49,14 @@ from hf_bico.settings import Settings, read_rank, read_size
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
     from hf_bico.hub.push import PushOptions
+    from hf_bico.models.adapters.adapter import Adapter
+    from hf_bico.models.model import Model
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
+    from hf_bico.reports.record import ModelRecord
 
-
-_LINE_FILE = ".hf-bico-line"
+_DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
-
-
-class Known(Protocol):
-    """A model by what tells it from others: a commit, or else the digests of its files."""
-
-    @property
-    def commit(self) -> str | None: ...
-    @property
-    def sha256(self) -> dict[str, str]: ...
-
-
-def line_digest(typed: str, models: Iterable[Known]) -> str:
-    """What tells one port from another: the line that was typed, and the very models that it names."""
-    known = [model.commit or sorted(model.sha256.items()) for model in models]
-    return hashlib.sha256(json.dumps([typed, *known]).encode()).hexdigest()
-
-
-def note_line(folder: Path, digest: str) -> None:
-    """Let a folder know which line made it."""
-    (folder / _LINE_FILE).write_text(f"{digest}\n", encoding="ascii")
-
-
-def noted_line(folder: Path) -> str | None:
-    """The line that a folder was made by, if it was to be pushed."""
-    file = folder / _LINE_FILE
-    if not file.is_file() or not (folder / RECORD_FILE).is_file():
-        return None
-    return file.read_text(encoding="ascii", errors="replace").strip()
 
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
@@ -118,8 +90,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
     output, overwrite = options.pop("output"), options["overwrite"]
     token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
     push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
-    with edge() as at:
-        require_device_for_each(options["device"])
+    with exit_on_error() as ending:
+        require_no_device_number(options["device"])
         push = read_push(options)
         settings = read_settings(options)
         require_used(settings.method)
@@ -128,43 +100,48 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
 
         hub = Hub(token)
         where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
-        typed = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
+        command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
         if dry_run:
-            planned, needs_data = _as_asked(make_plan(source, target, **where), settings)
-            _show_plan(planned, as_json, quiet, typed, needs_data)
+            planned, needs_data = _plan_for_settings(make_plan(source, target, **where), settings)
+            _print_plan(planned, as_json, quiet, command, needs_data)
             return
         if not is_first_process():  # which prints, writes and pushes
             push_to, quiet = None, True
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
-        noted = None if push_to is None or overwrite else noted_line(folder)
-        if push_to is not None and noted is None:
+        digest = None if push_to is None or overwrite else _written_digest(folder)
+        if push_to is not None and digest is None:
             from hf_bico.hub.push import require_pushable
 
             push_to = require_pushable(push_to, push, hub)
         planned = make_plan(source, target, **where)
-        if noted is not None and noted == line_digest(typed, planned.lineage.models):
-            at.interrupted = f"the result is in {folder}"
-            _tell(f"This port is in {folder} already: it is pushed as it is.", as_json, quiet)
+        if digest is not None and digest == _digest(command, planned.lineage.models):
+            ending.interrupted = f"the result is in {folder}"
+            if not (as_json or quiet):
+                click.echo(f"This port is in {folder} already: it is pushed as it is.")
         else:
             if push_to is not None:
                 from hf_bico.hub.push import require_hidden
 
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
-            with _place_of(folder, overwrite, planned.in_format(settings.format, settings.rank)):
-                _port(planned, settings, hub, _Result(folder, overwrite, push_to, push, typed), at, quiet or as_json)
+            from hf_bico.runtime.output import reserved
+
+            size = planned.in_format(settings.format, settings.rank).output_bytes
+            with reserved(folder, overwrite, size) if is_first_process() else nullcontext():
+                destination = _Destination(folder, overwrite, push_to, push, command)
+                _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
         if is_first_process():
             _publish(folder, push_to, push, hub, as_json, quiet)
 
 
 @dataclass(frozen=True)
-class _Result:
-    """Where a port goes."""
+class _Destination:
+    """Output folder of a port, and the repo to push it to; `command` is the command line that it is made by."""
 
     folder: Path
     overwrite: bool
     repo: str | None
     push: PushOptions
-    typed: str
+    command: str
 
     def write(self, ported: Ported) -> None:
         from hf_bico.runtime.output import atomic_folder
@@ -172,46 +149,52 @@ class _Result:
         with atomic_folder(self.folder, self.overwrite) as scratch:
             ported.write(scratch, repo=self.repo, revision=self.push.revision)
             if self.repo is not None:
-                note_line(scratch, line_digest(self.typed, ported.record.models))
+                digest = _digest(self.command, ported.record.models)
+                (scratch / _DIGEST_FILE).write_text(f"{digest}\n", encoding="ascii")
 
 
-def _place_of(folder: Path, overwrite: bool, planned: Plan) -> AbstractContextManager[None]:
-    """The place of the result, for the process that writes it."""
-    from hf_bico.runtime.output import reserved
+def _digest(command: str, models: Sequence[Model | Adapter | ModelRecord]) -> str:
+    """Return what tells one port from another: a digest of its command line and of the models' exact versions."""
+    versions = [model.commit or sorted(model.sha256.items()) for model in models]
+    return hashlib.sha256(json.dumps([command, *versions]).encode()).hexdigest()
 
-    return reserved(folder, overwrite, planned.output_bytes) if is_first_process() else nullcontext()
+
+def _written_digest(folder: Path) -> str | None:
+    file = folder / _DIGEST_FILE
+    if not file.is_file() or not (folder / RECORD_FILE).is_file():
+        return None
+    return file.read_text(encoding="ascii", errors="replace").strip()
 
 
-def _port(planned: Plan, settings: Settings, hub: Hub, result: _Result, at: Edge, silent: bool) -> None:
-    """Compute and write; what was found is printed, or only what it warns of."""
+def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination, ending: Ending, silent: bool) -> None:
     own_checkpoint = settings.trains_on_all and settings.checkpoint is None
-    if own_checkpoint:  # a training takes long: it can be gone on with
-        settings = replace(settings, checkpoint=f"{result.folder}.training")
-        at.interrupted = "the same command goes on with the training"
-    # what takes seconds to import comes after what a typo would stop
-    from hf_bico.cli.console import print_foresight, print_ported, shown_with_words
+    if own_checkpoint:  # so that a long training can be resumed
+        settings = replace(settings, checkpoint=f"{destination.folder}.training")
+        ending.interrupted = "the same command goes on with the training"
+    # slow imports come after the checks of what was typed
+    from hf_bico.cli.console import print_forecast, print_ported, progress_bars_and_text
     from hf_bico.porting.port import run_port
     from hf_bico.reports.record import read_record
 
-    with shown_with_words(silent) as (progress, say):
-        ported = run_port(planned, settings, hub, progress, lambda forecast: print_foresight(forecast, say))
+    with progress_bars_and_text(silent) as (progress, write):
+        ported = run_port(planned, settings, hub, progress, lambda forecast: print_forecast(forecast, write))
         if not is_first_process():
             return
-        go_on_alone()
-        result.write(ported)
-    at.interrupted = f"the result is in {result.folder}"
+        finish_alone()
+        destination.write(ported)
+    ending.interrupted = f"the result is in {destination.folder}"
     if own_checkpoint:
         from hf_bico.alignment.methods.finetuning import remove_checkpoint
 
         remove_checkpoint(Path(str(settings.checkpoint)))
     if not silent:
-        pushing = result.repo is not None
+        pushing = destination.repo is not None
         with suppress(BrokenPipeError) if pushing else nullcontext():  # it is pushed all the same
-            print_ported(read_record(result.folder), ported.report, result.folder, pushing=pushing)
+            print_ported(read_record(destination.folder), ported.report, destination.folder, pushing=pushing)
 
 
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
-    """Push what was written, if it is to be, and say so."""
+    """Print warnings, push the folder if a repo was given, and print where it is."""
     from hf_bico.cli.console import print_pushed
     from hf_bico.porting.publish import push_folder
     from hf_bico.reports.record import read_record
@@ -225,15 +208,10 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
             click.echo(warning, err=True)
     pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
     if as_json:
-        found = {"folder": str(folder), "record": json.loads(record.to_json())}
-        click.echo(json.dumps(found if pushed is None else {**found, "pushed": vars(pushed)}))
+        content = {"folder": str(folder), "record": json.loads(record.to_json())}
+        click.echo(json.dumps(content if pushed is None else {**content, "pushed": vars(pushed)}))
     elif pushed is not None and not quiet:
         print_pushed(pushed)
-
-
-def _tell(words: str, as_json: bool, quiet: bool) -> None:
-    if not (as_json or quiet):
-        click.echo(words)
 
 
 @click.command(cls=SectionedHelp, short_help="What a port would carry, before anything is downloaded.")
@@ -255,14 +233,12 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
       hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico plan my-finetune --base model-A --to model-B --memory 8GB
     """
-    command = ["hf-bico", "port", source, *(["--base", base] if base else []), "--to", target]
-    command += ["--data", data] if data else []
-    command += ["--format", options["format"]] if options["format"] else []
-    command += ["--rank", options["rank"]] if options["rank"] else []
-    command += ["--memory", options["memory"]] if options["memory"] else []
-    command += ["--batch-size", str(options["batch_size"])] if options["batch_size"] else []
+    command = ["hf-bico", "port", source]
+    values = {"base": base, "to": target, "data": data, **options}
+    for name in ("base", "to", "data", "format", "rank", "memory", "batch_size"):
+        command += [f"--{name.replace('_', '-')}", str(values[name])] if values[name] else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
-    with edge():
+    with exit_on_error():
         from hf_bico.hub.client import Hub
         from hf_bico.porting.planner import plan as make_plan
 
@@ -271,8 +247,8 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
         rank = None if options["rank"] is None else read_rank(options["rank"])
         memory = None if options["memory"] is None else read_size(options["memory"], "--memory")
         settings = Settings(format=options["format"], rank=rank, memory=memory, batch_size=options["batch_size"])
-        shown = planned.in_format(settings.format, settings.rank).within(_limits(settings))
-        _show_plan(shown, options["as_json"], options["quiet"], shlex.join(command))
+        planned = planned.in_format(settings.format, settings.rank).within(_limits(settings))
+        _print_plan(planned, options["as_json"], options["quiet"], shlex.join(command))
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a port from its record, and compare the weights.")
@@ -291,13 +267,13 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
     Example:
       hf-bico rerun user/vit-b16-plus-eurosat
     """
-    with edge():
-        from hf_bico.cli.console import print_rerun, shown_progress
+    with exit_on_error():
+        from hf_bico.cli.console import print_rerun, progress_bars
         from hf_bico.porting import rerun
         from hf_bico.runtime.output import reserved
 
-        place = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
-        with place, shown_progress(options["quiet"] or options["as_json"]) as progress:
+        reservation = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
+        with reservation, progress_bars(options["quiet"] or options["as_json"]) as progress:
             again = rerun.rerun(
                 ported,
                 folder=output,
@@ -314,12 +290,12 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
         sys.exit(0 if again.same else 1)
 
 
-def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
-    """The plan by the chosen method, which may refuse these models or write another form; whether it needs data."""
+def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
+    """Return the plan with the chosen method, which may refuse these models, and True if the method needs data."""
     from hf_bico.porting.planner import with_blocks, with_model_defaults
 
     planned = with_blocks(planned, settings.layers).within(_limits(settings))
-    if settings.method == "bico" and not settings.readout:  # it carries between all that can be matched, and no torch
+    if settings.method == "bico" and not settings.readout:  # it refuses no models, and this path imports no torch
         if planned.lineage.data is not None:
             with_model_defaults(settings, *planned.lineage.layouts)
         return planned.in_format(settings.format, settings.rank), True
@@ -329,19 +305,18 @@ def _as_asked(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     if planned.lineage.data is not None:
         settings = with_model_defaults(settings, *planned.lineage.layouts)
     method = make_method(settings.method, settings)
-    with suppress(LineageError):  # that no data is known yet is part of the verdict
+    with suppress(LineageError):  # the printed verdict says that no data is known
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"
     return planned.in_format(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
 
 
 def _limits(settings: Settings) -> MemoryLimits:
-    """What the plan's estimate of memory reads of the settings."""
     size = {"float64": FLOAT64, "bfloat16": FLOAT64 // 4}.get(settings.dtype, FLOAT32)
     return MemoryLimits(settings.memory, settings.batch_size, settings.max_length, size)
 
 
-def _show_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
+def _print_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
     from hf_bico.cli.console import print_plan
 
     if needs_data and planned.lineage.data is None:

@@ -1,4 +1,4 @@
-"""Commands on a folder that hf-bico wrote: card and push."""
+"""Defines the commands for a folder that hf-bico wrote: card and push."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_folder
-from hf_bico.cli.exit import edge
+from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
 from hf_bico.errors import RepoNotFoundError
 
@@ -24,14 +24,14 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
     Example:
       hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
     """
-    with edge():
+    with exit_on_error():
         from hf_bico.reports.model_cards import write_card
         from hf_bico.reports.record import read_any
 
-        place = Path(folder).expanduser()
-        if not place.is_dir():
+        path = Path(folder).expanduser()
+        if not path.is_dir():
             raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
-        file = write_card(read_any(place), place)
+        file = write_card(read_any(path), path)
         if as_json:
             click.echo(json.dumps({"card": str(file)}))
         elif not quiet:
@@ -54,13 +54,13 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
       hf-bico push vit-b16-eurosat-to-ViT-B-16-plus user/vit-b16-plus-eurosat
       hf-bico push out user/vit-b16-plus-eurosat --create-pr
     """
-    with edge() as at:
+    with exit_on_error() as ending:
         from hf_bico.cli.console import print_pushed
         from hf_bico.hub.client import Hub
         from hf_bico.hub.push import PushOptions
         from hf_bico.porting.publish import push_folder
 
-        at.interrupted = f"look at {repo} before you push again"
+        ending.interrupted = f"look at {repo} before you push again"
         pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
         if as_json:
             click.echo(json.dumps(vars(pushed)))

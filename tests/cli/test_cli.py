@@ -524,9 +524,9 @@ def test_interrupt_ends_in_one_line(scene: Scene, tmp_path: Path) -> None:
     """A real SIGINT, at a known moment: when calibration begins."""
     arguments = ["port", *scene.arguments, "-o", str(tmp_path / "out")]
     code = (
-        "import signal, hf_bico.porting.calibration, hf_bico.cli.main\n"
+        "import signal, hf_bico.porting.calibration\nfrom hf_bico.cli.main import main\n"
         "hf_bico.porting.calibration.collect = lambda *_: signal.raise_signal(signal.SIGINT)\n"
-        f"hf_bico.cli.main({arguments!r})"
+        f"main({arguments!r})"
     )
     process = forks.run(code=code)
     assert process.returncode == 130

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import hf_bico
 from hf_bico import errors
-from hf_bico.cli.exit import tell
+from hf_bico.cli.exit import print_error
 from hf_bico.cli.main import main
 from support import forks
 from support.hub import Hub
@@ -244,9 +244,9 @@ def test_a_real_interrupt_of_a_push_takes_the_empty_repo_back(hub: Hub, scene: S
 
 _LOST = """
 import signal, sys, time, weakref
-from hf_bico.cli.exit import take_part
+from hf_bico.cli.exit import install_signal_handlers
 class Thing: pass
-take_part(lambda: None)
+install_signal_handlers(lambda: None)
 thing = Thing()
 seen = weakref.ref(thing, lambda _: signal.raise_signal(int(sys.argv[1])))
 try:
@@ -257,7 +257,9 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Ended")])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "TerminatedBySignal")]
+)
 def test_a_signal_in_a_finalizer_is_not_lost(number: int, raised: str) -> None:
     done = forks.run(str(int(number)), code=_LOST)
     assert (done.stdout, done.stderr) == (f"{raised}\n", "")
@@ -283,7 +285,7 @@ def test_a_reader_that_went_away_stops_no_push(hub: Hub, scene: Scene, tmp_path:
 
 
 def test_what_a_record_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(errors.RecordError("made from '\x1b]0;title\x07\x1b[2Jx\u202e'", "look\nfor it"))
+    print_error(errors.RecordError("made from '\x1b]0;title\x07\x1b[2Jx\u202e'", "look\nfor it"))
     assert capsys.readouterr().err == "Error: made from '?]0;title??[2Jx?'\nRemedy: look?for it\n"
 
 
@@ -315,14 +317,14 @@ def test_a_command_that_runs_another_ends_for_both(monkeypatch: pytest.MonkeyPat
     """As the demo does."""
     import click
 
-    from hf_bico.cli.exit import edge
+    from hf_bico.cli.exit import exit_on_error
     from hf_bico.cli.options import output_options
 
     @click.command()
     @output_options
     def outer(as_json: bool, quiet: bool) -> None:
-        with edge() as at:
-            at.interrupted = "the outer one knows"
+        with exit_on_error() as ending:
+            ending.interrupted = "the outer one knows"
             main(["card", "no/such folder" if quiet else "ported"], prog_name="hf-bico", standalone_mode=False)
 
     monkeypatch.setitem(main.commands, "outer", outer)

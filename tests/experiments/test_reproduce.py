@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import hf_bico
-from hf_bico.cli.console import shown_comparison
+from hf_bico.cli.console import show_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
 from hf_bico.experiments.compare.cells import Cell
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.reproduce import paper
 from hf_bico.experiments.reproduce.reproduction import Reproduction
-from hf_bico.experiments.reproduce.run import Given, Job, estimate
+from hf_bico.experiments.reproduce.run import Job, estimate
 from hf_bico.reports.record import read_record
 from hf_bico.settings import Settings
 from support.dying import kill
@@ -269,7 +269,7 @@ def test_a_copy_in_a_folder_has_no_configurations(tmp_path: Path) -> None:
 def test_a_line_for_every_number_of_every_task(capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks of one data set, as GLUE's, have cells of the same key."""
     comparison = Comparison("a", "b", (Cell("nyu-mll/glue", "bico", 0.5, n=10, seed=0),))
-    with shown_comparison(off=False) as (_, show):
+    with show_comparison(off=False) as (_, show):
         for part in ("MNLI", "MNLI", "QNLI"):
             show(comparison, part)
     lines = capsys.readouterr().err.splitlines()
@@ -277,8 +277,7 @@ def test_a_line_for_every_number_of_every_task(capsys: pytest.CaptureFixture[str
 
 
 def test_tasks_may_be_written_as_the_paper_does(tmp_path: Path) -> None:
-    given = Given(sources={"EuroSAT": "user/model"})
-    job = Job.of("1", ["MNIST", "EuroSAT"], tmp_path, given, None, False)
+    job = Job.of("1", ["MNIST", "EuroSAT"], tmp_path, source_of={"EuroSAT": "user/model"})
     given_to = [(one.name, job.source_of(one) == "user/model") for one in job.tasks]
     assert given_to == [
         ("eurosat", True),
@@ -299,8 +298,7 @@ def test_a_dry_run_downloads_no_weight(hub: Hub, tmp_path: Path) -> None:
 def test_downloads_are_those_of_the_models_that_are_given_too(hub: Hub, tmp_path: Path) -> None:
     publish_vision(hub, tmp_path, "1", ("mnist",))
     upload(hub, "user/mnist", tmp_path / "source")
-    given = Given(sources={"mnist": "user/mnist"})
-    job = Job.of("1", ["mnist"], tmp_path / "out", given, None, False)
+    job = Job.of("1", ["mnist"], tmp_path / "out", source_of={"mnist": "user/mnist"})
     found = estimate(job, Settings())
     assert found.models["user/mnist"] == (tmp_path / "source" / "open_clip_model.safetensors").stat().st_size
     assert found.trainings == []
@@ -313,7 +311,7 @@ def test_the_tables_are_listed(hub: Hub, tmp_path: Path) -> None:
 
 
 def job(name: str, **options: Any) -> Job:
-    return Job.of(name, None, "reproduced", Given(), None, False, **options)
+    return Job.of(name, None, "reproduced", **options)
 
 
 def test_every_row_of_every_table_is_asked_for() -> None:

@@ -241,10 +241,10 @@ def test_a_process_that_is_killed_ends_the_job(scene: Scene, tmp_path: Path) -> 
 
 STUCK = """
 import ctypes, os, signal, threading
-from hf_bico.cli.exit import edge, whole_process
+from hf_bico.cli.exit import exit_on_error, exit_process_on_error
 
 mutex = ctypes.create_string_buffer(64)
-with whole_process(as_json=True), edge():
+with exit_process_on_error(as_json=True), exit_on_error():
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     for _ in range(2):  # the second waits for the first, for ever
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -264,18 +264,18 @@ def test_one_that_waits_where_no_exception_reaches_it_ends_when_it_is_told_to() 
 BOTH = """
 import os, signal, sys, time
 from pathlib import Path
-import hf_bico.cli.exit as several
+import hf_bico.cli.exit as exits
 from hf_bico.cli.main import main
 
-waits, at_signals = Path(os.environ["TMPDIR"], "waits"), several._at_signals
+waits, set_handlers = Path(os.environ["TMPDIR"], "waits"), exits._set_handlers
 
 def seen(do):
-    at_signals(do)
+    set_handlers(do)
     if do == signal.SIG_DFL:  # as the second does before it waits for its end
         waits.touch()
 
-several._at_signals = seen
-several._A_MOMENT = 60  # a busy machine may need long to end it
+exits._set_handlers = seen
+exits._REPORT_DELAY = 60  # a busy machine may need long to end it
 try:
     main(sys.argv[1:], prog_name="hf-bico")
 finally:

@@ -240,7 +240,7 @@ import hf_bico.cli.console
 from hf_bico.cli.main import main
 
 moment, number, *words = sys.argv[1:]
-announced, calls = hf_bico.cli.console._announced, 0
+announced, calls = hf_bico.cli.console._announce_download, 0
 
 def signalled(stage, done, total):
     global calls
@@ -249,7 +249,7 @@ def signalled(stage, done, total):
     if calls == int(moment):
         signal.raise_signal(int(number))
 
-hf_bico.cli.console._announced = signalled
+hf_bico.cli.console._announce_download = signalled
 try:
     main(words, prog_name="hf-bico")
 finally:

@@ -1,13 +1,7 @@
-"""`reproduce` and its estimate.
+"""Reproduces a table of the paper, and estimates beforehand what that takes.
 
-Reproducing a table of the paper: its fine-tunes, where none are given, and its comparison on every task.
-
-All that is done is kept as it comes, in one folder for all tables, so that an interrupted run goes on and tables share
-their fine-tuned models. Prints nothing.
-
-What reproducing a table takes, before it begins: downloads, trainings and numbers, and about how long.
-
-Looks at the Hub's lists of files and at shapes, and times this device for a moment; downloads no weight.
+Fine-tunes the models that are not given, then compares methods on every task. All tables share one folder, in which
+every model and number is kept as it comes, so that an interrupted run can be resumed. Prints nothing.
 """
 
 from __future__ import annotations
@@ -40,51 +34,32 @@ from hf_bico.runtime.output import RECORD_FILE, locked_folder
 from hf_bico.settings import METHODS, PROBE, Settings
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
-from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import did_you_mean, size_text
 
 LITERAL: dict[str, Any] = {"completion": "svd", "labels": "dataset", "alpha": 1.0}
-"""What the paper does where our own defaults are others."""
+"""The paper's settings where they differ from our defaults."""
 RUNNING = ("max_download", "batch_size", "memory", "device", "dtype", "eval_samples", "max_length", "seed")
 RECIPE = ("learning_rate", "weight_decay", "train_steps", "train_batch", "warmup")
 MOST_DOWNLOAD = "20GB"
-"""Of one data set: fine-tuning reads all of its training split."""
+"""Default limit for one data set: fine-tuning reads the whole training split."""
 Shown = Callable[[str, Comparison], None]
 """Called after every number, with the task (and the sampling, where there are several) and the numbers so far."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """Models and data sets by task, that stand for those that would be made, or downloaded."""
-
-    sources: Mapping[str, str] = field(default_factory=dict)
-    targets: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, str] = field(default_factory=dict)
-
-    def of_table(self, wanted: PaperTable) -> Given:
-        """The same by the names of the table's tasks; refused for a task that it does not have."""
-        given = {"source": self.sources, "target": self.targets, "data": self.data}
-        named = [{_task_name(name, wanted, f"--{of}-of"): one[name] for name in one} for of, one in given.items()]
-        return Given(*named)
-
-
-def _task_name(written: str, wanted: PaperTable, option: str) -> str:
-    """Which of the table's tasks an option names, in whatever capitals."""
-    name = written.strip().lower()
-    if name not in wanted.tasks:
-        remedy = did_you_mean(name, wanted.tasks, f"its tasks are: {', '.join(wanted.tasks)}")
-        raise UsageError(f"{option} names '{written}', and table {wanted.name} has no such task", remedy)
-    return name
-
-
-@dataclass(frozen=True)
 class Job:
-    """What a table takes: which tasks, with which models, and which of them are fine-tuned first."""
+    """The tasks of a table to reproduce, and the models and data sets to use for them.
+
+    `sources`, `targets` and `data` map names of tasks to what the caller has given: fine-tuned models, which are
+    otherwise trained first, and other copies of the data sets.
+    """
 
     table: PaperTable
     tasks: tuple[PaperTask, ...]
     folder: Path
-    given: Given = field(default_factory=Given)
+    sources: Mapping[str, str]
+    targets: Mapping[str, str]
+    data: Mapping[str, str]
     seeds: int | Sequence[int] = 1
     train_target: bool = False
 
@@ -94,62 +69,70 @@ class Job:
         name: str,
         tasks: Sequence[str] | None,
         folder: Path | str,
-        given: Given,
-        seeds: int | Sequence[int] | None,
-        train_target: bool,
+        *,
+        source_of: Mapping[str, str] | None = None,
+        target_of: Mapping[str, str] | None = None,
+        data_of: Mapping[str, str] | None = None,
+        seeds: int | Sequence[int] | None = None,
+        train_target: bool = False,
     ) -> Job:
-        wanted = table(name)
-        given = given.of_table(wanted)
-        named = wanted.tasks if tasks is None else [_task_name(one, wanted, "--tasks") for one in tasks]
-        chosen = [one for one in wanted.tasks if one in named]
+        """Check what the caller has given against the table."""
+        paper = table(name)
+        sources, targets, data = (
+            {_task_name(one, paper, f"--{option}-of"): value for one, value in (given or {}).items()}
+            for option, given in (("source", source_of), ("target", target_of), ("data", data_of))
+        )
+        named = paper.tasks if tasks is None else [_task_name(one, paper, "--tasks") for one in tasks]
+        chosen = [one for one in paper.tasks if one in named]
         if not chosen:
-            raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(wanted.tasks)}")
-        if (train_target or given.targets) and not wanted.has("target fine-tuned"):
+            raise UsageError("--tasks leaves nothing to reproduce", f"name some of: {', '.join(paper.tasks)}")
+        if (train_target or targets) and not paper.has("target fine-tuned"):
             option = "--train-target" if train_target else "--target-of"
-            raise UsageError(f"table {wanted.name} has no line of the fine-tuned target", f"leave {option} out")
-        seeds = wanted.seeds if seeds is None else seeds
+            raise UsageError(f"table {paper.name} has no line of the fine-tuned target", f"leave {option} out")
+        seeds = paper.seeds if seeds is None else seeds
         if not seeds or (isinstance(seeds, int) and seeds < 1):
             raise UsageError(f"--seeds is {seeds}", "give at least one draw of the samples")
-        return cls(wanted, tuple(map(task, chosen)), expanded(folder), given, seeds, train_target)
+        return cls(paper, tuple(map(task, chosen)), expanded(folder), sources, targets, data, seeds, train_target)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.tasks)
 
     def data_of(self, of: PaperTask) -> str:
-        return self.given.data.get(of.name, of.data)
+        return self.data.get(of.name, of.data)
 
     def tuned_folder(self, model: str, of: PaperTask) -> Path:
-        """Where a model that is fine-tuned here is kept; tables that need the same one share it."""
+        """Return the folder of a model that is fine-tuned here; tables share it."""
         return self.folder / "fine-tuned" / f"{model.rpartition('/')[2]}-{of.name}"
 
     def source_of(self, of: PaperTask) -> str | Path:
-        return self.given.sources.get(of.name) or self.tuned_folder(self.table.source, of)
+        return self.sources.get(of.name) or self.tuned_folder(self.table.source, of)
 
     def target_of(self, of: PaperTask) -> str | Path | None:
-        """The fine-tuned target, where there is one and the table has a line of it."""
+        """Return the fine-tuned target, if there is one and the table has a line for it."""
         if not self.table.has("target fine-tuned"):
             return None
-        given = self.given.targets.get(of.name)
+        given = self.targets.get(of.name)
         made = self.tuned_folder(self.table.target, of)
         return given or (made if self.train_target or (made / RECORD_FILE).is_file() else None)
 
     def given_models(self) -> Iterator[tuple[str, str]]:
-        """The fine-tuned models that are given for its tasks, and what they are called in errors."""
-        for what, given in (
-            ("the fine-tuned source", self.given.sources),
-            ("the fine-tuned target", self.given.targets),
-        ):
-            yield from ((given[one.name], what) for one in self.tasks if one.name in given)
+        """Yield the fine-tuned models that were given for its tasks, and what errors call them."""
+        for role, given in (("the fine-tuned source", self.sources), ("the fine-tuned target", self.targets)):
+            yield from ((given[name], role) for name in self.task_names if name in given)
 
     def trainings(self, of: PaperTask) -> list[str]:
-        """The models that are to be fine-tuned on a task, and are not yet."""
-        wanted = [] if of.name in self.given.sources else [self.table.source]
-        wanted += [self.table.target] if self.train_target and of.name not in self.given.targets else []
-        return [model for model in dict.fromkeys(wanted) if not (self.tuned_folder(model, of) / RECORD_FILE).is_file()]
+        """Return the models that must still be fine-tuned on a task."""
+        needed = [] if of.name in self.sources else [self.table.source]
+        needed += [self.table.target] if self.train_target and of.name not in self.targets else []
+        return [model for model in dict.fromkeys(needed) if not (self.tuned_folder(model, of) / RECORD_FILE).is_file()]
 
     @property
     def results(self) -> Path:
         return self.folder / f"table-{self.table.name}"
 
     def comparisons(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Ways of drawing samples, each with methods and sizes that are asked for together."""
+        """Yield each sampling with the methods and sizes to compare together."""
         size = "per_class" if self.table.is_per_class else "n"
         for sampling in self.table.samplings:
             rows = [row for row in self.table.rows if row.sampling in (None, sampling)]
@@ -160,6 +143,15 @@ class Job:
                 by_methods.setdefault(tuple(dict.fromkeys([*unsized, *with_it])), []).append(number)
             for methods, numbers in by_methods.items():
                 yield sampling, {"methods": methods, size: numbers, "sampling": sampling}
+
+
+def _task_name(written: str, paper: PaperTable, option: str) -> str:
+    """Return the task that an option names, in whatever capitals; refuse one that the table does not have."""
+    name = written.strip().lower()
+    if name not in paper.tasks:
+        remedy = did_you_mean(name, paper.tasks, f"its tasks are: {', '.join(paper.tasks)}")
+        raise UsageError(f"{option} names '{written}', and table {paper.name} has no such task", remedy)
+    return name
 
 
 @translate_errors()
@@ -179,17 +171,17 @@ def reproduce(
     shown: Shown = lambda part, comparison: None,
     **options: Any,
 ) -> Reproduction:
-    """One of the paper's tables on its own models and data sets, with its settings, beside its own numbers.
+    """Repeat one of the paper's tables on its own models and data sets, with its settings, beside its own numbers.
 
-    `name` is 1 to 5 or A to H; `tasks` are all of the table's by default, and `seeds` as many as the paper has. What is
-    not given by `source_of` (a fine-tuned source by task) is fine-tuned by the paper's recipe and kept; so is the
-    target, for its own line, with `train_target`. `data_of` names other copies of the data sets. The options are those
-    of `hf_bico.Settings` that say how to run and how to train.
+    `name` is 1 to 5 or A to H; `tasks` are all of the table's by default, and `seeds` as many as the paper has.
+    `source_of` maps tasks to fine-tuned sources; missing ones are fine-tuned by the paper's recipe and kept, and with
+    `train_target` the target is too. `data_of` maps tasks to other copies of their data sets. The options are those
+    of `hf_bico.Settings` for running and training.
 
     >>> print(hf_bico.reproduce("1", ["eurosat", "mnist"]).text())  # doctest: +SKIP
     """
-    given = Given(source_of or {}, target_of or {}, data_of or {})
-    job = Job.of(name, tasks, folder, given, seeds, train_target)
+    given = {"source_of": source_of, "target_of": target_of, "data_of": data_of}
+    job = Job.of(name, tasks, folder, **given, seeds=seeds, train_target=train_target)
     settings = Settings.of({"max_download": MOST_DOWNLOAD, **options})
     for option in options:
         if option not in (*RUNNING, *RECIPE):
@@ -205,53 +197,42 @@ def run_job(
     progress: Progress = silent,
     shown: Shown = lambda part, comparison: None,
 ) -> Reproduction:
-    """Fine-tune what is missing, compare on every task, and write the table as it fills."""
-    reads = TEXTS if job.table.protocol == PROBE else IMAGES
-    found: dict[tuple[str, str], Comparison] = {}
-    asked = tuple(one.name for one in job.tasks)
-
-    def so_far() -> Reproduction:
-        return Reproduction(job.table, asked, dict(found))
-
-    how = {"token": token, "allow_pickle": allow_pickle, "progress": progress}
-    hub = Hub(token)
-
-    def asked_with(of: PaperTask) -> dict[str, Any]:
-        options = of.options(job.data_of(of)) | _running(settings)
-        return options | _names(of, job.data_of(of), Settings.of(options), hub, reads)
-
-    for model, what in job.given_models():  # what is mistyped is said before what takes hours
-        locate(model, what, hub)
+    """Fine-tune missing models, compare on every task, and write the table as it fills."""
+    hub, call = Hub(token), {"token": token, "allow_pickle": allow_pickle, "progress": progress}
+    comparisons: dict[tuple[str, str], Comparison] = {}
+    for model, role in job.given_models():  # a mistyped name is refused before hours of work
+        locate(model, role, hub)
     for one in job.tasks:
-        if one.name in job.given.data:
-            asked_with(one)
+        if one.name in job.data:
+            _task_options(job, one, settings, hub)
         _require_same_recipe(job, one, settings)
     for one in job.tasks:
-        options = asked_with(one)
+        options = _task_options(job, one, settings, hub) | call
         for model in job.trainings(one):
-            _fine_tune(job, model, one, options | _recipe(settings), how)
+            _fine_tune(job, model, one, options)
         for sampling, grid in job.comparisons():
             part = one.title if len(job.table.samplings) == 1 else f"{one.title}, {sampling}"
 
-            def note(comparison: Comparison, key: tuple[str, str] = (one.name, sampling), part: str = part) -> None:
-                found[key] = comparison if key not in found else _joined(found[key], comparison)
+            def add(comparison: Comparison, key: tuple[str, str] = (one.name, sampling), part: str = part) -> None:
+                known = comparisons.get(key)
+                comparisons[key] = comparison if known is None else _joined(known, comparison)
                 shown(part, comparison)
 
-            for comparison in _compared(job, one, sampling, grid, {**options, **_recipe(settings), **how}, note):
-                note(comparison)
-            so_far().save(job.results)
-    return so_far()
+            for comparison in _compare(job, one, sampling, grid, options, add):
+                add(comparison)
+            Reproduction(job.table, job.task_names, dict(comparisons)).save(job.results)
+    return Reproduction(job.table, job.task_names, dict(comparisons))
 
 
-def _compared(
+def _compare(
     job: Job,
     of: PaperTask,
     sampling: str,
     grid: dict[str, Any],
     options: dict[str, Any],
-    note: Callable[[Comparison], None],
+    shown: Callable[[Comparison], None],
 ) -> Iterator[Comparison]:
-    """The numbers of one task that are asked for together; of sizes that its classes cannot give, why not."""
+    """Compare on one task; sizes that its classes cannot give are refused one by one."""
     size = "per_class" if job.table.is_per_class else "n"
     try:
         yield compare(
@@ -263,7 +244,7 @@ def _compared(
             with_base=job.table.has("base"),
             seeds=job.seeds,
             folder=job.results / of.name / sampling,
-            shown=note,
+            shown=shown,
             evaluation=job.table.protocol,
             **{**options, **LITERAL, **grid},
         )
@@ -273,33 +254,30 @@ def _compared(
     except SampleCountError as error:
         if len(grid[size]) > 1:  # some of the sizes may do
             for number in grid[size]:
-                yield from _compared(job, of, sampling, {**grid, size: [number]}, options, note)
+                yield from _compare(job, of, sampling, {**grid, size: [number]}, options, shown)
             return
-        told = f"{'K' if job.table.is_per_class else 'N'} = {grid[size][0]}: {error.cause}"
-        refusals = tuple(Refusal(method, told) for method in grid["methods"] if takes_samples(method))
+        reason = f"{'K' if job.table.is_per_class else 'N'} = {grid[size][0]}: {error.cause}"
+        refusals = tuple(Refusal(method, reason) for method in grid["methods"] if takes_samples(method))
         yield Comparison(str(job.source_of(of)), job.table.target, (), refusals)
 
 
 def _joined(known: Comparison, more: Comparison) -> Comparison:
-    """The numbers of two comparisons of the same models and data; they may have some in common."""
+    """Merge two comparisons of the same models and data, which may have numbers in common."""
     cells = {cell.key: cell for cell in (*known.cells, *more.cells)}
     refusals = tuple(dict.fromkeys((*known.refusals, *more.refusals)))
     return replace(more, cells=tuple(cells.values()), refusals=refusals, about=more.about or known.about)
 
 
-def _running(settings: Settings) -> dict[str, Any]:
-    """Those of the settings that say how to run and measure."""
-    return {name: getattr(settings, name) for name in RUNNING}
+def _task_options(job: Job, of: PaperTask, settings: Settings, hub: Hub) -> dict[str, Any]:
+    """Return the settings for a task, with the class names in the order of this copy of its data set."""
+    data = job.data_of(of)
+    options = of.options(data) | {name: getattr(settings, name) for name in (*RUNNING, *RECIPE)}
+    if job.table.protocol == PROBE:  # tasks of texts
+        return options
+    return options | {"class_names": _class_names(of, data, Settings.of(options), hub)}
 
 
-def _recipe(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in RECIPE}
-
-
-def _names(of: PaperTask, data: str, settings: Settings, hub: Hub, reads: str) -> dict[str, Any]:
-    """The names of the classes in the order in which this copy of the data set counts them."""
-    if reads == TEXTS:
-        return {}
+def _class_names(of: PaperTask, data: str, settings: Settings, hub: Hub) -> tuple[str, ...]:
     unnamed = replace(settings, class_names=None, evaluate=False, n=1)
     own = open_data(data, unnamed, hub, known_names=of.classes).class_names
     if len(own) != len(of.classes):
@@ -309,7 +287,7 @@ def _names(of: PaperTask, data: str, settings: Settings, hub: Hub, reads: str) -
         )
     ours = {_plain(name): name for name in of.classes}
     if all(_plain(name) in ours for name in own):
-        return {"class_names": tuple(ours[_plain(name)] for name in own)}
+        return tuple(ours[_plain(name)] for name in own)
     different = next(name for name in own if _plain(name) not in ours)
     raise ClassNamesError(
         f"'{data}' calls a class '{different}', and the paper's {of.title} has no such",
@@ -318,7 +296,7 @@ def _names(of: PaperTask, data: str, settings: Settings, hub: Hub, reads: str) -
 
 
 def _plain(name: str) -> str:
-    """A class name without what copies of a data set write in different ways.
+    """Remove from a class name what differs between copies of a data set.
 
     >>> _plain("Annual_Crop land"), _plain("annual crop-land")
     ('annualcropland', 'annualcropland')
@@ -326,8 +304,8 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _fine_tune(job: Job, model: str, of: PaperTask, options: dict[str, Any], how: dict[str, Any]) -> None:
-    """Fine-tune a pretrained model on a task, by the paper's recipe, and keep it; what was interrupted goes on."""
+def _fine_tune(job: Job, model: str, of: PaperTask, options: dict[str, Any]) -> None:
+    """Fine-tune a pretrained model on a task, by the paper's recipe, and keep it; resume an interrupted training."""
     folder = job.tuned_folder(model, of)
     checkpoint = folder.with_name(f"{folder.name}-training")
     with locked_folder(folder):
@@ -335,7 +313,7 @@ def _fine_tune(job: Job, model: str, of: PaperTask, options: dict[str, Any], how
             return
         if folder.exists():
             raise OutputExistsError(f"'{folder}' exists and holds no {RECORD_FILE}", "choose another folder with -o")
-        made = port(
+        tuned = port(
             model,
             to=model,
             base=model,
@@ -345,14 +323,13 @@ def _fine_tune(job: Job, model: str, of: PaperTask, options: dict[str, Any], how
             evaluate=False,
             labels="dataset",
             **options,
-            **how,
         )
-        made.save(folder)
+        tuned.save(folder)
         remove_checkpoint(checkpoint)
 
 
 def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
-    """Refuse to go on with a model that was fine-tuned here by another recipe, or on other data."""
+    """Refuse a model that was fine-tuned here by another recipe, or on other data."""
     for model, used in ((job.table.source, job.source_of(of)), (job.table.target, job.target_of(of))):
         folder = job.tuned_folder(model, of)
         if used != folder or not (folder / RECORD_FILE).is_file():
@@ -364,13 +341,13 @@ def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
                 f"'{folder}' holds no fine-tuned model of this tool's", "choose another folder with -o"
             )
         recipe = (training.learning_rate, training.weight_decay, training.steps, training.batch, training.warmup)
-        asked = tuple(getattr(settings, name) for name in RECIPE)
+        requested = tuple(getattr(settings, name) for name in RECIPE)
         if data.id != _data_name(job.data_of(of)):
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned on '{data.id}', not on '{job.data_of(of)}'",
                 "name the same data, or choose another folder with -o",
             )
-        if recipe != asked:
+        if recipe != requested:
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned by another recipe ({training.steps} steps at "
                 f"{training.learning_rate:g}, {training.batch} samples each)",
@@ -379,22 +356,22 @@ def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
 
 
 def _data_name(data: str) -> str:
-    """What a record calls a data set: its Hub id, or the name of its folder."""
-    place = parse(data, "the data set", files=True)
-    return place.resolve().name if isinstance(place, Path) else place.id
+    """Return the name of a data set in a record: its Hub id, or the name of its folder."""
+    reference = parse(data, "the data set", files=True)
+    return reference.resolve().name if isinstance(reference, Path) else reference.id
 
 
-REACHED = 0.3
-"""The share of the speed of a plain product of matrices that models reach; the rest is waiting and moving."""
-READ_IN_PART = 200_000_000
-"""Of a large data set, so many bytes at most are read for samples; fine-tuning reads all of the split."""
-SHORT_TEXT = 128
-"""Tokens of a pair of sentences, about."""
+EFFICIENCY = 0.3
+"""Speed of models as a share of the speed of a plain product of matrices."""
+SAMPLED_BYTES = 200_000_000
+"""Most bytes that samples take from a large data set; fine-tuning reads the whole split."""
+TEXT_TOKENS = 128
+"""Approximate tokens of a pair of sentences."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What a table takes: bytes by what they are of, trainings, comparisons' numbers, and operations."""
+class Estimate:
+    """Bytes to download, models to fine-tune, numbers to measure and floating-point operations of a table."""
 
     models: dict[str, int]
     data: dict[str, int | None]
@@ -408,38 +385,36 @@ class Expected:
         return sum(self.operations.values()) / self.speed if self.speed else 0.0
 
     def lines(self) -> list[str]:
-        """In words."""
         known = [size for size in self.data.values() if size is not None]
         unknown = [name for name, size in self.data.items() if size is None]
-        beside = f", and {', '.join(unknown)}, whose size is not known" if unknown else ""
-        found = [f"Downloads: models {size_text(sum(self.models.values()))}, data {size_text(sum(known))}{beside}."]
-        if self.trainings:
-            found.append(f"Fine-tunes first: {', '.join(self.trainings)}.")
-        found.append(f"Measures up to {self.numbers} numbers.")
-        found.append(
+        more = f", and {', '.join(unknown)}, whose size is not known" if unknown else ""
+        trainings = [f"Fine-tunes first: {', '.join(self.trainings)}."] if self.trainings else []
+        return [
+            f"Downloads: models {size_text(sum(self.models.values()))}, data {size_text(sum(known))}{more}.",
+            *trainings,
+            f"Measures up to {self.numbers} numbers.",
             f"About {_duration(self.seconds)}: {sum(self.operations.values()):.1e} operations, at {self.speed:.1e} a "
-            f"second ({REACHED:.0%} of what this device does in a plain product of matrices)."
-        )
-        return found
+            f"second ({EFFICIENCY:.0%} of what this device does in a plain product of matrices).",
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickle: bool = False) -> Expected:
-    """What the job takes from here on; what is there already is not counted."""
+def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickle: bool = False) -> Estimate:
+    """Estimate what is still to be done, from file lists, shapes and a short timing; download no weights."""
     hub = Hub(token)
     source, target = (
-        Model.open(name, what, hub=hub, allow_pickle=allow_pickle)
-        for name, what in ((job.table.source, "the base"), (job.table.target, "the target"))
+        Model.open(name, role, hub=hub, allow_pickle=allow_pickle)
+        for name, role in ((job.table.source, "the base"), (job.table.target, "the target"))
     )
     downloads = {
         model.name: 0 if model.place is None else model.place.to_download(model.needed()) for model in (source, target)
     }
-    for name, what in job.given_models():
-        place = locate(name, what, hub)
-        tuned = open_source(name, place, source.family.library, hub, allow_pickle)
-        downloads.setdefault(tuned.name, place.to_download(tuned.needed(beside=False)))
+    for name, role in job.given_models():
+        files = locate(name, role, hub)
+        tuned = open_source(name, files, source.family.library, hub, allow_pickle)
+        downloads.setdefault(tuned.name, files.to_download(tuned.needed(beside=False)))
     trainings = {one.name: job.trainings(one) for one in job.tasks}
     data = {one.title: _data_bytes(job, one, hub, bool(trainings[one.name])) for one in job.tasks}
     seeds = job.seeds if isinstance(job.seeds, int) else len(job.seeds)
@@ -447,62 +422,61 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     cells = seeds * sum(
         len(rows) - (rows.count("target fine-tuned") if job.target_of(one) is None else 0) for one in job.tasks
     )
-    cost = {job.table.source: _of_sample(source), job.table.target: _of_sample(target)}
+    cost = {job.table.source: _products_per_sample(source), job.table.target: _products_per_sample(target)}
     steps = settings.train_steps * settings.train_batch
     operations = {
         "fine-tuning": float(
             sum((FORWARD + BACKWARD) * cost[model] * steps for models in trainings.values() for model in models)
         ),
-        "calibration": float(_draws(job, seeds) * (FORWARD + BACKWARD) * sum(cost.values())),
+        "calibration": float(_calibration_samples(job, seeds) * (FORWARD + BACKWARD) * sum(cost.values())),
         "measuring": float(cells * settings.eval_samples * FORWARD * max(cost.values())),
     }
     named = [f"{Path(model).name} on {one.title}" for one in job.tasks for model in trainings[one.name]]
-    return Expected(downloads, data, named, cells, operations, REACHED * _speed(settings))
+    return Estimate(downloads, data, named, cells, operations, EFFICIENCY * _speed(settings))
 
 
-def _draws(job: Job, seeds: int) -> int:
-    """Samples that are calibrated on, in all."""
-    classes: Sequence[int] = [len(one.classes) if job.table.is_per_class else 1 for one in job.tasks]
+def _calibration_samples(job: Job, seeds: int) -> int:
+    classes = [len(one.classes) if job.table.is_per_class else 1 for one in job.tasks]
     return seeds * len(job.table.samplings) * sum(job.table.sizes) * sum(classes)
 
 
-def _of_sample(model: Model) -> int:
-    """How often a row of one sample meets a weight: FORWARD operations each."""
+def _products_per_sample(model: Model) -> int:
+    """Count the products of weights and activations in a forward pass of one sample: FORWARD operations each."""
     tokens = model.layout.tokens
-    rows = SHORT_TEXT if tokens is None else tokens.prefix + prod(tokens.grid)
+    rows = TEXT_TOKENS if tokens is None else tokens.prefix + prod(tokens.grid)
     return rows * sum(prod(site.shape) for site in model.layout.main_sites)
 
 
 def _data_bytes(job: Job, of: PaperTask, hub: Hub, whole: bool) -> int | None:
-    """What is downloaded of a task's data set; None where its repo does not say which file is of which split."""
-    place = parse(job.data_of(of), "the data set", files=True)
-    if isinstance(place, Path):
+    """Return the bytes to download of a task's data set; None if its file names do not tell the splits."""
+    reference = parse(job.data_of(of), "the data set", files=True)
+    if isinstance(reference, Path):
         return 0
-    repo = hub.repo(place, "the data set", "dataset")
+    repo = hub.repo(reference, "the data set", "dataset")
     config = of.config or ""
     split = [name for name in repo.files if config in name and of.split in name]
     measured = [name for name in repo.files if config in name and of.measured_on in name]
     if not split or not measured:
         return None
     sizes = [repo.to_download(names) for names in (split, measured)]
-    return (sizes[0] if whole else min(sizes[0], READ_IN_PART)) + min(sizes[1], READ_IN_PART)
+    return (sizes[0] if whole else min(sizes[0], SAMPLED_BYTES)) + min(sizes[1], SAMPLED_BYTES)
 
 
 def _speed(settings: Settings) -> float:
-    """Operations a second in products of float32 matrices on this device, timed for a moment."""
+    """Time products of float32 matrices on this device, in operations per second."""
     import torch
 
     from hf_bico.runtime.environment import choose_device, exact_float32
 
     device = choose_device(settings.device)
     size = 4096 if device.type == "cuda" else 512
-    one = torch.rand(size, size, device=device)
+    matrix = torch.rand(size, size, device=device)
     with exact_float32():
         for rounds in (1, 4):  # the first warms up
             started = time.perf_counter()
             for _ in range(rounds):
-                found = one @ one
-            float(found[0, 0])
+                product = matrix @ matrix
+            float(product[0, 0])
             seconds = time.perf_counter() - started
     return 2 * rounds * size**3 / seconds
 
