@@ -120,7 +120,7 @@ def log_lines(folder: Path) -> list[bytes]:
 
 def keys_of(lines: list[bytes]) -> list[CellKey]:
     cells = [json.loads(line)["cell"] for line in lines[1:]]
-    return [CellKey(**{name: cell[name] for name in CellKey._fields}) for cell in cells]
+    return [CellKey(**{name: value for name, value in cell.items() if name != "value"}) for cell in cells]
 
 
 def results(folder: Path) -> dict[str, bytes]:
@@ -403,7 +403,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
     out = tmp_path / "out"
     arguments = ["compare", *typed(scene), *GRID, "-o", str(out), "-q"]
     code = (
-        "import signal, hf_bico.cli.main\n"
+        "import signal\nfrom hf_bico.cli.main import main\n"
         "from hf_bico.experiments.compare.log import CellLog\n"
         "add = CellLog.add\n"
         "def interrupted(log, cell):\n"
@@ -411,7 +411,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
         "    if len(log.cells) == 5:\n"
         "        signal.raise_signal(signal.SIGINT)\n"
         "CellLog.add = interrupted\n"
-        f"hf_bico.cli.main({arguments!r})"
+        f"main({arguments!r})"
     )
     process = forks.run(code=code)
     assert process.returncode == 130

@@ -275,8 +275,8 @@ def test_a_log_goes_on_where_it_stopped_and_keeps_what_is_not_asked_for(tmp_path
 
 def test_a_key_is_the_cell_without_its_value() -> None:
     key = CellKey("x", "bico", n=10, seed=3, control=True)
-    assert key.measured(0.5) == Cell("x", "bico", 0.5, n=10, seed=3, control=True)
-    assert key.measured(0.5).key == key
+    assert key.with_value(0.5) == Cell("x", "bico", 0.5, n=10, seed=3, control=True)
+    assert key.with_value(0.5).key == key
 
 
 def test_a_last_line_cut_anywhere_is_dropped_and_written_again(tmp_path: Path) -> None:
@@ -429,10 +429,10 @@ def test_a_reference_may_be_added_later_but_not_be_another(tmp_path: Path) -> No
         log.add(Cell("digits", "bico", 0.5, n=10, seed=0))
     for _ in range(2):
         with CellLog.open(tmp_path / "log", {"target": "B"}) as log:
-            log.refer("fine_tuned", {"id": "B-tuned"})
+            log.add_reference("fine_tuned", {"id": "B-tuned"})
             assert len(log.cells) == 1
     with CellLog.open(tmp_path / "log", {"target": "B"}) as log, pytest.raises(UsageError, match="fine_tuned"):
-        log.refer("fine_tuned", {"id": "another"})
+        log.add_reference("fine_tuned", {"id": "another"})
 
 
 @pytest.mark.parametrize("tuned", [None, {"id": "B-tuned"}])
@@ -442,4 +442,4 @@ def test_a_log_of_an_earlier_version_is_gone_on_with(tmp_path: Path, tuned: dict
         log.add(Cell("digits", "bico", 0.5, n=10, seed=0))
     with CellLog.open(tmp_path / "log", {"target": "B"}) as log:
         assert len(log.cells) == 1
-        log.refer("fine_tuned", {"id": "B-tuned"})
+        log.add_reference("fine_tuned", {"id": "B-tuned"})

@@ -39,7 +39,7 @@ from hf_bico.experiments.diagnose.diagnosis import (
     output_rows,
 )
 from hf_bico.experiments.diagnose.findings import OutputLikeness, SitePlace, by_place, cost_of
-from hf_bico.experiments.diagnose.run import COMPARED, _affordable
+from hf_bico.experiments.diagnose.run import COMPARED, _memory_groups
 from hf_bico.models.layout import Site, SitePair, Slot
 from support import hub_scenes, reference
 from support.hub import Hub
@@ -320,9 +320,9 @@ def test_only_as_many_sums_of_products_are_kept_as_there_is_room_for() -> None:
 
     pairs = [SitePair(site(number, 10), site(number, 20)) for number in range(5)]
     each = 8 * (10 * 10 + 20 * 20 + 3 * 10 * 20)
-    sizes = {room: [len(some) for some in _affordable(pairs, room)] for room in (0, each, 2 * each, 5 * each)}
+    sizes = {room: [len(some) for some in _memory_groups(pairs, room)] for room in (0, each, 2 * each, 5 * each)}
     assert sizes == {0: [1] * 5, each: [1] * 5, 2 * each: [2, 2, 1], 5 * each: [5]}
-    assert [pair for some in _affordable(pairs, 2 * each) for pair in some] == pairs
+    assert [pair for some in _memory_groups(pairs, 2 * each) for pair in some] == pairs
 
 
 def test_little_memory_gives_the_same_numbers(pair: Pair, diagnosis: Diagnosis) -> None:

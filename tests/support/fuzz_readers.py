@@ -233,7 +233,7 @@ def make_log(folder: Path) -> Path:
     from hf_bico.experiments.compare.log import CellLog
 
     with CellLog.open(folder, {"target": {"id": "b"}}) as log:
-        log.refer("fine_tuned", {"id": "c"})
+        log.add_reference("fine_tuned", {"id": "c"})
         log.add(Cell("digits", "bico", 0.75, n=100, seed=0))
         log.add(Cell("digits", "target", 0.5))
     return folder

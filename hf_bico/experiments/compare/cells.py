@@ -1,22 +1,17 @@
-"""One number; means and gains.
-
-One measured number, what it is of, and its place among the others.
-
-Many measured numbers as few: means and standard deviations over seeds, averages over data sets, gains.
-"""
+"""Defines the measured numbers of a comparison, their order, and their means and gains. Measures and writes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from math import isfinite
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_bico.settings import METHODS, method_info
 
 LOSS = "loss"
-"""The protocol whose numbers are losses, of which less is better, and no accuracies."""
+"""The protocol whose numbers are losses, not accuracies: less is better."""
 REFERENCE_LABELS = {
     "target": "target, zero-shot",
     "base": "source, before it was fine-tuned",
@@ -24,7 +19,7 @@ REFERENCE_LABELS = {
     "target fine-tuned": "target, fine-tuned",
 }
 REFERENCES = tuple(REFERENCE_LABELS)
-"""What the methods are held against: nothing is carried."""
+"""The models that methods are compared with; nothing is carried to them."""
 
 
 def method_label(name: str) -> str:
@@ -32,8 +27,9 @@ def method_label(name: str) -> str:
     return REFERENCE_LABELS.get(name) or method_info(name).label
 
 
-class CellKey(NamedTuple):
-    """What a number is of: data set, method, samples (`n` in all, or `per_class`), the draw's seed, and variants.
+@dataclass(frozen=True)
+class CellKey:
+    """Identifies a number: data set, method, samples (`n` in all, or `per_class`), the draw's seed, and variants.
 
     `n`, `per_class` and `seed` are None where the method takes no samples; `control` means that the two models saw
     different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, "probe", or "loss".
@@ -41,6 +37,7 @@ class CellKey(NamedTuple):
 
     data: str
     method: str
+    _: KW_ONLY
     n: int | None = None
     per_class: int | None = None
     seed: int | None = None
@@ -48,23 +45,15 @@ class CellKey(NamedTuple):
     readout: bool = False
     protocol: str | None = None
 
-    def measured(self, value: float) -> Cell:
-        return Cell(value=value, **self._asdict())
+    def with_value(self, value: float) -> Cell:
+        return Cell(value=value, **vars(self))
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measured number: an accuracy, between 0 and 1, or a loss, and what it is of, as in `CellKey`."""
+class Cell(CellKey):
+    """One measured number, an accuracy between 0 and 1 or a loss, with the fields of its key."""
 
-    data: str
-    method: str
     value: float
-    n: int | None = None
-    per_class: int | None = None
-    seed: int | None = None
-    control: bool = False
-    readout: bool = False
-    protocol: str | None = None
 
     def __post_init__(self) -> None:
         if not isfinite(self.value):
@@ -74,13 +63,16 @@ class Cell:
 
     @property
     def key(self) -> CellKey:
-        """All but the value."""
-        return CellKey(**{name: getattr(self, name) for name in CellKey._fields})
+        """All fields but the value."""
+        return CellKey(**{field.name: getattr(self, field.name) for field in fields(CellKey)})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"data": self.data, "method": self.method, "value": self.value} | vars(self)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a method could not do for this pair of models, or on this data set, in one line."""
+    """The reason why a method cannot carry between these models, or on this data set, in one line."""
 
     method: str
     reason: str
@@ -96,7 +88,7 @@ def _in_rows() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The place of every number: methods and data sets as given, then registered methods, then by name."""
+    """Sort keys of numbers: methods and data sets as given; then registered methods, then by name."""
 
     methods: Sequence[str] = ()
     data_sets: Sequence[str] = ()
@@ -111,7 +103,7 @@ class Order:
         return (self.data_sets.index(data), "") if data in self.data_sets else (len(self.data_sets), data)
 
     def of_row(self, key: CellKey) -> tuple[Any, ...]:
-        """By `group`, then by method, the plain one before its variants."""
+        """Sort by `group`, then by method, the plain one before its variants."""
         return *group(key), self.of_method(key.method), key.control, key.readout
 
     def of_cell(self, key: CellKey) -> tuple[Any, ...]:
@@ -119,18 +111,18 @@ class Order:
 
 
 def is_reference(key: CellKey) -> bool:
-    """Whether it is a model that is there already, measured without any calibration sample."""
+    """Return True for an existing model that is measured without calibration samples."""
     return key.method in REFERENCES and key.n is None and key.per_class is None and not key.readout
 
 
 def group(key: CellKey) -> tuple[Any, ...]:
-    """What stands together in a table: references, methods without samples, then each number of samples."""
+    """Return the sort key of a table's groups: references, methods without samples, then each number of samples."""
     kind = 0 if is_reference(key) else 2 if key.n is not None else 3 if key.per_class is not None else 1
     return key.protocol or "", kind, key.n or key.per_class or 0
 
 
 def cell_line(cell: Cell) -> str:
-    """One number in a line.
+    """Return a number as one line of text.
 
     >>> cell_line(Cell("digits", "bico", 0.596, n=100, seed=0))
     'digits: BiCo, N = 100, seed 0: 59.6%'
@@ -143,7 +135,7 @@ def cell_line(cell: Cell) -> str:
 
 
 def label(key: CellKey) -> str:
-    """A method and its variant in words.
+    """Return the name of a method and its variant.
 
     >>> label(CellKey("digits", "bico", n=100, control=True))
     'BiCo, mispaired'
@@ -193,12 +185,12 @@ class Row:
 
     @property
     def key(self) -> CellKey:
-        """That of its cells, without data set and seed."""
-        return CellKey("", self.method, self.n, self.per_class, None, self.control, self.readout, self.protocol)
+        """The key of its cells, without data set and seed."""
+        names = (field.name for field in fields(CellKey) if field.name not in ("data", "seed"))
+        return CellKey(data="", **{name: getattr(self, name) for name in names})
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Rows of the same group stand together in a table."""
         return group(self.key)
 
     @property
@@ -216,7 +208,7 @@ class Row:
 
     @property
     def better(self) -> float | None:
-        """How much better than the untouched target: the gain, or of a loss what it is less."""
+        """The gain over the untouched target, with the sign turned for a loss."""
         return None if self.gain is None else -self.gain if self.is_loss else self.gain
 
     def as_dict(self) -> dict[str, Any]:
@@ -224,37 +216,37 @@ class Row:
 
 
 def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> tuple[Row, ...]:
-    """The rows in their order; `data_sets` are those that an average must cover."""
+    """Return the rows in their order; an average must cover all `data_sets`."""
     gathered: dict[CellKey, dict[str, dict[int | None, float]]] = {}
     for cell in cells:
-        key = cell.key._replace(data="", seed=None)
+        key = replace(cell.key, data="", seed=None)
         gathered.setdefault(key, {}).setdefault(cell.data, {})[cell.seed] = cell.value
     rows = {key: _row(key, gathered[key], data_sets) for key in sorted(gathered, key=order.of_row)}
     return tuple(replace(row, gain=_gain(row, rows)) for row in rows.values())
 
 
-def _row(key: CellKey, found: dict[str, dict[int | None, float]], data_sets: Sequence[str]) -> Row:
-    values = {data: MeanAndError.of(list(found[data].values())) for data in data_sets if data in found}
+def _row(key: CellKey, by_data: dict[str, dict[int | None, float]], data_sets: Sequence[str]) -> Row:
+    values = {data: MeanAndError.of(list(by_data[data].values())) for data in data_sets if data in by_data}
     return Row(
         label=label(key),
         values=values,
-        average=_average(values, found) if len(values) == len(data_sets) else None,
-        **{name: value for name, value in key._asdict().items() if name not in ("data", "seed")},
+        average=_average(values, by_data) if len(values) == len(data_sets) else None,
+        **{name: value for name, value in vars(key).items() if name not in ("data", "seed")},
     )
 
 
-def _average(values: dict[str, MeanAndError], found: dict[str, dict[int | None, float]]) -> MeanAndError:
-    mean = fmean(spread.mean for spread in values.values())
-    seeds = set.intersection(*(set(by_seed) for by_seed in found.values()))
-    if any(set(by_seed) != seeds for by_seed in found.values()):
-        return MeanAndError(mean, None, min(spread.seeds for spread in values.values()))
-    return replace(MeanAndError.of([fmean(by_seed[seed] for by_seed in found.values()) for seed in seeds]), mean=mean)
+def _average(values: dict[str, MeanAndError], by_data: dict[str, dict[int | None, float]]) -> MeanAndError:
+    mean = fmean(value.mean for value in values.values())
+    seeds = set.intersection(*(set(by_seed) for by_seed in by_data.values()))
+    if any(set(by_seed) != seeds for by_seed in by_data.values()):
+        return MeanAndError(mean, None, min(value.seeds for value in values.values()))
+    return replace(MeanAndError.of([fmean(by_seed[seed] for by_seed in by_data.values()) for seed in seeds]), mean=mean)
 
 
 def _gain(row: Row, rows: dict[CellKey, Row]) -> float | None:
-    """Over the target of the same protocol, with the same samples where the protocol itself takes some."""
-    own = CellKey("", "target", row.n, row.per_class, protocol=row.protocol)
-    target = rows.get(own) or rows.get(own._replace(n=None, per_class=None))
+    """Subtract the target of the same protocol, with the same samples if the protocol itself takes some."""
+    key = CellKey("", "target", n=row.n, per_class=row.per_class, protocol=row.protocol)
+    target = rows.get(key) or rows.get(replace(key, n=None, per_class=None))
     if row.average is None or target is None or target.average is None:
         return None
     return row.average.mean - target.average.mean

@@ -1,8 +1,6 @@
-"""Comparison: tables and files.
+"""Defines the result of a comparison, its tables and its files. Measures nothing.
 
-Rows as tables: plain text, Markdown, and for a terminal; cells as CSV.
-
-A comparison as data, and its files: the same numbers give the same bytes, in whatever order they were measured.
+The same numbers give the same bytes, in whatever order they were measured.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
@@ -41,14 +39,14 @@ _LONGEST_NAME = 60
 
 
 def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
-    """Accuracies in percent, losses as they are, with an empty line between groups."""
+    """Return a plain table: accuracies in percent, losses as they are, an empty line between groups."""
     lines = format_table([_header(rows, data_sets), *(_texts(row, data_sets) for row in rows)]).splitlines()
     grouped = groupby(zip(rows, lines[1:], strict=True), key=lambda pair: pair[0].group)
     return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
 
 
 def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
-    """The same in Markdown; the best average of each group of methods is bold, and its name."""
+    """Return the same in Markdown, with the best average of each group of methods in bold."""
     best = {id(row) for row in _best(rows)}
     average = 2 + len(data_sets) if len(data_sets) > 1 else 2
     lines: list[Sequence[str]] = [_header(rows, data_sets)]
@@ -70,8 +68,8 @@ def refusal_line(refusal: Refusal) -> str:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """What the numbers of a table are."""
-    seeds = sorted({spread.seeds for row in rows if row.size is not None for spread in row.values.values()})
+    """Return the sentence that explains the numbers of a table."""
+    seeds = sorted({value.seeds for row in rows if row.size is not None for value in row.values.values()})
     kinds = {row.is_loss for row in rows}
     text = LESS_IS_BETTER if kinds == {True} else "Accuracy in percent"
     text += f", and {LESS_IS_BETTER.lower()}" if len(kinds) > 1 else ""
@@ -85,7 +83,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def csv_text(cells: Iterable[Cell]) -> str:
-    """One line a cell; what does not apply is empty."""
+    """Return one line per cell; fields that do not apply are empty."""
     stream = StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -96,48 +94,48 @@ def csv_text(cells: Iterable[Cell]) -> str:
 
 
 def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
-    """The table as far as it is measured, for a terminal: the best of each group, and what lost, are marked."""
+    """Return the table for a terminal, with the best of each group and the worse than the target marked."""
     best = {id(row) for row in _best(rows)}
     lines = []
     for _, members in groupby(rows, key=lambda row: row.group):
         for number, row in enumerate(members):
-            lost = not row.is_reference and _is_lost(row)
-            mark = WORSE if lost else BEST if id(row) in best else ""
+            worse = not row.is_reference and _is_worse(row)
+            mark = WORSE if worse else BEST if id(row) in best else ""
             lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
     return Table(_header(rows, data_sets), lines, leading=2)
 
 
 def _header(rows: Sequence[Row], data_sets: Sequence[str]) -> list[str]:
     gain = "change" if rows and all(row.is_loss for row in rows) else "gain"
-    # the average over a single data set would say the same twice
+    # of a single data set, the average would repeat the column
     ends = ["average", gain] if len(data_sets) > 1 else [gain]
     return ["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]
 
 
 def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
     size = str(row.n) if row.n is not None else f"{row.per_class} a class" if row.per_class is not None else "-"
-    spreads = [row.values.get(data) for data in data_sets]
-    values = [_value(row, spread) for spread in (spreads if len(data_sets) == 1 else [*spreads, row.average])]
+    means = [row.values.get(data) for data in data_sets]
+    values = [_value(row, mean) for mean in (means if len(data_sets) == 1 else [*means, row.average])]
     own = row.method == "target" and not row.readout
     gain = "-" if row.gain is None or own else f"{row.gain:+.3f}" if row.is_loss else f"{100 * row.gain:+.1f}"
     return [row.label, size, *values, gain]
 
 
-def _value(row: Row, spread: MeanAndError | None) -> str:
-    if spread is None:
+def _value(row: Row, value: MeanAndError | None) -> str:
+    if value is None:
         return "-"
-    if row.is_loss:
-        return f"{spread.mean:.3f}" + ("" if spread.std is None else f" ± {spread.std:.3f}")
-    return f"{100 * spread.mean:.1f}" + ("" if spread.std is None else f" ± {100 * spread.std:.1f}")
+    scale, digits = (1, 3) if row.is_loss else (100, 1)
+    numbers = [value.mean] if value.std is None else [value.mean, value.std]
+    return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
 
 
-def _is_lost(row: Row) -> bool:
-    """Whether a row is worse than the untouched target, as far as its numbers are shown."""
+def _is_worse(row: Row) -> bool:
+    """Return True if the printed numbers are worse than those of the untouched target."""
     return row.better is not None and round(row.better, 3) < 0
 
 
 def _best(rows: Sequence[Row]) -> Iterable[Row]:
-    """The best average of each group of methods, where there is a choice."""
+    """Yield the best average of each group with several methods."""
     for _, members in groupby(rows, key=lambda row: row.group):
         rated = [
             (-row.average.mean if row.is_loss else row.average.mean, row)
@@ -158,9 +156,8 @@ _SCHEMA = 1
 class Comparison:
     """Methods side by side, between one source and one target, on some data sets.
 
-    `methods` and `data_sets` give the order in which they are shown; those that are not named follow in an order of
-    their own, never that of measuring. An average covers all of `data_sets`, measured or not yet. `about` is plain
-    JSON: how it was evaluated, settings, versions.
+    `methods` and `data_sets` give the order of tables; unnamed ones follow in a fixed order, not that of measuring. An
+    average covers all `data_sets`, measured or not yet. `about` is plain JSON: evaluation, settings, versions.
     """
 
     source: str
@@ -181,22 +178,22 @@ class Comparison:
                     f"{cell.method} on '{cell.data}' was measured as {unique[cell.key].value} and as {cell.value}",
                     "give each data set its own name",
                 )
-        known = {*self.data_sets, *(cell.data for cell in self.cells)}
-        settled = {
+        data_sets = {*self.data_sets, *(cell.data for cell in self.cells)}
+        normalized = {
             "title": self.title or f"{self.source} to {self.target}",
             "cells": tuple(sorted(unique.values(), key=lambda cell: order.of_cell(cell.key))),
             "refusals": tuple(
                 sorted(set(self.refusals), key=lambda one: (order.of_method(one.method), one.data or "", one.reason))
             ),
-            "data_sets": tuple(sorted(known, key=order.of_data)),
+            "data_sets": tuple(sorted(data_sets, key=order.of_data)),
             "methods": tuple(sorted({cell.method for cell in self.cells}, key=order.of_method)),
         }
-        for name, value in settled.items():
+        for name, value in normalized.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def merged(cls, comparisons: Sequence[Comparison], title: str = "") -> Comparison:
-        """Many comparisons as one; two that share a data set's name must agree on it (see `prefixed`)."""
+        """Merge comparisons; those that share a data set's name must agree on its numbers (see `prefixed`)."""
         if not comparisons:
             raise UsageError("there is no comparison to merge", "give at least one")
         abouts = [one.about for one in comparisons]
@@ -213,7 +210,7 @@ class Comparison:
         )
 
     def prefixed(self, prefix: str) -> Comparison:
-        """With `prefix` before the name of each data set."""
+        """Return a copy with `prefix` before the name of each data set."""
         refusals = (one if one.data is None else replace(one, data=prefix + one.data) for one in self.refusals)
         return replace(
             self,
@@ -223,26 +220,24 @@ class Comparison:
         )
 
     def rows(self) -> tuple[Row, ...]:
-        """Means over seeds and data sets: references, methods without samples, then by the number of samples."""
+        """Return the means over seeds and data sets: references, methods without samples, then by number of samples."""
         return aggregate(self.cells, self.data_sets, Order(self.methods, self.data_sets))
 
     def table(self) -> str:
-        """Plain text: accuracies in percent, and what was refused."""
+        """Return the table as plain text, with the refusals."""
         return "\n\n".join(filter(None, [text_table(self.rows(), self.data_sets), self.refused()]))
 
     def refused(self) -> str:
-        """A line for everything that could not be measured."""
+        """Return a line for each refusal."""
         return "\n".join(f"not measured: {refusal_line(refusal)}" for refusal in self.refusals)
 
     def __repr__(self) -> str:
         return f"Comparison of {len(self.methods)} models and methods, {self.title}: {len(self.cells)} numbers"
 
     def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
-        return "\n\n".join(self._shown())
+        return "\n\n".join(self._markdown_parts())
 
-    def _shown(self) -> list[str]:
-        """The table, what its numbers are, and what was refused, in Markdown."""
+    def _markdown_parts(self) -> list[str]:
         rows = self.rows()
         parts = [comparison_table(rows, self.data_sets), caption(rows)]
         if self.refusals:
@@ -250,13 +245,13 @@ class Comparison:
         return parts
 
     def to_markdown(self) -> str:
-        parts = [f"# {plain(self.title)}", *self._shown()]
+        parts = [f"# {plain(self.title)}", *self._markdown_parts()]
         if self.about:
             parts += ["## How it was measured", fenced(json.dumps(self.about, indent=2, sort_keys=True), "json")]
         return "\n\n".join(parts) + "\n"
 
     def to_csv(self) -> str:
-        """One line a cell, in full precision."""
+        """Return one line per cell, in full precision."""
         return csv_text(self.cells)
 
     def to_json(self) -> str:
@@ -264,7 +259,7 @@ class Comparison:
             "schema": _SCHEMA,
             **{name: getattr(self, name) for name in ("title", "source", "target", "methods", "data_sets")},
             "rows": [row.as_dict() for row in self.rows()],
-            "cells": [asdict(cell) for cell in self.cells],
+            "cells": [cell.as_dict() for cell in self.cells],
             "refusals": [refusal.as_dict() for refusal in self.refusals],
             "about": json.loads(json.dumps(self.about, sort_keys=True)),
         }
@@ -276,7 +271,7 @@ class Comparison:
             content = parse_json(text)
             if content["schema"] != _SCHEMA:
                 raise RecordError(f"the comparison's schema is {content['schema']}", "use a newer hf-bico")
-            found = cls(
+            comparison = cls(
                 cells=tuple(from_plain(Cell, cell) for cell in content["cells"]),
                 refusals=tuple(from_plain(Refusal, refusal) for refusal in content["refusals"]),
                 methods=tuple(from_plain(list[str], content["methods"])),
@@ -284,26 +279,26 @@ class Comparison:
                 **{name: from_plain(str, content[name]) for name in ("title", "source", "target")},
                 about=from_plain(dict, content["about"]),
             )
-            found.to_json()  # of numbers whose mean or deviation is beyond all numbers there is no table
-            return found
+            comparison.to_json()  # raises if a mean or a deviation overflows
+            return comparison
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise RecordError(f"the comparison cannot be read: {error!r}", "compare again") from error
 
     @translate_errors()
     def draw(self, path: Path | str) -> bool:
-        """A PNG of accuracy against the number of samples; False, and no file, where there is nothing to draw."""
-        drawn = picture(self.rows(), self.data_sets, self.title)
-        if drawn is None:
+        """Write a PNG of accuracy against the number of samples; return False if there is nothing to draw."""
+        content = picture(self.rows(), self.data_sets, self.title)
+        if content is None:
             Path(path).unlink(missing_ok=True)  # that of an earlier comparison would be taken for this one's
             return False
-        write_file(Path(path), drawn)
+        write_file(Path(path), content)
         return True
 
     @translate_errors()
     def save(self, folder: Path | str) -> tuple[Path, ...]:
-        """Write comparison.csv, .json, .md and .png, each whole or not at all; the files that were written."""
-        drawn = picture(self.rows(), self.data_sets, self.title)
-        content = (self.to_csv(), self.to_json(), self.to_markdown(), drawn)
+        """Write comparison.csv, .json, .md and .png, each atomically, and return the files that were written."""
+        image = picture(self.rows(), self.data_sets, self.title)
+        content = (self.to_csv(), self.to_json(), self.to_markdown(), image)
         return write_files(Path(folder), dict(zip(RESULT_FILES, content, strict=True)))
 
     @classmethod

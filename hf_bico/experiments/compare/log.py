@@ -1,6 +1,6 @@
-"""The numbers of a comparison as they are measured: a file that only grows, so that an interrupted run goes on.
+"""Keeps the numbers of a comparison in a file that only grows, so that an interrupted run can be resumed.
 
-The first line of `cells.jsonl` says what is compared; every further one is a number.
+The first line of `cells.jsonl` identifies the comparison; every other line is a number or a reference model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ _MOST_DIFFERENCES = 3
 
 
 class CellLog:
-    """The measured cells of one folder, held by one process at a time; a context manager.
+    """The measured cells of one folder, which is locked by one process at a time; a context manager.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -48,11 +47,11 @@ class CellLog:
 
     @classmethod
     def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> CellLog:
-        """Start a log in a new folder, or go on with the one that is there if it is of the same `identity`.
+        """Start a log in a new folder, or continue an existing one of the same `identity`.
 
         The identity is plain JSON: the models and the data, with commits or sha256, and the settings that change a
-        number; not the methods, sizes or seeds, of which more may be asked for later. `overwrite` starts anew in a
-        comparison's folder; files that are not a comparison's are never touched.
+        number; not the methods, sizes or seeds, which may be added later. `overwrite` starts anew in a comparison's
+        folder; files that are not a comparison's are never touched.
         """
         folder = Path(folder)
         identity = json.loads(json.dumps(identity, allow_nan=False))
@@ -78,33 +77,33 @@ class CellLog:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """All of them, in the order in which they were measured."""
+        """All cells, in the order of measuring."""
         return tuple(self._cells.values())
 
     def has(self, key: CellKey) -> bool:
         return key in self._cells
 
     def chosen(self, keys: Iterable[CellKey]) -> tuple[Cell, ...]:
-        """Those of the cells that are asked for and measured."""
+        """Return the cells of these keys that are measured already."""
         return tuple(self._cells[key] for key in dict.fromkeys(keys) if key in self._cells)
 
     def add(self, cell: Cell) -> None:
-        """Keep a number; it is on the disk when this returns."""
+        """Append a number; it is on the disk when this returns."""
         if self.has(cell.key):
             raise ValueError(f"{cell.key} is in the log already")
-        self._append({"cell": asdict(cell)})
+        self._append({"cell": cell.as_dict()})
         self._cells[cell.key] = cell
 
-    def refer(self, name: str, what: Any) -> None:
-        """Note what a reference is that may be added later; a folder holds the numbers of one of that name."""
-        what = json.loads(json.dumps(what, allow_nan=False))
+    def add_reference(self, name: str, identity: Any) -> None:
+        """Record the identity of a reference model; refuse another one of the same name."""
+        identity = json.loads(json.dumps(identity, allow_nan=False))
         if name not in self._references:
-            self._append({"reference": {name: what}})
-            self._references[name] = what
-        _require_same(self.folder, {name: self._references[name]}, {name: what})
+            self._append({"reference": {name: identity}})
+            self._references[name] = identity
+        _require_same(self.folder, {name: self._references[name]}, {name: identity})
 
     def close(self) -> None:
-        """Let other processes have the folder."""
+        """Release the lock of the folder."""
         self._lock.release()
 
     def __enter__(self) -> CellLog:
@@ -114,14 +113,14 @@ class CellLog:
         self.close()
 
     def _start(self, identity: dict[str, Any]) -> None:
-        """Begin with nothing: the first line appears whole or not at all."""
+        """Write the first line, atomically."""
         partial = self.folder / _PARTIAL_FILE
         try:
             with partial.open("wb") as stream:
                 stream.write(_line({**_FORMAT, "identity": identity}))
                 stream.flush()
                 os.fsync(stream.fileno())
-            for name in RESULT_FILES:  # of a comparison that is given up
+            for name in RESULT_FILES:  # of the comparison that is overwritten
                 (self.folder / name).unlink(missing_ok=True)
             os.replace(partial, self.file)
         except OSError as error:
@@ -132,12 +131,12 @@ class CellLog:
         whole = content[: content.rfind(b"\n") + 1]
         first, *others = whole.splitlines()
         known = parse_json(first)["identity"]
-        if (tuned := known.pop("fine_tuned", None)) is not None:  # where earlier versions noted it
+        if (tuned := known.pop("fine_tuned", None)) is not None:  # where earlier versions recorded it
             self._references["fine_tuned"] = tuned
         _require_same(self.folder, known, identity)
         for number, line in enumerate(others, start=2):
             try:
-                self._take(parse_json(line))
+                self._load(parse_json(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"line {number} of '{self.file}' cannot be read",
@@ -146,7 +145,7 @@ class CellLog:
         if len(whole) < len(content):  # a run was stopped while it wrote
             os.truncate(self.file, len(whole))
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _load(self, entry: dict[str, Any]) -> None:
         if "reference" in entry:
             self._references.update(entry["reference"])
             return
@@ -190,15 +189,15 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _require_ours(folder: Path) -> None:
-    """Refuse a folder that holds something, but no comparison."""
+    """Refuse a folder with other content than a comparison."""
     file = folder / LOG_FILE
     if os.path.isfile(file):  # False, where pathlib raises, for a name that is too long
         with file.open("rb") as stream:
             first = stream.readline()
         with suppress(ValueError):
-            found = parse_json(first)
-            ours = isinstance(found, dict) and found.items() >= _FORMAT.items()
-            if ours and first.endswith(b"\n") and isinstance(found.get("identity"), dict):
+            header = parse_json(first)
+            ours = isinstance(header, dict) and header.items() >= _FORMAT.items()
+            if ours and first.endswith(b"\n") and isinstance(header.get("identity"), dict):
                 return
         raise OutputExistsError(
             f"'{file}' is there and was not written by hf-bico compare", "choose another folder with -o"
@@ -214,15 +213,15 @@ def _require_ours(folder: Path) -> None:
         require_free(folder, overwrite=False)
 
 
-def _require_same(folder: Path, known: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Refuse to go on with a comparison of something else, and say what is different."""
-    before, now = _flat(known), _flat(asked)
+def _require_same(folder: Path, known: dict[str, Any], requested: dict[str, Any]) -> None:
+    """Refuse to continue a comparison of something else, and name the differences."""
+    before, now = _flat(known), _flat(requested)
     different = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if not different:
         return
-    shown = [f"{name} was {before.get(name, 'not given')}, now {now.get(name, 'not given')}" for name in different]
-    more = len(shown) - _MOST_DIFFERENCES
-    listed = "; ".join([*shown[:_MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
+    changes = [f"{name} was {before.get(name, 'not given')}, now {now.get(name, 'not given')}" for name in different]
+    more = len(changes) - _MOST_DIFFERENCES
+    listed = "; ".join([*changes[:_MOST_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
     raise UsageError(
         f"'{folder}' holds another comparison: {listed}",
         "choose another folder with -o, or give up what is there with --overwrite",
@@ -230,7 +229,7 @@ def _require_same(folder: Path, known: dict[str, Any], asked: dict[str, Any]) ->
 
 
 def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """Every value by its dotted name, as JSON."""
+    """Map dotted names to values as JSON."""
     if not isinstance(value, dict) or not value:
         return {name: json.dumps(value)}
     parts = [_flat(part, f"{name}.{key}" if name else key) for key, part in value.items()]

@@ -1,10 +1,6 @@
-"""Which numbers, on which data, measured.
+"""Lists the numbers of a comparison, draws the samples of its data sets, and measures methods on one draw.
 
-The grid: which numbers a comparison asks for. Knows methods and settings by name; measures nothing.
-
-What a comparison is about: a data set with its draws, and the rows that every model is measured on.
-
-One draw of samples of one data set, and what every method makes of it, measured.
+Knows neither the log nor the order in which draws are measured.
 """
 
 from __future__ import annotations
@@ -51,12 +47,12 @@ from hf_bico.settings import METHODS, PROBE, Settings
 USUAL_SIZES = (10, 20, 50, 100)
 USUAL_SEEDS = 3
 BY_LOSS = ("language-modelling", "text-to-text")
-"""The objectives whose own measure is a loss."""
+"""The objectives that are measured by a loss."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """So many calibration samples, in all or of each class, drawn by a seed."""
+    """The size of a draw, in all or of each class, and its seed."""
 
     size: int
     seed: int
@@ -64,7 +60,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method as it is, with the two models' samples mispaired, or with the readout corrected."""
+    """A method with the two models' samples mispaired (`control`), with the readout corrected, or plain."""
 
     control: bool = False
     readout: bool = False
@@ -75,7 +71,7 @@ PLAIN = Variant()
 
 @dataclass(frozen=True)
 class Grid:
-    """Methods, each with so many samples in all or of each class, drawn by each of the seeds."""
+    """The methods to compare, the numbers of samples in all or of each class, and the seeds of the draws."""
 
     methods: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -92,7 +88,7 @@ class Grid:
         seeds: int | Sequence[int],
         settings: Settings,
     ) -> Grid:
-        """What was asked for, as it may be written: one number or several, "all" methods, so many seeds or which."""
+        """Parse arguments as users write them: one number or several, "all" methods, a number of seeds or a list."""
         for option, given in (("-n", n), ("-k", per_class), ("--seeds", seeds)):
             numbers = [given] if isinstance(given, int | float | str) else given or ()
             for number in numbers:
@@ -120,7 +116,7 @@ class Grid:
             if not values:
                 raise UsageError(f"{option} leaves nothing to compare", "give at least one")
         for draw in self.draws():
-            self.settings_of(draw)  # refuses sizes that are none
+            self.settings_of(draw)  # refuses wrong sizes
 
     def draws(self) -> list[Draw]:
         return [Draw(size, seed) for size in self.sizes for seed in self.seeds]
@@ -130,7 +126,7 @@ class Grid:
         return Draw(max(self.sizes), self.settings.seed)
 
     def settings_of(self, draw: Draw | None) -> Settings:
-        """Those of one draw; variants are cells of their own."""
+        """Return the settings of one draw, without variants: those are cells of their own."""
         settings = replace(self.settings, readout=False, control=False)
         if draw is None:
             return settings
@@ -138,38 +134,37 @@ class Grid:
         return replace(settings, n=n, per_class=per_class, seed=draw.seed)
 
     def variants(self, name: str) -> list[Variant]:
-        """Those of a method or reference that were asked for and make sense."""
-        found = [PLAIN]
+        """Return the requested variants that a method or reference can have."""
+        variants = [PLAIN]
         if self.settings.control and name in METHODS and issubclass(method_class(name), Aligner):
-            found.append(Variant(control=True))
+            variants.append(Variant(control=True))
         if self.settings.readout and (name in METHODS or name == "target"):
-            found.append(Variant(readout=True))
-        return found
+            variants.append(Variant(readout=True))
+        return variants
 
     def keys(self, data: str, name: str, variant: Variant, draw: Draw | None) -> list[CellKey]:
-        """The numbers of one method or reference that depend on this draw; without one, those that depend on none.
+        """Return the numbers of a method or reference that depend on this draw, or on no draw if it is None.
 
-        A probe depends on the draw, whatever is probed.
+        A probe always depends on the draw.
         """
-        of_draw = takes_samples(name) or variant.readout or self._pairs_by_samples(name)
+        uses_draw = takes_samples(name) or variant.readout or self._pairs_by_samples(name)
         protocols: list[str | None] = []
-        if self.settings.evaluation != PROBE and of_draw == (draw is not None):
+        if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
             protocols.append(LOSS if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
-        size, seed = (None, None) if draw is None else (draw.size, draw.seed)
-        n, per_class = (None, size) if self.per_class else (size, None)
-        return [
-            CellKey(data, name, n, per_class, seed, variant.control, variant.readout, protocol)
-            for protocol in protocols
-        ]
+        key = CellKey(data, name, control=variant.control, readout=variant.readout)
+        if draw is not None:
+            n, per_class = (None, draw.size) if self.per_class else (draw.size, None)
+            key = replace(key, n=n, per_class=per_class, seed=draw.seed)
+        return [replace(key, protocol=protocol) for protocol in protocols]
 
     def _pairs_by_samples(self, name: str) -> bool:
-        """Whether the samples say which blocks are paired, and a method carries between these."""
+        """Return True for a method that carries between blocks which are paired by the samples."""
         return self.settings.layers == "similarity" and name in METHODS and issubclass(method_class(name), Carrier)
 
     def cells(self, data: str, names: Sequence[str]) -> Iterator[tuple[Draw | None, str, Variant, list[CellKey]]]:
-        """Everything about one data set, in the order in which it is measured."""
+        """Yield all numbers of one data set in the order of measuring."""
         for draw in (None, *self.draws()):
             for name in names:
                 for variant in self.variants(name):
@@ -179,7 +174,7 @@ class Grid:
 
 
 def takes_samples(name: str) -> bool:
-    """Whether what a method does depends on the calibration samples; references do nothing."""
+    """Return True if the result of a method depends on the calibration samples."""
     info = METHODS.get(name)
     return info is not None and info.uses_samples and info.trains_on != "split"
 
@@ -189,9 +184,10 @@ LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds
 
 @dataclass(frozen=True)
 class ComparedDataset:
-    """One data set, with the held-out rows `samples` of `split`, which the target's images are `prepared` from once.
+    """One data set with its draws, and the held-out `samples` of `split` that every model is measured on.
 
-    `heads` are None where they depend on the draw.
+    `prepared` are the samples as the target reads them, images preprocessed once. `heads` are None where they depend
+    on the draw.
     """
 
     data: DataSet
@@ -206,13 +202,13 @@ class ComparedDataset:
         return self.data.name
 
     def training_samples(self, seed: int) -> Samples:
-        """All of the split that was drawn from, but for what is measured on, in the order that the seed gives."""
+        """Return the calibration split without the held-out samples, shuffled by the seed."""
         drawn = next(iter(self.draws.values()))
         drawn = replace(drawn, data=self.data, strategy=replace(drawn.strategy, seed=seed))
         return training_samples(drawn, self.split, self.samples)
 
     def about(self) -> dict[str, Any]:
-        """What the numbers depend on, as plain data."""
+        """Return what identifies the samples, as plain data."""
         return {
             "commit": None if self.data.repo is None else self.data.repo.commit,
             "config": self.data.config,
@@ -227,15 +223,15 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
 
 
-def opened(plans: Sequence[Plan], grid: Grid, hub: Hub) -> list[DataSet]:
-    """The data sets; of large ones, as much as the largest draw needs."""
-    found = [_opened(planned, grid, grid.largest, hub) for planned in plans]
-    if len({data.name for data in found}) < len(found):
+def open_data_sets(plans: Sequence[Plan], grid: Grid, hub: Hub) -> list[DataSet]:
+    """Open all data sets; of large ones, read as much as the largest draw needs."""
+    data_sets = [_open_data_set(planned, grid, grid.largest, hub) for planned in plans]
+    if len({data.name for data in data_sets}) < len(data_sets):
         raise UsageError("two of the data sets have one name", "rename a folder")
-    return found
+    return data_sets
 
 
-def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = True) -> DataSet:
+def _open_data_set(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = True) -> DataSet:
     lineage = planned.lineage
     if lineage.data is None:
         raise lineage.no_data or DataUnknownError("no data was given", "name it with --data")
@@ -244,39 +240,41 @@ def _opened(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bool = Tr
     return open_data(lineage.data, settings, hub, known_names=names, reads=lineage.base.layout.reads)
 
 
-def drawn_from(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, CalibrationDraw]:
-    """All draws; from a large data set each reads rows of its own, as a port does, unless those may be measured on."""
+def draw_samples(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, CalibrationDraw]:
+    """Draw all calibration samples.
+
+    As in a port, each draw reads its own rows of a large data set, unless the same split is measured on.
+    """
     split = calibration_split(data, grid.settings.split)
-    apart = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
-    return {
-        draw: draw_from(_opened(planned, grid, draw, hub, measured=False) if apart else data, grid.settings_of(draw))
-        for draw in grid.draws()
-    }
+    separate = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
+    draws = {}
+    for draw in grid.draws():
+        source = _open_data_set(planned, grid, draw, hub, measured=False) if separate else data
+        draws[draw] = draw_from(source, grid.settings_of(draw))
+    return draws
 
 
-def subject_of(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> ComparedDataset:
-    """The data set as these models see it; no row that any draw took is measured on."""
+def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> ComparedDataset:
+    """Finish the draws by these models, and choose held-out samples that no draw contains."""
     heads = None if models.settings.objective == "classification" else make_heads(models, data.class_names, None)
 
-    def settled_by(drawn: CalibrationDraw) -> CalibrationDraw:
+    def finished(drawn: CalibrationDraw) -> CalibrationDraw:
         chosen = models.choose_samples(drawn)
         require_readable(models, chosen.split, chosen.samples)
         return models.pseudo_label(chosen, heads or make_heads(models, data.class_names, chosen))
 
-    settled = {draw: settled_by(drawn) for draw, drawn in draws.items()}
-    first = next(iter(settled.values()))
-    used = sorted({index for drawn in settled.values() for index in drawn.samples.indices})
-    everything = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
-    split, samples = evaluation_samples(
-        data, everything, first.split, models.settings.seed, models.settings.eval_samples
-    )
+    draws = {draw: finished(drawn) for draw, drawn in draws.items()}
+    first, settings = next(iter(draws.values())), models.settings
+    used = sorted({index for drawn in draws.values() for index in drawn.samples.indices})
+    all_drawn = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
+    split, samples = evaluation_samples(data, all_drawn, first.split, settings.seed, settings.eval_samples)
     if split == first.split:  # half of it is for training
         samples = samples.first(max(1, len(data.splits[split]) // 2))
     if not len(samples):
         remedy = "draw fewer, or use data with a test split" if data.labelled else "use data with labels"
         raise SampleCountError(f"'{data.name}' has no labelled sample to measure on", remedy)
-    if not data.labelled and models.settings.evaluation != "zero-shot":
-        by_loss = models.settings.objective != "classification"
+    if not data.labelled and settings.evaluation != "zero-shot":
+        by_loss = settings.objective != "classification"
         other = ", or --evaluation zero-shot, which measures the loss" if by_loss else ""
         raise UsageError(
             f"a linear probe is fitted to labels, and '{data.name}' has none", f"use data with labels{other}"
@@ -284,86 +282,84 @@ def subject_of(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: Mod
     require_readable(models, split, samples)
     prepared: Batched = samples
     if isinstance(models.target, ImageModel):
-        prepared = Prepared.by(models.target, samples, models.settings.batch)
-    return ComparedDataset(data, heads, settled, split, samples, prepared)
+        prepared = Prepared.by(models.target, samples, settings.batch)
+    return ComparedDataset(data, heads, draws, split, samples, prepared)
 
 
 @dataclass
 class DrawMeasurements:
-    """The rounds of one draw, or those without samples.
+    """Measures methods and references on one draw, or without samples if `draw` is None.
 
-    `names` are the methods whose numbers of this draw are not all known: their statistics are collected together.
+    `names` are the methods that still need numbers of this draw: their statistics are collected together.
     """
 
     models: ModelPair
     grid: Grid
-    subject: ComparedDataset
+    data: ComparedDataset
     draw: Draw | None
     names: Collection[str]
     tuned: TaskVector | None
     checkpoint: str
-    _rounds: dict[tuple[int, bool], Calibration] = field(default_factory=dict)
-    _outcomes: dict[tuple[str, bool], TransferResult] = field(default_factory=dict)
+    _calibrations: dict[tuple[int, bool], Calibration] = field(default_factory=dict)
+    _results: dict[tuple[str, bool], TransferResult] = field(default_factory=dict)
 
-    def measured(self, name: str, variant: Variant, keys: Sequence[CellKey]) -> Iterator[Cell]:
-        """These numbers of one method or reference."""
+    def measure(self, name: str, variant: Variant, keys: Sequence[CellKey]) -> Iterator[Cell]:
+        """Yield these numbers of one method or reference."""
         by_protocol = {key.protocol: key for key in keys}
         evaluation = "both" if len(keys) > 1 else PROBE if PROBE in by_protocol else "zero-shot"
-        probed_on = self.subject.samples if self._drawn is None else self._drawn.samples
-        evaluator = HeldOutEvaluation(
-            *(self.subject.name, self.subject.split, self.subject.prepared, probed_on),
-            *(evaluation, self._settings.batch),
-        )
+        data, batch_size = self.data, self._settings.batch
+        probed_on = data.samples if self._drawn is None else self._drawn.samples
+        evaluator = HeldOutEvaluation(data.name, data.split, data.prepared, probed_on, evaluation, batch_size)
         for record in self._records(evaluator, name, variant):
             protocol = LOSS if record.metric == LOSS else record.protocol
-            yield by_protocol[protocol].measured(record.value)
+            yield by_protocol[protocol].with_value(record.value)
 
     def _records(self, evaluator: HeldOutEvaluation, name: str, variant: Variant) -> list[EvaluationRecord]:
-        calibration = self._round(name, variant.control)
-        if name == "source":  # the samples are prepared for the target
-            return replace(evaluator, samples=self.subject.samples).measure_source(name, calibration)
-        if name == "base":
-            return replace(evaluator, samples=self.subject.samples).measure_base(name, calibration)
+        calibration = self._calibration(name, variant.control)
+        if name in ("source", "base"):  # the prepared samples are the target's
+            evaluator = replace(evaluator, samples=self.data.samples)
+            measure = evaluator.measure_source if name == "source" else evaluator.measure_base
+            return measure(name, calibration)
         if name == "target fine-tuned" and self.tuned is not None:
             with self.models.with_changes(self.tuned):
-                head = tuned_target_head(self.models, self.subject.data.class_names, calibration.heads.target)
+                head = tuned_target_head(self.models, self.data.data.class_names, calibration.heads.target)
                 return evaluator.measure(name, self.models.target, head)
         result = UNTOUCHED if name == "target" else self._result(name, variant.control)
         result = with_readout(result, calibration) if variant.readout else result
         return evaluator.measure_target(name, calibration, result.changes)
 
     def _result(self, name: str, mispaired: bool) -> TransferResult:
-        """What a method makes of the target; statistics are collected once for all methods that share the round."""
-        if (name, mispaired) not in self._outcomes:
-            calibration = self._round(name, mispaired)
+        """Run a method once; statistics are collected for all methods that share the calibration."""
+        if (name, mispaired) not in self._results:
+            calibration = self._calibration(name, mispaired)
             kinds = self._kinds(calibration) if takes_samples(name) else set()
-            if (
-                kinds and calibration.memory_plan(kinds).passes == 1
-            ):  # else each method collects its own, some pairs at a time
+            # in several passes, each method collects its own statistics, some pairs at a time
+            if kinds and calibration.memory_plan(kinds).passes == 1:
                 calibration.statistics(kinds)
-            # what takes no samples is the same in every draw
+            # methods without samples give the same result in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
             method = make_method(name, replace(settings, checkpoint=self.checkpoint))
             whole = None
             if isinstance(method, Trainer) and method.whole_split:
-                whole = self.subject.training_samples(settings.seed)
-            self._outcomes[name, mispaired] = transfer(method, calibration, whole)
-        return self._outcomes[name, mispaired]
+                whole = self.data.training_samples(settings.seed)
+            self._results[name, mispaired] = transfer(method, calibration, whole)
+        return self._results[name, mispaired]
 
     def _kinds(self, calibration: Calibration) -> set[Kind]:
-        sharing = (method_class(name) for name in self.names if self._round(name, calibration.mispaired) is calibration)
-        pairing = Aligner if calibration.mispaired else Carrier
-        return {kind for method in sharing if issubclass(method, pairing) for kind in method.kinds}
+        mispaired = calibration.mispaired
+        sharing = (method_class(name) for name in self.names if self._calibration(name, mispaired) is calibration)
+        readers = Aligner if mispaired else Carrier
+        return {kind for method in sharing if issubclass(method, readers) for kind in method.kinds}
 
-    def _round(self, name: str, mispaired: bool) -> Calibration:
-        """That of a method: those with the same number of altered copies share one."""
+    def _calibration(self, name: str, mispaired: bool) -> Calibration:
+        """Return the calibration of a method; methods with the same number of augmented copies share one."""
         settings = replace(self._settings, method=name) if name in METHODS else self._settings
         copies = 0 if self._drawn is None else self.models.copies(settings, len(self._drawn.samples))
-        if (copies, mispaired) not in self._rounds:
-            self._rounds[copies, mispaired] = Calibration(
-                *(self._matched, self._drawn, self._heads, Stopwatch(), settings), mispaired=mispaired
+        if (copies, mispaired) not in self._calibrations:
+            self._calibrations[copies, mispaired] = Calibration(
+                self._matched, self._drawn, self._heads, Stopwatch(), settings, mispaired=mispaired
             )
-        return self._rounds[copies, mispaired]
+        return self._calibrations[copies, mispaired]
 
     @cached_property
     def _settings(self) -> Settings:
@@ -371,11 +367,11 @@ class DrawMeasurements:
 
     @cached_property
     def _drawn(self) -> CalibrationDraw | None:
-        return None if self.draw is None else self.subject.draws[self.draw]
+        return None if self.draw is None else self.data.draws[self.draw]
 
     @cached_property
     def _heads(self) -> Heads:
-        return self.subject.heads or make_heads(self.models, self.subject.data.class_names, self._drawn)
+        return self.data.heads or make_heads(self.models, self.data.data.class_names, self._drawn)
 
     @cached_property
     def _matched(self) -> ModelPair:

@@ -1,12 +1,12 @@
-"""Rows as a picture: accuracy against the number of calibration samples, one line a method.
+"""Draws the rows of a comparison: accuracy against the number of calibration samples, one curve per method.
 
-With a single number of samples it is one line of the picture a method instead.
+With a single number of samples, each method is one line of points instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,13 @@ REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-
 
 
 def method_style(method: str) -> tuple[str, str]:
-    """The colour and marker of a method; one of a few where it is none of ours."""
+    """Return the colour and marker of a method; foreign methods share a few."""
     return REFERENCE_STYLES.get(method) or method_info(method).style or _OTHERS[sum(method.encode()) % len(_OTHERS)]
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One method in one panel: a point for each number of samples, or one without any."""
+    """One method in one panel: a point for each number of samples, or one point if it takes none."""
 
     key: CellKey
     rows: tuple[Row, ...]
@@ -56,7 +56,7 @@ class _Line:
 
     @property
     def flat(self) -> bool:
-        """Whether it takes no samples: the same at every number of them."""
+        """True if it takes no samples."""
         return self.rows[0].size is None
 
     @property
@@ -89,7 +89,7 @@ class _Panel:
 
 
 def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes | None:
-    """PNG: one panel for each protocol and way to count samples; None where no average is known.
+    """Draw a PNG with a panel for each protocol and way to count samples; None if no average is known.
 
     The same rows give the same bytes.
     """
@@ -108,8 +108,8 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         lines: dict[CellKey, list[Row]] = {}
         for row in rows:
             if row.protocol == protocol and (row.size is None or (row.per_class is not None) == per_class):
-                lines.setdefault(row.key._replace(n=None, per_class=None), []).append(row)
-        split = [_Line(key, tuple(part)) for key, found in lines.items() for part in _flat_and_sized(found)]
+                lines.setdefault(replace(row.key, n=None, per_class=None), []).append(row)
+        split = [_Line(key, tuple(part)) for key, own in lines.items() for part in _flat_and_sized(own)]
         panels.append(_Panel(protocol, per_class, tuple(split)))
     return panels
 
@@ -126,41 +126,41 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
     figure = Figure(figsize=(7.2, sum(heights) + 0.3))
     figure.set_layout_engine("constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    accuracy = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
+    where = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
     for axes, panel in zip(grid.flat, panels, strict=True):
-        what = f"{_measured(panel.protocol)}, {accuracy}"
+        quantity = f"{_quantity(panel.protocol)}, {where}"
         frame(axes)
         if len(panel.sizes) > 1:
-            _curves(axes, panel, what)
+            _draw_curves(axes, panel, quantity)
         else:
-            _points(axes, panel, what)
+            _draw_points(axes, panel, quantity)
     grid[0, 0].set_title(clean(title, 90), fontsize=9, loc="left", **FONT)
     return figure
 
 
-def _measured(protocol: str | None) -> str:
+def _quantity(protocol: str | None) -> str:
     if protocol == LOSS:
         return "held-out loss"
     return f"{'accuracy' if protocol is None else f'{protocol} accuracy'} (%)"
 
 
 def _height(panel: _Panel) -> float:
-    """Inches: as many as the legend, or the methods, need."""
+    """Return the inches that the legend, or the methods, need."""
     return max(3.6, 0.21 * len(panel.lines)) if len(panel.sizes) > 1 else 0.7 + 0.27 * len(panel.lines)
 
 
-def _curves(axes: Axes, panel: _Panel, what: str) -> None:
-    """Accuracy against the number of samples; the legend names the lines from top to bottom."""
+def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
+    """Draw accuracy against the number of samples; the legend names the curves from top to bottom."""
     sizes = panel.sizes
     curves = [line for line in panel.lines if not line.flat]
-    # the lines stand a little beside each other, so that error bars can be told apart, and not as if at other numbers
+    # curves are shifted a little, so that their error bars do not cover each other
     width = min(0.12, 0.16 * min(log(after / before) for before, after in pairwise(sizes)))
     handles: list[tuple[_Line, Any]] = []
-    for place, line in enumerate(curves):
-        shift = exp(width * ((place + 0.5) / len(curves) - 0.5))
-        places = [row.size * shift for row in line.rows if row.size is not None]
-        shown: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
-        handles.append((line, axes.errorbar(places, line.means, **shown, **line.style)))
+    for number, line in enumerate(curves):
+        shift = exp(width * ((number + 0.5) / len(curves) - 0.5))
+        positions = [row.size * shift for row in line.rows if row.size is not None]
+        bars: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
+        handles.append((line, axes.errorbar(positions, line.means, **bars, **line.style)))
     for line in panel.lines:
         if line.flat:
             handles.append((line, axes.axhline(line.means[0], **{**line.style, "marker": ""})))
@@ -169,9 +169,9 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
     axes.margins(y=0.06)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
-    bars = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
-    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{bars}", fontsize=9, **FONT)
-    axes.set_ylabel(what, fontsize=9, **FONT)
+    note = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
+    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{note}", fontsize=9, **FONT)
+    axes.set_ylabel(quantity, fontsize=9, **FONT)
     axes.legend(
         [handle for _, handle in handles],
         [label(line.key) for line, _ in handles],
@@ -184,17 +184,17 @@ def _curves(axes: Axes, panel: _Panel, what: str) -> None:
     )
 
 
-def _points(axes: Axes, panel: _Panel, what: str) -> None:
-    """A line of the picture for each method, the best on top."""
+def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
+    """Draw a line for each method, the best on top."""
     ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.protocol == LOSS)
-    for place, line in enumerate(ordered):
+    for number, line in enumerate(ordered):
         style = {**line.style, "linestyle": "none"}
-        axes.errorbar(line.means, [place], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)
+        axes.errorbar(line.means, [number], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)
         if line.rows[0].is_reference:
             axes.axvline(line.means[0], **{**line.style, "marker": "", "linewidth": 0.9, "zorder": 1})
     axes.set_yticks(range(len(ordered)), [label(line.key) for line in ordered])
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.tick_params(axis="y", length=0)
     unit = " of each class" if panel.per_class else ""
-    number = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
-    axes.set_xlabel(what + number, fontsize=9, **FONT)
+    samples = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
+    axes.set_xlabel(quantity + samples, fontsize=9, **FONT)

@@ -1,7 +1,7 @@
-"""Comparing methods on one's own models: every method, number of samples and seed, measured on the same held-out rows.
+"""Compares methods on the user's models: every method, number of samples and seed, on the same held-out samples.
 
-Models are loaded once, and one calibration pass serves all methods that read its statistics. Every number is kept in a
-log as it comes, so that an interrupted comparison goes on where it stopped. Prints nothing.
+Models are loaded once, and one calibration pass serves all methods that read its statistics. Every number is logged as
+it comes, so that an interrupted comparison can be resumed. Prints nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from hf_bico.experiments.compare.measurements import (
     BY_LOSS,
     USUAL_SEEDS,
     ComparedDataset,
-    Draw,
     DrawMeasurements,
     Grid,
-    Variant,
     digest,
-    drawn_from,
-    opened,
-    subject_of,
+    draw_samples,
+    open_data_sets,
+    prepare_data_set,
 )
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
@@ -53,9 +51,9 @@ from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
 
 Shown = Callable[[Comparison], None]
-"""Called with what is known so far, after every number."""
+"""Called with the numbers so far, after every number."""
 TRAINING = "training-"
-"""How the folders begin that an interrupted fine-tuning goes on from."""
+"""Prefix of the folders with checkpoints of an interrupted fine-tuning."""
 
 
 @torch.inference_mode(False)
@@ -85,12 +83,11 @@ def compare(
     """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
 
     `data` is one data set or a list of their names; `methods` are names, or "all"; `seeds` is how many draws, counted
-    from the option `seed`, or which. The references are the untouched target, the fine-tuned source, and `fine_tuned`,
-    the target fine-tuned directly, where there is one, and the source's base where it is asked for `with_base`, or
-    losses are measured. With a `folder`, every number is kept there as it comes: what
-    was interrupted goes on, and the finished comparison is written as comparison.csv, .json, .md and .png. The other
-    options are those of `hf_bico.Settings`; with `readout` and `control` these variants of the methods are measured
-    too.
+    from the option `seed`, or a list. The references are the untouched target, the fine-tuned source, `fine_tuned`
+    (the target fine-tuned directly) if given, and the source's base if `with_base` is set or losses are measured. With
+    a `folder`, every number is kept there as it comes, an interrupted comparison is resumed, and the finished one is
+    written as comparison.csv, .json, .md and .png. The other options are those of `hf_bico.Settings`; `readout` and
+    `control` add these variants of the methods.
 
     >>> hf_bico.compare("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=[10, 100]).table()  # doctest: +SKIP
     """
@@ -104,41 +101,43 @@ def compare(
         plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
-    grid = Grid.of(usual_methods() if methods is None else methods, n, per_class, seeds, _settled(plans[0], settings))
+    grid = Grid.of(
+        usual_methods() if methods is None else methods, n, per_class, seeds, _with_defaults(plans[0], settings)
+    )
     with ExitStack() as stack:
-        place = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
+        output = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
         work.with_base = with_base
         if fine_tuned is not None:
             target = work.models.lineage.target
             work.tuned = FineTune.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
-        log = stack.enter_context(CellLog.open(place, work.identity(), overwrite))
+        log = stack.enter_context(CellLog.open(output, work.identity(), overwrite))
         if work.tuned is not None:
-            log.refer("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
+            log.add_reference("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
         for _ in work.measure(log):
-            progress("compare", len(log.chosen(work.asked)), len(work.asked))
+            progress("compare", len(log.chosen(work.keys)), len(work.keys))
             shown(work.comparison(log))
-        found = work.comparison(log)
+        comparison = work.comparison(log)
         if folder is not None:
-            found.save(place)
-            for done in place.glob(f"{TRAINING}*"):  # its numbers are in the log
-                remove_checkpoint(done)
-    return found
+            comparison.save(output)
+            for checkpoint in output.glob(f"{TRAINING}*"):  # its numbers are in the log
+                remove_checkpoint(checkpoint)
+    return comparison
 
 
-def _settled(planned: Plan, settings: Settings) -> Settings:
-    """By an objective of these models; classifiers are all measured by a probe, which any model can have."""
-    found = with_model_defaults(settings, *planned.lineage.layouts)
-    return replace(found, evaluation=PROBE) if found.objective == "classification" else found
+def _with_defaults(planned: Plan, settings: Settings) -> Settings:
+    """Choose an objective for these models; classifiers are all measured by a probe, which works for any model."""
+    settings = with_model_defaults(settings, *planned.lineage.layouts)
+    return replace(settings, evaluation=PROBE) if settings.objective == "classification" else settings
 
 
 @dataclass
 class _Work:
-    """All that the numbers of a comparison share."""
+    """Models, samples and settings that all numbers of a comparison share."""
 
     models: ModelPair
     grid: Grid
-    subjects: list[ComparedDataset]
+    data_sets: list[ComparedDataset]
     tuned: FineTune | None = None
     with_base: bool = False
 
@@ -151,8 +150,8 @@ class _Work:
         require_projection(first, settings)
         require_device_map(settings, device)
         with watch("sample"):
-            data_sets = opened(plans, grid, hub)
-            draws = [drawn_from(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
+            data_sets = open_data_sets(plans, grid, hub)
+            draws = [draw_samples(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
             if settings.control:
                 require_enough_to_mispair(min(len(drawn.samples) for some in draws for drawn in some.values()))
             require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()))
@@ -160,26 +159,26 @@ class _Work:
             first = first.fetched(watch.progress)
         models = ModelPair.open(first, settings, device, watch)
         models.use_common_length()
-        if settings.objective == "zero-shot":  # the methods that predict ask the vision tower alone
+        if settings.objective == "zero-shot":  # methods that predict classes use the vision tower only
             models = models.of_towers(("",), "zero-shot")
-        return cls(models, grid, [subject_of(*one, models) for one in zip(data_sets, draws, strict=True)])
+        return cls(models, grid, [prepare_data_set(*one, models) for one in zip(data_sets, draws, strict=True)])
 
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
-        """What the methods say that cannot carry between these models."""
-        planned, found = self.models.planned, []
+        """Refusals of the methods that cannot carry between these models."""
+        planned, refusals = self.models.planned, []
+        pseudo = any(drawn.labels != "dataset" for data in self.data_sets for drawn in data.draws.values())
         for name in self.grid.methods:
             method = make_method(name, self.grid.settings)
             try:
                 method.require(*planned.lineage.layouts, planned.pairs)
             except UnsuitableMethodError as error:
-                found.append(Refusal(name, error.cause))
+                refusals.append(Refusal(name, error.cause))
             if method.needs_predictions and not self.grid.settings.predicts:
-                found.append(Refusal(name, "it needs an objective that predicts classes"))
-            pseudo = any(drawn.labels != "dataset" for subject in self.subjects for drawn in subject.draws.values())
+                refusals.append(Refusal(name, "it needs an objective that predicts classes"))
             if isinstance(method, Trainer) and method.whole_split and pseudo:
-                found.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
-        return tuple(found)
+                refusals.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
+        return tuple(refusals)
 
     @cached_property
     def names(self) -> list[str]:
@@ -190,35 +189,38 @@ class _Work:
         references += ["target fine-tuned"] if self.tuned is not None else []
         return [*references, *(name for name in self.grid.methods if name not in refused)]
 
-    def _cells(self, subject: ComparedDataset) -> list[tuple[Draw | None, str, Variant, list[CellKey]]]:
-        return list(self.grid.cells(subject.name, self.names))
-
     @cached_property
-    def asked(self) -> list[CellKey]:
-        return [key for subject in self.subjects for *_, keys in self._cells(subject) for key in keys]
+    def keys(self) -> list[CellKey]:
+        """All requested numbers."""
+        return [key for data in self.data_sets for *_, keys in self.grid.cells(data.name, self.names) for key in keys]
 
     def measure(self, log: CellLog) -> Iterator[None]:
-        """Everything that the log does not hold yet, into the log; tells each time that something was added."""
+        """Measure the numbers that the log does not contain, and yield after each that is added."""
         identity = self.identity()
-        for subject in self.subjects:
+        for data in self.data_sets:
             missing = [
                 (draw, name, variant, unknown)
-                for draw, name, variant, keys in self._cells(subject)
+                for draw, name, variant, keys in self.grid.cells(data.name, self.names)
                 if (unknown := [key for key in keys if not log.has(key)])
             ]
             for draw in dict.fromkeys(draw for draw, *_ in missing):
-                here = [(name, variant, keys) for found, name, variant, keys in missing if found == draw]
-                names = dict.fromkeys(name for name, _, _ in here if name in METHODS)
-                checkpoint = str(log.folder / f"{TRAINING}{digest([subject.name, identity])}")
-                tuned = None if self.tuned is None else self.tuned.vector
-                rounds = DrawMeasurements(self.models, self.grid, subject, draw, names, tuned, checkpoint)
-                for name, variant, keys in here:
-                    for cell in rounds.measured(name, variant, keys):
+                of_draw = [(name, variant, keys) for other, name, variant, keys in missing if other == draw]
+                measurements = DrawMeasurements(
+                    models=self.models,
+                    grid=self.grid,
+                    data=data,
+                    draw=draw,
+                    names=dict.fromkeys(name for name, _, _ in of_draw if name in METHODS),
+                    tuned=None if self.tuned is None else self.tuned.vector,
+                    checkpoint=str(log.folder / f"{TRAINING}{digest([data.name, identity])}"),
+                )
+                for name, variant, keys in of_draw:
+                    for cell in measurements.measure(name, variant, keys):
                         log.add(cell)
                         yield
 
     def identity(self) -> dict[str, Any]:
-        """What a number depends on, but for method, number of samples and seed."""
+        """Return what all numbers depend on, without method, number of samples and seed."""
         lineage, settings = self.models.lineage, vars(self.grid.settings)
         source = lineage.source.sha256 or digest_of(stored_tensors(self.models.vector))
         models = {"base": lineage.base, "target": lineage.target}
@@ -226,7 +228,7 @@ class _Work:
             "hf_bico": __version__,
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
-            "data": {subject.name: subject.about() for subject in self.subjects},
+            "data": {data.name: data.about() for data in self.data_sets},
             "settings": {
                 name: _plain(settings[name])
                 for name in _decisive()
@@ -235,20 +237,25 @@ class _Work:
         }
 
     def comparison(self, log: CellLog) -> Comparison:
-        """What was asked for and is known."""
+        """Return the requested numbers that are known."""
         lineage, settings, usual = self.models.lineage, vars(self.grid.settings), vars(Settings())
         about = {
             "hf_bico": __version__,
             "base": lineage.base.name,
             "commits": {model.name: model.commit for model in lineage.models if model.commit is not None},
-            "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.subjects},
+            "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.data_sets},
             "seeds": list(self.grid.seeds),
             "settings": {name: _plain(settings[name]) for name in _decisive() if settings[name] != usual[name]},
             "versions": installed_versions(),
         }
         return Comparison(
-            *(lineage.source.name, lineage.target.name, log.chosen(self.asked), self.refusals, about),
-            *(self.grid.methods, tuple(subject.name for subject in self.subjects)),
+            source=lineage.source.name,
+            target=lineage.target.name,
+            cells=log.chosen(self.keys),
+            refusals=self.refusals,
+            about=about,
+            methods=self.grid.methods,
+            data_sets=tuple(data.name for data in self.data_sets),
         )
 
 
@@ -258,7 +265,7 @@ def _decisive() -> list[str]:
 
 
 def _weights(model: Model) -> Any:
-    """What tells a model's weights from others: the hashes of its files, or what a loaded module holds."""
+    """Identify a model's weights: by the hashes of its files, or by the tensors of a loaded module."""
     return model.sha256 or digest_of(model.checkpoint.tensor(name) for name in model.checkpoint.shapes)
 
 

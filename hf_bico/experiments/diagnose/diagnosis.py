@@ -1,13 +1,8 @@
-"""Diagnosis: tables and files.
-
-A diagnosis as rows of text: what was found in every block, and what a port costs.
-
-A diagnosis as a result: read, written, and shown as tables and pictures; measures nothing.
-"""
+"""Defines the result of a diagnosis, its tables and its files. Measures nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -44,54 +39,50 @@ from hf_bico.utils.text import format_table, markdown_table, plain
 NOT_DEFINED = "n/a"
 
 
-def block_rows(found: DiagnosisFindings) -> list[list[str]]:
-    """A head, and a row for each block: likeness before and after the map, the sites' scores, and the drift."""
-    last = found.checkpoints[-1] if found.checkpoints else None
-    drifted = [one for one in found.drift if one.checkpoint == last]
+def block_rows(findings: DiagnosisFindings) -> list[list[str]]:
+    """Return a header, and a row for each block: similarity before and after the map, scores, energy, and drift."""
+    last = findings.checkpoints[-1] if findings.checkpoints else None
+    drifts = [one for one in findings.drift if one.checkpoint == last]
     columns: dict[str, Mapping[SitePlace, float]] = {
-        "CKA": by_place(found.inputs, lambda one: one.cka),
-        "CKA aligned": by_place(found.inputs, lambda one: one.cka_aligned),
-        "cosine": by_place(found.inputs, lambda one: one.cosine),
-        "cosine aligned": by_place(found.inputs, lambda one: one.cosine_aligned),
+        "CKA": by_place(findings.inputs, lambda one: one.cka),
+        "CKA aligned": by_place(findings.inputs, lambda one: one.cka_aligned),
+        "cosine": by_place(findings.inputs, lambda one: one.cosine),
+        "cosine aligned": by_place(findings.inputs, lambda one: one.cosine_aligned),
     }
-    places = list(dict.fromkeys(one.place for one in found.inputs))
     scores = {"score in": "score_in", "score out": "score_out", "unseen": "unseen"}
-    at: dict[SitePlace, list[SiteRecord]] = {}
-    for site in found.sites:
+    sites_at: dict[SitePlace, list[SiteRecord]] = {}
+    for site in findings.sites:
         tower = TEXT_SIDE if is_of_text_tower(site) else ""
-        at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
+        sites_at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
     rows = [["block", *columns, *scores, "energy", "Δdirection", "Δmagnitude"]]
-    for place in places:
-        sites = at.get(place, [])
-        shown = [_number(column.get(place)) for column in columns.values()]
-        for name in scores.values():
-            values = [value for site in sites if (value := getattr(site, name)) is not None]
-            shown.append(_number(sum(values) / len(values) if values else None, percent=name == "unseen"))
-        shown.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
-        taken = {one.source for one in found.inputs if one.place == place}
-        moved = [one for one in drifted if one.name in taken]
-        for values in ([one.direction for one in moved], [one.magnitude for one in moved]):
-            shown.append(_number(fmean(values) if values else None))
-        rows.append([place.label, *shown])
+    for place in dict.fromkeys(one.place for one in findings.inputs):
+        sites = sites_at.get(place, [])
+        inputs = {one.source for one in findings.inputs if one.place == place}
+        moved = [one for one in drifts if one.name in inputs]
+        row = [place.label, *(_number(column.get(place)) for column in columns.values())]
+        row += [_mean_text((getattr(site, name) for site in sites), name == "unseen") for name in scores.values()]
+        row.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
+        row += [_mean_text(one.direction for one in moved), _mean_text(one.magnitude for one in moved)]
+        rows.append(row)
     return rows
 
 
-def output_rows(found: DiagnosisFindings) -> list[list[str]]:
-    """A head, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
-    if not found.outputs:
+def output_rows(findings: DiagnosisFindings) -> list[list[str]]:
+    """Return a header, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
+    if not findings.outputs:
         return []
     means = {
-        model: by_place([one for one in found.outputs if one.model == model], lambda one: one.cosine)
-        for model in found.models
+        model: by_place([one for one in findings.outputs if one.model == model], lambda one: one.cosine)
+        for model in findings.models
     }
-    places = list(dict.fromkeys(one.place for one in found.outputs))
+    places = list(dict.fromkeys(one.place for one in findings.outputs))
     heads = ["target, pretrained" if model == UNTOUCHED else method_label(model) for model in means]
     rows = [["outputs, block", *heads]]
     return rows + [[place.label, *(_number(mean.get(place)) for mean in means.values())] for place in places]
 
 
 def cost_lines(cost: Cost) -> list[str]:
-    """What a port costs by the paper's formulas."""
+    """Return the cost of a port by the paper's formulas, as sentences."""
     align = cost.covariances + cost.maps + cost.products
     return [
         f"By the paper's formulas: 6 P_A + 6 P_B = {_large(cost.a_pass)} operations for each row of a pass, "
@@ -103,7 +94,6 @@ def cost_lines(cost: Cost) -> list[str]:
 
 
 def seconds_line(cost: Cost) -> str:
-    """The time that it took."""
     return "Measured: " + ", ".join(f"{stage} {value:.2f} s" for stage, value in cost.seconds.items()) + "."
 
 
@@ -116,6 +106,11 @@ def _large(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def _mean_text(values: Iterable[float | None], percent: bool = False) -> str:
+    known = [value for value in values if value is not None]
+    return _number(fmean(known) if known else None, percent)
 
 
 def _number(value: float | None, percent: bool = False) -> str:
@@ -131,9 +126,9 @@ PICTURES = {
     "drift.png": drift_picture,
     "sites.png": sites_picture,
 }
-"""The paper's figures 1, 2 and A for these models, and the strips that a card has."""
+"""The paper's figures 1, 2 and A for these models, and the heat strips of a model card."""
 INITIAL_FILE = "initial.png"
-"""Its figure B, beside other diagnoses."""
+"""The paper's figure B, together with other diagnoses."""
 _CAPTIONS = {
     "similarity.png": "How alike the two pretrained models see the samples, before and after the input-side map.",
     "outputs.png": "How alike the outputs of every layer are to those of the target that was fine-tuned directly.",
@@ -145,7 +140,7 @@ _CAPTIONS = {
 
 @dataclass(frozen=True)
 class Diagnosis(DiagnosisFindings):
-    """How alike two models are on some samples, and how well a task vector is carried between them."""
+    """Similarity of two models on some samples, and the quality of a task vector's transport between them."""
 
     def to_json(self) -> str:
         return to_plain(self)
@@ -157,42 +152,42 @@ class Diagnosis(DiagnosisFindings):
             schema = content.get("schema") if isinstance(content, dict) else None
             if schema != SCHEMA:
                 raise RecordError(f"the diagnosis has schema {schema!r}", "use the version of hf-bico that wrote it")
-            found: Diagnosis = from_plain(cls, content)
+            diagnosis: Diagnosis = from_plain(cls, content)
         except (ValueError, TypeError) as error:
             raise RecordError(f"the diagnosis cannot be read: {error}", "diagnose again") from error
-        return found
+        return diagnosis
 
     @classmethod
     @translate_errors()
     def load(cls, folder: Path | str) -> Diagnosis:
-        """Read what was written into a folder."""
+        """Read what `save` wrote."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a diagnosis"))
 
     @classmethod
     def averaged(cls, several: Sequence[Diagnosis]) -> Diagnosis:
-        """The means over several diagnoses of one pair of models, on other tasks or samples, as the paper's figures.
+        """Average diagnoses of one pair of models on several tasks or samples, as in the paper's figures.
 
-        Checkpoints go by their place in the order; ranks, and what was not measured on samples, are the first one's.
+        Checkpoints are matched by their order; ranks, and what does not depend on samples, are the first one's.
         """
         if not several:
             raise UsageError("there is no diagnosis to average", "give at least one")
-        several = _under_names_in_common(several)
+        several = _with_common_names(several)
         first = several[0]
         if any((one.base, one.target) != (first.base, first.target) for one in several):
             raise UsageError("diagnoses of different pairs of models have no average", "average those of one pair")
         lists: dict[str, Any] = {}
         for name in ("inputs", "outputs", "drift", "sites"):
-            places = [[_place(found) for found in getattr(one, name)] for one in several]
-            if any(own != places[0] for own in places):
+            keys = [[_key(finding) for finding in getattr(one, name)] for one in several]
+            if any(own != keys[0] for own in keys):
                 raise UsageError(
                     f"the diagnoses differ in what their {name} are of", "average those of the same layers and methods"
                 )
-            lists[name] = [_mean(found) for found in zip(*(getattr(one, name) for one in several), strict=True)]
+            lists[name] = [_mean(findings) for findings in zip(*(getattr(one, name) for one in several), strict=True)]
         data = ", ".join(dict.fromkeys(one.data for one in several))
         return replace(first, data=data, **lists)
 
     def table(self) -> str:
-        """Everything by block, as plain text."""
+        """Return the tables by block, and the cost, as plain text."""
         tables = [format_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
         return "\n\n".join([*tables, "\n".join(cost_lines(self.cost))])
 
@@ -200,26 +195,25 @@ class Diagnosis(DiagnosisFindings):
         return f"Diagnosis of {self.title} on {self.samples} samples of {self.data}"
 
     def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
-        return "\n\n".join(self._shown())
+        return "\n\n".join(self._markdown_parts())
 
-    def _shown(self) -> list[str]:
+    def _markdown_parts(self) -> list[str]:
         tables = [markdown_table(rows) for rows in (block_rows(self), output_rows(self)) if rows]
         return [*tables, *(plain(line) for line in (*cost_lines(self.cost), seconds_line(self.cost)))]
 
     @translate_errors()
     def save(self, folder: Path | str, beside: Sequence[Diagnosis] = (), overwrite: bool = False) -> tuple[Path, ...]:
-        """Write diagnosis.json, .md and the pictures; the files that were written.
+        """Write diagnosis.json, .md and the pictures, and return the files that were written.
 
         With other diagnoses `beside`, their similarity before alignment is drawn together with this one's.
         """
         folder = Path(folder)
-        drawn = {name: draw(self) for name, draw in PICTURES.items()}
-        drawn[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
-        told = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._shown()]
-        told += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in drawn if drawn[name] is not None]
-        # what tells that the folder is ours comes last
-        content = {MARKDOWN_FILE: "\n\n".join(told) + "\n", **drawn, JSON_FILE: self.to_json()}
+        images = {name: draw(self) for name, draw in PICTURES.items()}
+        images[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
+        parts = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._markdown_parts()]
+        parts += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in images if images[name] is not None]
+        # the JSON comes last, because it marks the folder as ours
+        content = {MARKDOWN_FILE: "\n\n".join(parts) + "\n", **images, JSON_FILE: self.to_json()}
         with locked_folder(folder):
             require_own(folder, overwrite)
             if folder.is_dir():
@@ -229,41 +223,40 @@ class Diagnosis(DiagnosisFindings):
         return tuple(folder / file.name for file in written)
 
 
-Found = TypeVar("Found", InputLikeness, OutputLikeness, Drift, SiteRecord)
+Finding = TypeVar("Finding", InputLikeness, OutputLikeness, Drift, SiteRecord)
 
 
-def _under_names_in_common(several: Sequence[Diagnosis]) -> list[Diagnosis]:
-    """With the same names for checkpoints of the same place; the last is the source, which has the task's name."""
+def _with_common_names(several: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """Give checkpoints of the same rank the same name; the last one is the source, which is named after its task."""
     if len({len(one.checkpoints) for one in several}) > 1:
         return list(several)  # their drifts have nothing in common
-    places = zip(*(one.checkpoints for one in several), strict=True)
-    shared = [names[0] if len(set(names)) == 1 else f"checkpoint {n}" for n, names in enumerate(places, start=1)]
-    found = []
+    ranks = zip(*(one.checkpoints for one in several), strict=True)
+    shared = [names[0] if len(set(names)) == 1 else f"checkpoint {n}" for n, names in enumerate(ranks, start=1)]
+    renamed = []
     for one in several:
         names = dict(zip(one.checkpoints, shared, strict=True))
         drift = [replace(moved, checkpoint=names[moved.checkpoint]) for moved in one.drift]
-        found.append(replace(one, checkpoints=shared, drift=drift))
-    return found
+        renamed.append(replace(one, checkpoints=shared, drift=drift))
+    return renamed
 
 
-def _place(found: InputLikeness | OutputLikeness | Drift | SiteRecord) -> tuple[str, ...]:
-    """What it was found of."""
-    return found.name, *(str(getattr(found, name)) for name in ("model", "checkpoint") if hasattr(found, name))
+def _key(finding: InputLikeness | OutputLikeness | Drift | SiteRecord) -> tuple[str, ...]:
+    return finding.name, *(str(getattr(finding, name)) for name in ("model", "checkpoint") if hasattr(finding, name))
 
 
-def _mean(found: Sequence[Found]) -> Found:
-    """What was found of one place in several diagnoses, as one: numbers are means."""
-    first = found[0]
+def _mean(findings: Sequence[Finding]) -> Finding:
+    """Average the floats of findings about the same activation."""
+    first = findings[0]
     numbers: dict[str, Any] = {}
     for field in fields(first):
-        values = [getattr(one, field.name) for one in found]
+        values = [getattr(one, field.name) for one in findings]
         if all(isinstance(value, float) for value in values):
             numbers[field.name] = fmean(values)
     return replace(first, **numbers)
 
 
 def require_own(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something else, or another diagnosis unless that may be replaced."""
+    """Refuse a folder with other content, or with a diagnosis unless that may be replaced."""
     if not (folder / JSON_FILE).is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise OutputExistsError(f"'{folder}' exists and holds no diagnosis", "choose another folder with -o")

@@ -1,10 +1,6 @@
-"""Findings and costs as data.
+"""Defines the findings of a diagnosis, layer by layer, and the cost of a port by the paper's formulas.
 
-What a diagnosis finds, as data: how alike two models see things, layer by layer, and what a port between them costs.
-
-Knows numbers and names; neither models nor how a number is measured.
-
-What a port costs in floating-point operations, by the paper's formulas. Knows shapes; runs nothing.
+Knows names, numbers and shapes, not how a number is measured.
 """
 
 from __future__ import annotations
@@ -19,11 +15,11 @@ from hf_bico.reports.record import SiteRecord
 
 SCHEMA = 1
 UNTOUCHED = "target"
-"""What outputs call the target as it is, beside the methods."""
+"""The name of the untouched target among the models of `outputs`."""
 
 
 class SitePlace(NamedTuple):
-    """A block of a tower; None for what stands outside of the blocks. The main tower is ""."""
+    """A block of a tower, None for sites outside of the blocks. The main tower is ""."""
 
     tower: str
     block: int | None
@@ -31,7 +27,7 @@ class SitePlace(NamedTuple):
     @property
     def label(self) -> str:
         """
-        >>> Place("", 3).label, Place("text", 0).label, Place("", None).label
+        >>> SitePlace("", 3).label, SitePlace("text", 0).label, SitePlace("", None).label
         ('3', 'text 0', 'out')
         """
         block = "out" if self.block is None else str(self.block)
@@ -40,7 +36,7 @@ class SitePlace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _AtSite:
-    """Something about one activation of a model: its canonical `name`, and where that stands."""
+    """A finding about one activation of a model, with its canonical `name` and its place."""
 
     name: str
     block: int | None = None
@@ -53,10 +49,10 @@ class _AtSite:
 
 @dataclass(frozen=True, kw_only=True)
 class InputLikeness(_AtSite):
-    """How alike the pretrained source and target see what some sites read, before and after the input-side map.
+    """Similarity of an input in the pretrained source and target, before and after the input-side map.
 
-    `roles` are those of the sites that read it, `source` what the source calls it, `widths` how wide it is in both and
-    `rows` how many rows were paired. Raw coordinates compare only where the widths are one: else `cosine` is None.
+    `roles` are those of the sites that read it, `source` is its name in the source, `widths` are its widths in both
+    models, and `rows` counts the paired rows. `cosine` is None if the widths differ.
     """
 
     source: str
@@ -71,7 +67,7 @@ class InputLikeness(_AtSite):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLikeness(_AtSite):
-    """The mean cosine of what a site writes in some model, and in the target that was fine-tuned directly.
+    """Mean cosine of a site's outputs in some model to those in the target that was fine-tuned directly.
 
     `model` is "target", untouched, or a method.
     """
@@ -82,7 +78,7 @@ class OutputLikeness(_AtSite):
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(_AtSite):
-    """How far what a site reads has moved from the base to a checkpoint, averaged over rows.
+    """Change of a site's input from the base to a checkpoint, averaged over rows.
 
     `direction` is 1 - cos, `magnitude` the change of the norm as a share of it.
     """
@@ -94,9 +90,9 @@ class Drift(_AtSite):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a port costs in floating-point operations, by the paper's formulas, and the seconds that it took here.
+    """Floating-point operations of a port by the paper's formulas, and the seconds that it took here.
 
-    `parameters` are those of the source's base and of the target, `rows` how many they ran over in calibration.
+    `parameters` are those of the source's base and of the target, `rows` the rows of their calibration passes.
     `a_pass` is the paper's 6 P_A + 6 P_B, which counts a pass over all samples as one, and `training` its 32,000 P_B of
     2,000 steps counted in the same way. `calibration` is the same pass with every row counted. The other three are the
     paper's terms, summed over the maps and sites, without constant factors: cross-covariances, polar factors, and the
@@ -116,10 +112,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class DiagnosisFindings:
-    """How alike two models are on some samples, and how well a task vector is carried between them.
+    """Similarity of two models on some samples, and the quality of a task vector's transport between them.
 
-    `outputs` are there where a fine-tuned target was given, `drift` where a checkpoint or the fine-tuned source was
-    looked at, in the order of `checkpoints`. `sites` tell of the maps and of the task vector's energy.
+    `outputs` need a fine-tuned target; `drift` has the order of `checkpoints`, the last of which is the fine-tuned
+    source. `sites` describe the maps and the task vector's energy.
     """
 
     hf_bico: str
@@ -150,27 +146,27 @@ class DiagnosisFindings:
 
     @property
     def same_width(self) -> bool:
-        """Whether raw coordinates compare anywhere."""
+        """True if any input has the same width in both models."""
         return any(one.cosine is not None for one in self.inputs)
 
     @property
     def models(self) -> list[str]:
-        """Those whose outputs were looked at."""
+        """Names of the models in `outputs`."""
         return list(dict.fromkeys(one.model for one in self.outputs))
 
 
-Found = TypeVar("Found", bound=_AtSite)
+Finding = TypeVar("Finding", bound=_AtSite)
 
 
-def by_place(found: Iterable[Found], value: Callable[[Found], float | None]) -> dict[SitePlace, float]:
-    """The mean of a value over the sites of each block, in the order of the places; where it is known.
+def by_place(findings: Iterable[Finding], value: Callable[[Finding], float | None]) -> dict[SitePlace, float]:
+    """Return the mean of the known values of each place, in the order of the places.
 
     >>> two = [OutputLikeness(name=name, block=0, model="bico", cosine=c) for name, c in (("q", 0.5), ("k", 1.0))]
     >>> by_place(two, lambda one: one.cosine)
-    {Place(tower='', block=0): 0.75}
+    {SitePlace(tower='', block=0): 0.75}
     """
     values: dict[SitePlace, list[float]] = {}
-    for one in found:
+    for one in findings:
         number = value(one)
         if number is not None:
             values.setdefault(one.place, []).append(number)
@@ -178,9 +174,9 @@ def by_place(found: Iterable[Found], value: Callable[[Found], float | None]) -> 
 
 
 FORWARD, BACKWARD, UPDATE = 2, 4, 10
-"""For each parameter: of a forward pass, of a backward pass, and of a step of AdamW."""
+"""Operations per parameter of a forward pass, a backward pass, and a step of AdamW."""
 TRAINING_STEPS = 2000
-"""Of the paper's fine-tuning."""
+"""Steps of the paper's fine-tuning."""
 
 
 def cost_of(
@@ -190,9 +186,9 @@ def cost_of(
     paired: int,
     seconds: Mapping[str, float],
 ) -> Cost:
-    """Of carrying these pairs between models of so many `parameters`, which ran over so many `rows` of samples.
+    """Compute the cost of carrying these pairs between two models of these `parameters`, run over these `rows`.
 
-    `paired` rows of each site met in its two cross-covariances.
+    `paired` is the number of rows in the two cross-covariances of each site.
 
     >>> cost_of([], (10, 20), (3, 4), 0, {}).a_pass
     180
@@ -214,6 +210,6 @@ def cost_of(
 
 
 def _products(pair: SitePair) -> int:
-    """R_out^T tau_A, and that times R_in."""
+    """Count R_out^T tau_A, and that times R_in."""
     (out_a, in_a), (out_b, in_b) = pair.source.shape, pair.target.shape
     return out_b * out_a * in_a + out_b * in_a * in_b

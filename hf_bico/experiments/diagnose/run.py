@@ -1,11 +1,8 @@
-"""Diagnosing a pair of models: how alike they see the samples, and what becomes of a task vector between them.
-
-Measures layer by layer and returns a `Diagnosis`; prints and writes nothing.
-"""
+"""Compares two models layer by layer, before and after alignment, and returns a `Diagnosis`. Writes nothing."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +32,7 @@ from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass, Trace
 from hf_bico.models.layout import Site, SitePair
-from hf_bico.models.model import ModelReference
+from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration, no_predictions
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan, with_model_defaults
@@ -58,9 +55,9 @@ from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent
 
 COMPARED = ("input-only", "theseus", "bico")
-"""The methods whose outputs are held against the fine-tuned target's, unless others are named."""
+"""The methods whose outputs are compared with the fine-tuned target's by default."""
 TUNED_TARGET, A_CHECKPOINT = "the fine-tuned target", "a checkpoint"
-"""What these models are called in errors."""
+"""Names of these models in error messages."""
 Result = TypeVar("Result")
 
 
@@ -82,13 +79,13 @@ def diagnose(
     progress: Progress = silent,
     **options: Any,
 ) -> Diagnosis:
-    """How alike `base` and `to` see some samples, layer by layer, and what becomes of the task vector between them.
+    """Compare `base` and `to` layer by layer on some samples, and diagnose the transport of the task vector.
 
-    Linear CKA and mean cosine of what the sites read, before and after the input-side map; rank, score, energy and
-    unseen energy of every site; the drift of what the source's sites read, from the base to each of the `checkpoints`
-    and to `source`; and the cost. With `fine_tuned`, the target fine-tuned directly, the outputs of every layer are
-    held against its own, for the untouched target and each of the `methods`. Two models that were not fine-tuned yet
-    are compared by giving the base as the source too. The other options are those of `hf_bico.Settings`.
+    Returns linear CKA and mean cosine of the sites' inputs, before and after the input-side map; rank, score, energy
+    and unseen energy of every site; the drift of the inputs of the source's sites, from the base to each of the
+    `checkpoints` and to `source`; and the cost. With `fine_tuned`, the target fine-tuned directly, the outputs of
+    every layer are compared with its own, for the untouched target and each of the `methods`. To compare two models
+    that were not fine-tuned, give the base as the source too. The other options are those of `hf_bico.Settings`.
 
     >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
     """
@@ -99,25 +96,26 @@ def diagnose(
     names = _carriers(methods)
     planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
     if fine_tuned is not None:
-        names = _suitable(names, planned, settings, spares="all" in methods)
-    for what, references in ((TUNED_TARGET, [fine_tuned]), (A_CHECKPOINT, checkpoints)):
+        names = _suitable(names, planned, settings, skip_others="all" in methods)
+    for role, references in ((TUNED_TARGET, [fine_tuned]), (A_CHECKPOINT, checkpoints)):
         for reference in references:
-            if isinstance(reference, str | Path):  # what is not there is said before anything large is downloaded
-                locate(reference, what, hub)
+            if isinstance(reference, str | Path):  # a missing model is refused before any large download
+                locate(reference, role, hub)
     watch, device = Stopwatch(progress), choose_device(settings.device)
     ready = prepare(planned, settings, hub, watch, device, allow_unchanged=True)
-    found, lineage = _Look(ready, watch), ready.models.lineage
+    measurement, lineage = _Measurement(ready, watch), ready.models.lineage
     tuned = None
     if fine_tuned is not None:
         tuned = FineTune.over(lineage.target, fine_tuned, TUNED_TARGET, hub, allow_pickle)
-    stops = [
-        _by_revision(FineTune.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle), one) for one in checkpoints
+    steps = [
+        _named_by_revision(FineTune.over(lineage.base, one, A_CHECKPOINT, hub, allow_pickle), one)
+        for one in checkpoints
     ]
-    return found.diagnosis(tuned, names, stops)
+    return measurement.diagnosis(tuned, names, steps)
 
 
 def _carriers(methods: Sequence[str]) -> list[str]:
-    """The methods that were named, or all that carry."""
+    """Expand "all" and refuse methods that carry no task vector."""
     known = [name for name in METHODS if issubclass(method_class(name), Carrier)]
     names = list(dict.fromkeys(one for name in methods for one in (known if name == "all" else [name])))
     for name in names:
@@ -128,48 +126,44 @@ def _carriers(methods: Sequence[str]) -> list[str]:
     return names
 
 
-def _suitable(names: Sequence[str], planned: Plan, settings: Settings, spares: bool) -> list[str]:
-    """Those that can carry between these models; one that cannot is refused, unless all were asked for."""
-    found, lineage = [], planned.lineage
-    asked = with_model_defaults(settings, *lineage.layouts)
+def _suitable(names: Sequence[str], planned: Plan, settings: Settings, skip_others: bool) -> list[str]:
+    """Return the methods that can carry between these models; skip or refuse the others."""
+    suitable, lineage = [], planned.lineage
+    resolved = with_model_defaults(settings, *lineage.layouts)
     for name in names:
         method = make_method(name, settings)
         try:
             method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
-            if method.needs_predictions and not asked.predicts:
+            if method.needs_predictions and not resolved.predicts:
                 raise no_predictions(name)
-            found.append(name)
+            suitable.append(name)
         except UnsuitableMethodError:
-            if not spares:
+            if not skip_others:
                 raise
-    return found
+    return suitable
 
 
-class _Look:
-    """One look at two models, on one draw of samples."""
+class _Measurement:
+    """Measures two models on one draw of samples."""
 
     def __init__(self, ready: PreparedPort, watch: Stopwatch) -> None:
         if ready.drawn is None or ready.heads is None:
-            raise TypeError("without samples there is nothing to look at")
+            raise TypeError("a diagnosis needs samples")
         self.models, self.settings, self.watch = ready.models, ready.settings, watch
         self.drawn, self.heads = ready.drawn, ready.heads
-        self.calibration = self._round(watch, self.settings)
+        self.calibration = self._calibration(watch, self.settings)
 
-    def _round(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Calibration:
+    def _calibration(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Calibration:
         return Calibration(self.models, self.drawn, self.heads, watch, settings, keeps=keeps)
 
     def diagnosis(self, tuned: FineTune | None, methods: Sequence[str], checkpoints: Sequence[FineTune]) -> Diagnosis:
         lineage, settings = self.models.lineage, self.settings
-        of_port = Stopwatch(self.watch.callback)
-        carried = self._round(of_port, settings).carry(self._carrier(settings.method))
+        port_watch = Stopwatch(self.watch.callback)
+        carried = self._calibration(port_watch, settings).carry(self._carrier(settings.method))
         report = energy_report(self.models.vector, carried, self.models.pairs, self.models.planned.left)
         inputs = self.inputs()
-        stops = _told_apart([*checkpoints, FineTune(lineage.source.name, self.models.vector, None)])
-        paired = max(one.rows for one in inputs)
-        parameters = [sum(map(prod, model.checkpoint.shapes.values())) for model in (lineage.base, lineage.target)]
-        rows = [
-            _rows(model, len(self.calibration.samples), paired) for model in (self.models.source, self.models.target)
-        ]
+        steps = _with_unique_names([*checkpoints, FineTune(lineage.source.name, self.models.vector, None)])
+        paired, samples = max(one.rows for one in inputs), len(self.calibration.samples)
         return Diagnosis(
             hf_bico=__version__,
             source=lineage.source.name,
@@ -184,12 +178,16 @@ class _Look:
             sites=list(report.sites),
             layers=list(self.models.planned.blocks),
             cost=cost_of(
-                self.models.pairs, (parameters[0], parameters[1]), (rows[0], rows[1]), paired, of_port.seconds
+                self.models.pairs,
+                parameters=(_parameters(lineage.base), _parameters(lineage.target)),
+                rows=(_rows(self.models.source, samples, paired), _rows(self.models.target, samples, paired)),
+                paired=paired,
+                seconds=port_watch.seconds,
             ),
             fine_tuned=None if tuned is None else tuned.name,
             outputs=[] if tuned is None else list(self.outputs(tuned, methods)),
-            checkpoints=[stop.name for stop in stops],
-            drift=[drift for stop in stops for drift in self.drift(stop)],
+            checkpoints=[step.name for step in steps],
+            drift=[drift for step in steps for drift in self.drift(step)],
             seed=settings.seed,
             device=device_name(self.models.device),
             versions=installed_versions(),
@@ -200,43 +198,35 @@ class _Look:
         assert isinstance(method, Carrier)
         return method
 
-    # what the two pretrained models read
+    # both pretrained models
 
     def inputs(self) -> list[InputLikeness]:
-        """CKA and cosine of all that the sites read, as much of it at a time as there is memory for."""
+        """Measure CKA and cosine of all inputs of sites, in groups that fit into a quarter of the memory."""
         by_input = {key_of(Kind.INPUTS, pair): pair for pair in reversed(self.models.pairs)}
         pairs = list(reversed(by_input.values()))
-        found: dict[Any, Likeness] = {}
-        for number, some in enumerate(groups := _affordable(pairs, self._room)):
+        likeness: dict[Any, Likeness] = {}
+        memory = self.settings.memory or available_memory(self.models.device)
+        for number, group in enumerate(groups := _memory_groups(pairs, memory // 4)):
             self.watch.progress("similarity", number, len(groups))
-            found |= self._likeness(some)
-        return [self._told(pair, found[key_of(Kind.INPUTS, pair)]) for pair in pairs]
-
-    @property
-    def _room(self) -> int:
-        """For sums: a quarter of what there is."""
-        return (self.settings.memory or available_memory(self.models.device)) // 4
+            likeness |= self._likeness(group)
+        return [self._input_likeness(pair, likeness[key_of(Kind.INPUTS, pair)]) for pair in pairs]
 
     def _likeness(self, pairs: Sequence[SitePair]) -> dict[Any, Likeness]:
         statistics = self.calibration.collect_statistics({Kind.INPUTS}, pairs)
         sums = {key_of(Kind.INPUTS, pair): statistics.of(Kind.INPUTS, pair) for pair in pairs}
         norms = torch.stack([one.norms for one in sums.values()]).tolist()
-        maps = dict(
-            zip(sums, polar([one.evidence for one in sums.values()], norms, self.settings.completion), strict=True)
-        )
+        maps = polar([one.evidence for one in sums.values()], norms, self.settings.completion)
 
         def begin() -> tuple[dict[Any, Likeness], RowConsumer]:
-            likeness = {key: Likeness(one.matrix) for key, one in maps.items()}
+            likeness = {key: Likeness(one.matrix) for key, one in zip(sums, maps, strict=True)}
             return likeness, lambda kind, pair, x, y: likeness[key_of(kind, pair)].add(x, y)
 
         return self.calibration.show_rows(Kind.INPUTS, pairs, begin)
 
-    def _told(self, pair: SitePair, likeness: Likeness) -> InputLikeness:
+    def _input_likeness(self, pair: SitePair, likeness: Likeness) -> InputLikeness:
         readers = [one.target for one in self.models.pairs if one.target.input == pair.target.input]
         return InputLikeness(
-            name=pair.target.input,
-            block=pair.target.block,
-            tower=pair.target.tower,
+            **_position(pair.target, pair.target.input),
             source=pair.source.input,
             roles=[site.label for site in readers],
             widths=likeness.widths,
@@ -247,46 +237,45 @@ class _Look:
             cosine_aligned=likeness.cosine_aligned,
         )
 
-    # what changed models read and write, beside themselves
+    # one model with two different changes
 
     def outputs(self, tuned: FineTune, methods: Sequence[str]) -> Iterator[OutputLikeness]:
-        """The cosine of what every site writes, to what it writes in the fine-tuned target."""
-        wanted = self.models.target_names(tuned.vector)
+        """Measure the cosine of every site's outputs to those of the fine-tuned target."""
+        target, layout = self.models.target, self.models.lineage.target.layout
+        tuned_changes = tuned.vector.renamed(layout.own_names)
         carriers = {name: self._carrier(name) for name in methods if len(self.models.vector)}
-        rounds = self._rounds_of(carriers)
+        calibrations = self._calibrations(carriers)
         sites = [pair.target for pair in self.models.pairs]
         for number, name in enumerate((UNTOUCHED, *carriers)):
             self.watch.progress("outputs", number, 1 + len(carriers))
-            changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], rounds[name]).changes
+            changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], calibrations[name]).changes
 
             def begin() -> tuple[dict[str, MeanOfRows], RowConsumer]:
                 means = {site.name: MeanOfRows() for site in sites}
                 return means, lambda _, pair, x, y: means[pair.target.name].add(1 - turned_away(x.double(), y.double()))
 
-            both = (self.models.target_names(changes), wanted)
-            found = self._beside(self.models.target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
+            both = (changes.renamed(layout.own_names), tuned_changes)
+            means = self._compare_changes(target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
             for site in sites:
-                yield OutputLikeness(
-                    name=site.name, block=site.block, tower=site.tower, model=name, cosine=found[site.name].value
-                )
+                yield OutputLikeness(**_position(site, site.name), model=name, cosine=means[site.name].value)
 
-    def _rounds_of(self, carriers: Mapping[str, Carrier]) -> dict[str, Calibration]:
-        """A round for each method: those with as many altered copies share one, which has seen what they need."""
-        rounds: dict[int, Calibration] = {}
-        found = {}
+    def _calibrations(self, carriers: Mapping[str, Carrier]) -> dict[str, Calibration]:
+        """Calibrate for each method; methods with the same number of augmented copies share their statistics."""
+        by_copies: dict[int, Calibration] = {}
+        calibrations, kinds = {}, defaultdict[int, set[Kind]](set)
         for name, carrier in carriers.items():
             copies = self.models.copies(carrier.settings, len(self.drawn.samples))
-            if copies not in rounds:
-                rounds[copies] = self._round(self.watch, carrier.settings, keeps=True)
-            found[name] = rounds[copies]
-        for calibration in rounds.values():
-            kinds = {kind for name, carrier in carriers.items() if found[name] is calibration for kind in carrier.kinds}
-            if kinds and calibration.memory_plan(kinds).passes == 1:
-                calibration.statistics(kinds)
-        return found
+            if copies not in by_copies:
+                by_copies[copies] = self._calibration(self.watch, carrier.settings, keeps=True)
+            calibrations[name] = by_copies[copies]
+            kinds[copies] |= set(carrier.kinds)
+        for copies, calibration in by_copies.items():
+            if kinds[copies] and calibration.memory_plan(kinds[copies]).passes == 1:
+                calibration.statistics(kinds[copies])
+        return calibrations
 
     def drift(self, checkpoint: FineTune) -> Iterator[Drift]:
-        """How far all that the source's sites read has moved."""
+        """Measure how far the inputs of the source's sites move from the base to a checkpoint."""
         sites = list({pair.source.input: pair.source for pair in reversed(self.models.pairs)}.values())[::-1]
 
         def begin() -> tuple[dict[str, Moved], RowConsumer]:
@@ -295,19 +284,12 @@ class _Look:
 
         both = (Deltas({}), self.models.source_names(checkpoint.vector))
         self.watch.progress("drift", 0, 1)
-        found = self._beside(self.models.source, self.heads.source, sites, both, Kind.INPUTS, begin)
+        by_input = self._compare_changes(self.models.source, self.heads.source, sites, both, Kind.INPUTS, begin)
         for site in sites:
-            moved = found[site.input]
-            yield Drift(
-                name=site.input,
-                block=site.block,
-                tower=site.tower,
-                checkpoint=checkpoint.name,
-                direction=moved.direction,
-                magnitude=moved.magnitude,
-            )
+            moved, at = by_input[site.input], _position(site, site.input)
+            yield Drift(**at, checkpoint=checkpoint.name, direction=moved.direction, magnitude=moved.magnitude)
 
-    def _beside(
+    def _compare_changes(
         self,
         model: LiveModel,
         head: Head,
@@ -316,28 +298,28 @@ class _Look:
         kind: Kind,
         begin: Callable[[], tuple[Result, RowConsumer]],
     ) -> Result:
-        """One model with either of two changes, over the same samples."""
+        """Run one model with each of two changes over the same samples."""
         pairs = [SitePair(site, site) for site in sites]
         first, second = (Side(_Changed(model, changes), model.layout.tokens, stays=False) for changes in both)
 
         def passes(size: int) -> Iterator[tuple[Pass, Pass]]:
             done = 0
             for samples, labels in self.calibration.samples.batches(size):
-                asked = partial(head.losses, model, LossBatch(model.ready(samples), labels, first=done))
-                yield asked, asked
+                losses = partial(head.losses, model, LossBatch(model.ready(samples), labels, first=done))
+                yield losses, losses
                 done += len(labels)
 
         def run(size: int) -> Result:
-            found, take = begin()
+            result, take = begin()
             pass_rows(pairs, first, second, passes(size), {kind}, take)
-            return found
+            return result
 
         return halving_batches(self.settings.batch, run)
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """A model that has its changes while it is watched, and at no other time."""
+    """A model that has its changes only while it is observed."""
 
     model: LiveModel
     changes: Deltas
@@ -354,30 +336,34 @@ class _Changed:
         return self.model.weight(name)
 
 
-def _by_revision(checkpoint: FineTune, reference: ModelReference) -> FineTune:
-    """A revision of a repo under a name that tells it: the repo's own would be that of all of them."""
-    place = parse(reference, A_CHECKPOINT) if isinstance(reference, str) else None
-    return replace(checkpoint, name=str(place)) if isinstance(place, HubReference) else checkpoint
+def _position(site: Site, name: str) -> dict[str, Any]:
+    return {"name": name, "block": site.block, "tower": site.tower}
 
 
-def _told_apart(checkpoints: Sequence[FineTune]) -> list[FineTune]:
-    """Under names of their own: folders may share one, and loaded models that of their class."""
-    seen: Counter[str] = Counter()
-    found = []
+def _named_by_revision(checkpoint: FineTune, reference: ModelReference) -> FineTune:
+    """Add the revision to the name: several checkpoints may be revisions of one repo."""
+    parsed = parse(reference, A_CHECKPOINT) if isinstance(reference, str) else None
+    return replace(checkpoint, name=str(parsed)) if isinstance(parsed, HubReference) else checkpoint
+
+
+def _with_unique_names(checkpoints: Sequence[FineTune]) -> list[FineTune]:
+    """Number checkpoints of the same name: folders may share one, and loaded models have that of their class."""
+    counts: Counter[str] = Counter()
+    unique = []
     for one in checkpoints:
-        seen[one.name] += 1
-        found.append(one if seen[one.name] == 1 else replace(one, name=f"{one.name} ({seen[one.name]})"))
-    return found
+        counts[one.name] += 1
+        unique.append(one if counts[one.name] == 1 else replace(one, name=f"{one.name} ({counts[one.name]})"))
+    return unique
 
 
-def _affordable(pairs: Sequence[SitePair], room: int) -> list[list[SitePair]]:
-    """Pairs whose sums of products fit together, at least one at a time."""
+def _memory_groups(pairs: Sequence[SitePair], memory: int) -> list[list[SitePair]]:
+    """Group pairs whose sums of products fit into the memory together, at least one pair per group."""
     groups: list[list[SitePair]] = [[]]
     used = 0
     for pair in pairs:
         source, target = pair.source.shape[1], pair.target.shape[1]
         size = FLOAT64 * (source**2 + target**2 + 3 * source * target)
-        if groups[-1] and used + size > room:
+        if groups[-1] and used + size > memory:
             groups.append([])
             used = 0
         groups[-1].append(pair)
@@ -385,7 +371,11 @@ def _affordable(pairs: Sequence[SitePair], room: int) -> list[list[SitePair]]:
     return groups
 
 
+def _parameters(model: Model) -> int:
+    return sum(map(prod, model.checkpoint.shapes.values()))
+
+
 def _rows(model: LiveModel, samples: int, paired: int) -> int:
-    """How many tokens of these samples run through a model; of texts, those that were paired."""
+    """Count the tokens of these samples in a model; of texts, those that were paired."""
     tokens = model.layout.tokens
     return paired if tokens is None else samples * (tokens.prefix + prod(tokens.grid))
