@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from hf_bico.experiments.compare.cells import cell_line
 from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, text_table
 from hf_bico.reports.record import JOINED
 from hf_bico.reports.results import (
@@ -252,7 +251,7 @@ def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison,
             for cell in comparison.cells:
                 if (part, cell.key) not in known:
                     known.add((part, cell.key))
-                    click.echo(cell_line(cell) if part is None else f"{part}: {cell_line(cell)}", err=True)
+                    click.echo(cell if part is None else f"{part}: {cell}", err=True)
 
         yield _announce_download, print_new
         return

@@ -137,14 +137,14 @@ def test_given_models_are_used_and_tables_share_what_was_trained(hub: Hub, tmp_p
     made = tmp_path / "out" / "fine-tuned"
     stamps = {file: file.stat().st_mtime_ns for file in made.rglob("*.safetensors")}
     assert len(stamps) == 2
-    assert first.measured(first.table.rows[1]).values["mnist"].mean > 0, "the target was trained too"
+    assert first.measured(first.table.rows[1])["mnist"].mean > 0, "the target was trained too"
 
     sampled = hf_bico.reproduce("B", ["mnist"], **how)
     assert {file: file.stat().st_mtime_ns for file in made.rglob("*.safetensors")} == stamps
-    ways = {row.sampling: sampled.measured(row).values for row in sampled.table.rows if row.sampling}
+    ways = {row.sampling: sampled.measured(row) for row in sampled.table.rows if row.sampling}
     assert [way for way, values in ways.items() if not values] == ["one-class"], "no class has 100 samples"
     assert "not measured: mnist: bico: N = 100: 100 samples of one class were asked for" in sampled.text()
-    assert ways["random"]["mnist"].mean == first.measured(first.table.rows[-1]).values["mnist"].mean, (
+    assert ways["random"]["mnist"].mean == first.measured(first.table.rows[-1])["mnist"].mean, (
         "the same number as in table 1"
     )
 
@@ -152,7 +152,7 @@ def test_given_models_are_used_and_tables_share_what_was_trained(hub: Hub, tmp_p
     given = hf_bico.reproduce("1", ["mnist"], source_of={"mnist": str(source)}, **{**how, "folder": tmp_path / "other"})
     assert not (tmp_path / "other" / "fine-tuned").exists()
     row = given.table.rows[-1]
-    assert given.measured(row).values["mnist"] == first.measured(row).values["mnist"]
+    assert given.measured(row)["mnist"] == first.measured(row)["mnist"]
     record = read_record(source)
     assert record.method.training is not None
     assert record.method.training.samples == 270, "nine tenths of the whole training split"
@@ -164,8 +164,8 @@ def test_a_target_that_is_trained_later_adds_its_line(of_table_1: dict[str, Any]
     added = hf_bico.reproduce("1", ["mnist"], **of_table_1)
     tuned = added.table.rows[1]
     assert tuned.method == "target fine-tuned"
-    assert not before.measured(tuned).values
-    assert added.measured(tuned).values
+    assert not before.measured(tuned)
+    assert added.measured(tuned)
     assert all(added.measured(row) == before.measured(row) for row in added.table.rows if row != tuned)
     with pytest.raises(UsageError, match="holds another comparison: fine_tuned"):
         hf_bico.reproduce("1", ["mnist"], target_of={"mnist": str(tmp_path / "target")}, **of_table_1)

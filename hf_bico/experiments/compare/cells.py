@@ -45,6 +45,47 @@ class CellKey:
     readout: bool = False
     protocol: str | None = None
 
+    @property
+    def key(self) -> CellKey:
+        """The key without what a subclass adds."""
+        return CellKey(**{field.name: getattr(self, field.name) for field in fields(CellKey)})
+
+    @property
+    def size(self) -> int | None:
+        """The number of calibration samples, in all or of each class."""
+        return self.per_class if self.n is None else self.n
+
+    @property
+    def is_loss(self) -> bool:
+        return self.protocol == LOSS
+
+    @property
+    def is_reference(self) -> bool:
+        """True for an existing model that is measured without calibration samples."""
+        return self.method in REFERENCES and self.size is None and not self.readout
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Sort key of a table's groups: references, methods without samples, then each number of samples."""
+        kind = 0 if self.is_reference else 2 if self.n is not None else 3 if self.per_class is not None else 1
+        return self.protocol or "", kind, self.size or 0
+
+    @property
+    def label(self) -> str:
+        """Name of the method and its variant.
+
+        >>> CellKey("digits", "bico", n=100, control=True).label
+        'BiCo, mispaired'
+        >>> CellKey("digits", "target", n=100, readout=True).label
+        'target, readout'
+        """
+        name = method_label(self.method)
+        if self.method == "target" and (self.readout or self.protocol):
+            name = "target"
+        protocol = None if self.is_loss else self.protocol
+        variants = ("mispaired" if self.control else None, "readout" if self.readout else None, protocol)
+        return ", ".join([name, *filter(None, variants)])
+
     def with_value(self, value: float) -> Cell:
         return Cell(value=value, **vars(self))
 
@@ -61,13 +102,55 @@ class Cell(CellKey):
         if self.n is not None and self.per_class is not None:
             raise ValueError(f"{self.method} on {self.data} has both n and per_class")
 
-    @property
-    def key(self) -> CellKey:
-        """All fields but the value."""
-        return CellKey(**{field.name: getattr(self, field.name) for field in fields(CellKey)})
-
     def as_dict(self) -> dict[str, Any]:
         return {"data": self.data, "method": self.method, "value": self.value} | vars(self)
+
+    def __str__(self) -> str:
+        """
+        >>> print(Cell("digits", "bico", 0.596, n=100, seed=0))
+        digits: BiCo, N = 100, seed 0: 59.6%
+        """
+        size = "" if self.n is None else f", N = {self.n}"
+        size += "" if self.per_class is None else f", {self.per_class} of each class"
+        size += "" if self.seed is None else f", seed {self.seed}"
+        value = f"loss {self.value:.3f}" if self.is_loss else f"{self.value:.1%}"
+        return f"{self.data}: {self.label}{size}: {value}"
+
+
+@dataclass(frozen=True)
+class MeanAndError:
+    """A mean over seeds, with the sample standard deviation where there are several."""
+
+    mean: float
+    std: float | None = None
+    seeds: int = 1
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> MeanAndError:
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class Row(CellKey):
+    """One method with one number of samples: its accuracy, or its loss, on each data set; `data` is "".
+
+    `average` is the mean of the data sets' means, None unless all of them were measured; its standard deviation is
+    that of the seeds' own averages, None unless every data set has every seed. `gain` is the average less that of the
+    untouched target, measured in the same way.
+    """
+
+    values: dict[str, MeanAndError]
+    average: MeanAndError | None = None
+    gain: float | None = None
+
+    @property
+    def better(self) -> float | None:
+        """The gain over the untouched target, with the sign turned for a loss."""
+        return None if self.gain is None else -self.gain if self.is_loss else self.gain
+
+    def as_dict(self) -> dict[str, Any]:
+        content = {name: value for name, value in asdict(self).items() if name not in ("data", "seed")}
+        return {"label": self.label, **content}
 
 
 @dataclass(frozen=True)
@@ -77,9 +160,6 @@ class Refusal:
     method: str
     reason: str
     data: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _in_rows() -> tuple[str, ...]:
@@ -104,115 +184,10 @@ class Order:
 
     def of_row(self, key: CellKey) -> tuple[Any, ...]:
         """Sort by `group`, then by method, the plain one before its variants."""
-        return *group(key), self.of_method(key.method), key.control, key.readout
+        return *key.group, self.of_method(key.method), key.control, key.readout
 
     def of_cell(self, key: CellKey) -> tuple[Any, ...]:
         return self.of_data(key.data), self.of_row(key), -1 if key.seed is None else key.seed
-
-
-def is_reference(key: CellKey) -> bool:
-    """Return True for an existing model that is measured without calibration samples."""
-    return key.method in REFERENCES and key.n is None and key.per_class is None and not key.readout
-
-
-def group(key: CellKey) -> tuple[Any, ...]:
-    """Return the sort key of a table's groups: references, methods without samples, then each number of samples."""
-    kind = 0 if is_reference(key) else 2 if key.n is not None else 3 if key.per_class is not None else 1
-    return key.protocol or "", kind, key.n or key.per_class or 0
-
-
-def cell_line(cell: Cell) -> str:
-    """Return a number as one line of text.
-
-    >>> cell_line(Cell("digits", "bico", 0.596, n=100, seed=0))
-    'digits: BiCo, N = 100, seed 0: 59.6%'
-    """
-    size = "" if cell.n is None else f", N = {cell.n}"
-    size += "" if cell.per_class is None else f", {cell.per_class} of each class"
-    size += "" if cell.seed is None else f", seed {cell.seed}"
-    value = f"loss {cell.value:.3f}" if cell.protocol == LOSS else f"{cell.value:.1%}"
-    return f"{cell.data}: {label(cell.key)}{size}: {value}"
-
-
-def label(key: CellKey) -> str:
-    """Return the name of a method and its variant.
-
-    >>> label(CellKey("digits", "bico", n=100, control=True))
-    'BiCo, mispaired'
-    >>> label(CellKey("digits", "target", n=100, readout=True))
-    'target, readout'
-    """
-    name = method_label(key.method)
-    if key.method == "target" and (key.readout or key.protocol):
-        name = "target"
-    protocol = None if key.protocol == LOSS else key.protocol
-    variants = ("mispaired" if key.control else None, "readout" if key.readout else None, protocol)
-    return ", ".join([name, *filter(None, variants)])
-
-
-@dataclass(frozen=True)
-class MeanAndError:
-    """A mean over seeds, with the sample standard deviation where there are several."""
-
-    mean: float
-    std: float | None = None
-    seeds: int = 1
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> MeanAndError:
-        return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method with one number of samples: its accuracy, or its loss, on each data set.
-
-    `average` is the mean of the data sets' means, None unless all of them were measured; its standard deviation is
-    that of the seeds' own averages, None unless every data set has every seed. `gain` is the average less that of the
-    untouched target, measured in the same way.
-    """
-
-    label: str
-    method: str
-    n: int | None
-    per_class: int | None
-    control: bool
-    readout: bool
-    protocol: str | None
-    values: dict[str, MeanAndError]
-    average: MeanAndError | None = None
-    gain: float | None = None
-
-    @property
-    def key(self) -> CellKey:
-        """The key of its cells, without data set and seed."""
-        names = (field.name for field in fields(CellKey) if field.name not in ("data", "seed"))
-        return CellKey(data="", **{name: getattr(self, name) for name in names})
-
-    @property
-    def group(self) -> tuple[Any, ...]:
-        return group(self.key)
-
-    @property
-    def is_reference(self) -> bool:
-        return is_reference(self.key)
-
-    @property
-    def size(self) -> int | None:
-        """The number of calibration samples, in all or of each class."""
-        return self.per_class if self.n is None else self.n
-
-    @property
-    def is_loss(self) -> bool:
-        return self.protocol == LOSS
-
-    @property
-    def better(self) -> float | None:
-        """The gain over the untouched target, with the sign turned for a loss."""
-        return None if self.gain is None else -self.gain if self.is_loss else self.gain
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> tuple[Row, ...]:
@@ -227,12 +202,7 @@ def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> 
 
 def _row(key: CellKey, by_data: dict[str, dict[int | None, float]], data_sets: Sequence[str]) -> Row:
     values = {data: MeanAndError.of(list(by_data[data].values())) for data in data_sets if data in by_data}
-    return Row(
-        label=label(key),
-        values=values,
-        average=_average(values, by_data) if len(values) == len(data_sets) else None,
-        **{name: value for name, value in vars(key).items() if name not in ("data", "seed")},
-    )
+    return Row(**vars(key), values=values, average=_average(values, by_data) if len(values) == len(data_sets) else None)
 
 
 def _average(values: dict[str, MeanAndError], by_data: dict[str, dict[int | None, float]]) -> MeanAndError:

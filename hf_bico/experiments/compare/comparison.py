@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
@@ -80,17 +80,6 @@ def caption(rows: Sequence[Row]) -> str:
         gain = "change from" if kinds == {True} else "gain in points over"
         text += f"; {gain} the target without the task vector"
     return text + "."
-
-
-def csv_text(cells: Iterable[Cell]) -> str:
-    """Return one line per cell; fields that do not apply are empty."""
-    stream = StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for cell in cells:
-        values = (getattr(cell, column) for column in CSV_COLUMNS)
-        writer.writerow([str(value).lower() if isinstance(value, bool) else value for value in values])
-    return stream.getvalue()
 
 
 def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
@@ -251,8 +240,14 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def to_csv(self) -> str:
-        """Return one line per cell, in full precision."""
-        return csv_text(self.cells)
+        """Return one line per cell, in full precision; fields that do not apply are empty."""
+        stream = StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(CSV_COLUMNS)
+        for cell in self.cells:
+            values = (getattr(cell, column) for column in CSV_COLUMNS)
+            writer.writerow([str(value).lower() if isinstance(value, bool) else value for value in values])
+        return stream.getvalue()
 
     def to_json(self) -> str:
         content = {
@@ -260,7 +255,7 @@ class Comparison:
             **{name: getattr(self, name) for name in ("title", "source", "target", "methods", "data_sets")},
             "rows": [row.as_dict() for row in self.rows()],
             "cells": [cell.as_dict() for cell in self.cells],
-            "refusals": [refusal.as_dict() for refusal in self.refusals],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
             "about": json.loads(json.dumps(self.about, sort_keys=True)),
         }
         return json.dumps(content, indent=2, allow_nan=False) + "\n"

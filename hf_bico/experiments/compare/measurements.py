@@ -57,16 +57,9 @@ class Draw:
     size: int
     seed: int
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A method with the two models' samples mispaired (`control`), with the readout corrected, or plain."""
-
-    control: bool = False
-    readout: bool = False
-
-
-PLAIN = Variant()
+    @classmethod
+    def of(cls, key: CellKey) -> Draw | None:
+        return None if key.size is None or key.seed is None else cls(key.size, key.seed)
 
 
 @dataclass(frozen=True)
@@ -133,27 +126,34 @@ class Grid:
         n, per_class = (None, draw.size) if self.per_class else (draw.size, None)
         return replace(settings, n=n, per_class=per_class, seed=draw.seed)
 
-    def variants(self, name: str) -> list[Variant]:
-        """Return the requested variants that a method or reference can have."""
-        variants = [PLAIN]
-        if self.settings.control and name in METHODS and issubclass(method_class(name), Aligner):
-            variants.append(Variant(control=True))
-        if self.settings.readout and (name in METHODS or name == "target"):
-            variants.append(Variant(readout=True))
+    def cells(self, data: str, names: Sequence[str]) -> Iterator[list[CellKey]]:
+        """Yield the numbers of one data set in the order of measuring; each list differs in the protocols only."""
+        for draw in (None, *self.draws()):
+            for name in names:
+                for variant in self._variants(CellKey(data, name)):
+                    if keys := self._keys(variant, draw):
+                        yield keys
+
+    def _variants(self, key: CellKey) -> list[CellKey]:
+        """Return the plain key and the requested variants that a method or reference can have."""
+        variants = [key]
+        if self.settings.control and key.method in METHODS and issubclass(method_class(key.method), Aligner):
+            variants.append(replace(key, control=True))
+        if self.settings.readout and (key.method in METHODS or key.method == "target"):
+            variants.append(replace(key, readout=True))
         return variants
 
-    def keys(self, data: str, name: str, variant: Variant, draw: Draw | None) -> list[CellKey]:
-        """Return the numbers of a method or reference that depend on this draw, or on no draw if it is None.
+    def _keys(self, key: CellKey, draw: Draw | None) -> list[CellKey]:
+        """Return the numbers of a variant that depend on this draw, or on no draw if it is None.
 
         A probe always depends on the draw.
         """
-        uses_draw = takes_samples(name) or variant.readout or self._pairs_by_samples(name)
+        uses_draw = takes_samples(key.method) or key.readout or self._pairs_by_samples(key.method)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
             protocols.append(LOSS if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
-        key = CellKey(data, name, control=variant.control, readout=variant.readout)
         if draw is not None:
             n, per_class = (None, draw.size) if self.per_class else (draw.size, None)
             key = replace(key, n=n, per_class=per_class, seed=draw.seed)
@@ -162,15 +162,6 @@ class Grid:
     def _pairs_by_samples(self, name: str) -> bool:
         """Return True for a method that carries between blocks which are paired by the samples."""
         return self.settings.layers == "similarity" and name in METHODS and issubclass(method_class(name), Carrier)
-
-    def cells(self, data: str, names: Sequence[str]) -> Iterator[tuple[Draw | None, str, Variant, list[CellKey]]]:
-        """Yield all numbers of one data set in the order of measuring."""
-        for draw in (None, *self.draws()):
-            for name in names:
-                for variant in self.variants(name):
-                    keys = self.keys(data, name, variant, draw)
-                    if keys:
-                        yield draw, name, variant, keys
 
 
 def takes_samples(name: str) -> bool:
@@ -303,19 +294,19 @@ class DrawMeasurements:
     _calibrations: dict[tuple[int, bool], Calibration] = field(default_factory=dict)
     _results: dict[tuple[str, bool], TransferResult] = field(default_factory=dict)
 
-    def measure(self, name: str, variant: Variant, keys: Sequence[CellKey]) -> Iterator[Cell]:
-        """Yield these numbers of one method or reference."""
+    def measure(self, keys: Sequence[CellKey]) -> Iterator[Cell]:
+        """Yield numbers that differ in their protocols only."""
         by_protocol = {key.protocol: key for key in keys}
         evaluation = "both" if len(keys) > 1 else PROBE if PROBE in by_protocol else "zero-shot"
         data, batch_size = self.data, self._settings.batch
         probed_on = data.samples if self._drawn is None else self._drawn.samples
         evaluator = HeldOutEvaluation(data.name, data.split, data.prepared, probed_on, evaluation, batch_size)
-        for record in self._records(evaluator, name, variant):
+        for record in self._records(evaluator, keys[0]):
             protocol = LOSS if record.metric == LOSS else record.protocol
             yield by_protocol[protocol].with_value(record.value)
 
-    def _records(self, evaluator: HeldOutEvaluation, name: str, variant: Variant) -> list[EvaluationRecord]:
-        calibration = self._calibration(name, variant.control)
+    def _records(self, evaluator: HeldOutEvaluation, key: CellKey) -> list[EvaluationRecord]:
+        name, calibration = key.method, self._calibration(key.method, key.control)
         if name in ("source", "base"):  # the prepared samples are the target's
             evaluator = replace(evaluator, samples=self.data.samples)
             measure = evaluator.measure_source if name == "source" else evaluator.measure_base
@@ -324,8 +315,8 @@ class DrawMeasurements:
             with self.models.with_changes(self.tuned):
                 head = tuned_target_head(self.models, self.data.data.class_names, calibration.heads.target)
                 return evaluator.measure(name, self.models.target, head)
-        result = UNTOUCHED if name == "target" else self._result(name, variant.control)
-        result = with_readout(result, calibration) if variant.readout else result
+        result = UNTOUCHED if name == "target" else self._result(name, key.control)
+        result = with_readout(result, calibration) if key.readout else result
         return evaluator.measure_target(name, calibration, result.changes)
 
     def _result(self, name: str, mispaired: bool) -> TransferResult:

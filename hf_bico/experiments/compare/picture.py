@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.experiments.compare.cells import LOSS, CellKey, Row, label
+from hf_bico.experiments.compare.cells import LOSS, CellKey, Row
 from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, frame, png
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
@@ -66,7 +66,7 @@ class _Line:
         variant = self.key.control or self.key.readout
         line = REFERENCE_LINES.get(self.key.method, "-") if first.is_reference else (0, (2, 2)) if self.flat else "-"
         return {
-            "label": label(self.key),
+            "label": self.key.label,
             "color": colour,
             "linestyle": (0, (1, 1)) if self.key.control else (0, (4, 1.5)) if self.key.readout else line,
             "linewidth": 2.2 if self.key.method == "bico" and not variant else 1.3,
@@ -174,7 +174,7 @@ def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
     axes.set_ylabel(quantity, fontsize=9, **FONT)
     axes.legend(
         [handle for _, handle in handles],
-        [label(line.key) for line, _ in handles],
+        [line.key.label for line, _ in handles],
         loc="center left",
         bbox_to_anchor=(1.02, 0.5),
         frameon=False,
@@ -192,7 +192,7 @@ def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
         axes.errorbar(line.means, [number], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)
         if line.rows[0].is_reference:
             axes.axvline(line.means[0], **{**line.style, "marker": "", "linewidth": 0.9, "zorder": 1})
-    axes.set_yticks(range(len(ordered)), [label(line.key) for line in ordered])
+    axes.set_yticks(range(len(ordered)), [line.key.label for line in ordered])
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.tick_params(axis="y", length=0)
     unit = " of each class" if panel.per_class else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +28,7 @@ from hf_bico.experiments.compare.measurements import (
     BY_LOSS,
     USUAL_SEEDS,
     ComparedDataset,
+    Draw,
     DrawMeasurements,
     Grid,
     digest,
@@ -192,30 +194,26 @@ class _Work:
     @cached_property
     def keys(self) -> list[CellKey]:
         """All requested numbers."""
-        return [key for data in self.data_sets for *_, keys in self.grid.cells(data.name, self.names) for key in keys]
+        return [key for data in self.data_sets for keys in self.grid.cells(data.name, self.names) for key in keys]
 
     def measure(self, log: CellLog) -> Iterator[None]:
         """Measure the numbers that the log does not contain, and yield after each that is added."""
         identity = self.identity()
         for data in self.data_sets:
-            missing = [
-                (draw, name, variant, unknown)
-                for draw, name, variant, keys in self.grid.cells(data.name, self.names)
-                if (unknown := [key for key in keys if not log.has(key)])
-            ]
-            for draw in dict.fromkeys(draw for draw, *_ in missing):
-                of_draw = [(name, variant, keys) for other, name, variant, keys in missing if other == draw]
+            cells = ([key for key in keys if not log.has(key)] for keys in self.grid.cells(data.name, self.names))
+            for draw, group in groupby(filter(None, cells), key=lambda keys: Draw.of(keys[0])):
+                missing = list(group)
                 measurements = DrawMeasurements(
                     models=self.models,
                     grid=self.grid,
                     data=data,
                     draw=draw,
-                    names=dict.fromkeys(name for name, _, _ in of_draw if name in METHODS),
+                    names=dict.fromkeys(keys[0].method for keys in missing if keys[0].method in METHODS),
                     tuned=None if self.tuned is None else self.tuned.vector,
                     checkpoint=str(log.folder / f"{TRAINING}{digest([data.name, identity])}"),
                 )
-                for name, variant, keys in of_draw:
-                    for cell in measurements.measure(name, variant, keys):
+                for keys in missing:
+                    for cell in measurements.measure(keys):
                         log.add(cell)
                         yield
 

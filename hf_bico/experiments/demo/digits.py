@@ -1,12 +1,6 @@
-"""Digits and captions.
+"""Provides the data of the small world: scikit-learn's digits in several domains, captions, and their tokenizer.
 
-The images of the small world: scikit-learn's digits, their shifted domains, and the tasks made of them.
-
-Knows nothing about models or captions.
-
-The words of the small world: captions for what an image shows, and the tokenizer that reads them.
-
-Knows nothing about models or pixels.
+Knows nothing about models.
 """
 
 from __future__ import annotations
@@ -50,13 +44,13 @@ PERMUTATION_SEED = 1797
 
 @dataclass(frozen=True)
 class Domain:
-    """One way of showing a digit: turned counter-clockwise by quarter turns, and perhaps inverted."""
+    """A transformation of images: quarter turns counter-clockwise, and perhaps an inversion."""
 
     quarter_turns: int
     inverted: bool
 
     def transform(self, images: Tensor) -> Tensor:
-        """Shows plain images, of shape (..., height, width) and between 0 and 1, in this domain.
+        """Transform plain images, of shape (..., height, width) and between 0 and 1, into this domain.
 
         >>> Domain(quarter_turns=1, inverted=True).transform(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
         tensor([[0., 1.],
@@ -68,7 +62,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Task:
-    """Recognising the ten digits in one domain; the name serves as a folder name."""
+    """Classification of the ten digits in one domain; the name serves as a folder name."""
 
     name: str
     domain: Domain
@@ -91,11 +85,10 @@ TASKS = (
     Task("rotated-270", Domain(quarter_turns=3, inverted=False)),
 )
 EASY_TASK = Task("plain", PLAIN)
-"""Digits as pretraining shows them most: a target is good at them already, and there is nothing to carry."""
+"""Digits as pretraining shows them most: targets classify them well already, so that a port gains nothing."""
 
 
 def find_task(name: str) -> Task:
-    """The task of that name."""
     known = {task.name: task for task in (*TASKS, EASY_TASK)}
     if name not in known:
         raise ValueError(f"no task {name!r}; there are {', '.join(known)}")
@@ -104,7 +97,7 @@ def find_task(name: str) -> Task:
 
 @cache
 def load_splits() -> dict[str, Digits]:
-    """The 1,797 plain digits as `train` (1,200) and `test` (597), always the same ones.
+    """Return the 1,797 plain digits as `train` (1,200) and `test` (597), always the same ones.
 
     Grey levels are rounded to what a PNG file holds, so that training and evaluation see equal pixels.
     """
@@ -120,13 +113,13 @@ def load_splits() -> dict[str, Digits]:
 
 
 def normalise(images: Tensor) -> Tensor:
-    """Grey images between 0 and 1 as the three channels, between -1 and 1, that the models take."""
+    """Convert grey images between 0 and 1 to three channels between -1 and 1."""
     normalised = images.sub(PIXEL_MEAN).div(PIXEL_STD)
     return torch.stack([normalised] * 3, dim=-3)
 
 
 def write_parquet(folder: Path, domain: Domain, *, seed: int) -> None:
-    """Writes a parquet file for each split: image (8x8 RGB PNG) and label, the rows in an order by seed."""
+    """Write a parquet file for each split: image (8x8 RGB PNG) and label, the rows shuffled by the seed."""
     features = Features({"image": Image(), "label": ClassLabel(names=list(CLASS_NAMES))})
     folder.mkdir()
     for split, digits in load_splits().items():
@@ -141,7 +134,7 @@ def write_parquet(folder: Path, domain: Domain, *, seed: int) -> None:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """No bars of `datasets` inside."""
+    """Hide the progress bars of `datasets` inside."""
     disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -184,14 +177,14 @@ ROTATIONS = ("upright", "turned left", "upside down", "turned right")
 
 @dataclass(frozen=True)
 class Wording:
-    """The templates in which one model's pretraining captions are written."""
+    """The templates of one model's pretraining captions."""
 
     digit: tuple[str, ...]
     state: tuple[str, ...]
 
     @classmethod
     def draw(cls, generator: random.Random, count: int) -> Wording:
-        """A wording of `count` templates for each kind of caption."""
+        """Draw `count` templates for each kind of caption."""
         return cls(
             digit=tuple(generator.sample(DIGIT_TEMPLATES, count)),
             state=tuple(generator.sample(STATE_TEMPLATES, count)),
@@ -199,9 +192,9 @@ class Wording:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word tokenizer in CLIP's manner: lower case, start and end tokens, the end token's id the highest.
+    """Build a word tokenizer like CLIP's: lower case, with start and end tokens.
 
-    open_clip finds the end of a text by its highest id.
+    The end token has the highest id, by which open_clip finds the end of a text.
     """
     texts = [PROMPT, *DIGIT_TEMPLATES, *STATE_TEMPLATES, *POLARITIES, *ROTATIONS, *CLASS_NAMES]
     splitter = Whitespace()

@@ -1,6 +1,6 @@
-"""The two training loops of the small world: pretraining on captions and fine-tuning on one task.
+"""Trains the models of the small world: pretraining on captions and fine-tuning on one task.
 
-Knows nothing about folders. Neither loop leaves a trace in the process: see `quiet_torch`.
+Knows nothing about folders. `quiet_torch` restores the state of torch after a training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FINE_TUNING_RATE = 1e-3
 
 @contextmanager
 def quiet_torch(seed: int) -> Iterator[None]:
-    """One thread, deterministic algorithms and a seeded generator inside; everything as it was outside.
+    """Use one thread, deterministic algorithms and a seeded generator inside; restore everything after.
 
     Models this small train fastest on one thread and without oneDNN.
     """
@@ -79,11 +79,11 @@ def pretrain_on_captions(
     wording: Wording,
     step_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Trains both towers to tell digit, polarity and rotation apart by captions in the given wording.
+    """Train both towers to recognise digit, polarity and rotation by captions in the given wording.
 
-    Two habits of the captions leave fine-tuning something to teach. Digits are named for all plain images,
-    but only for some of the shifted ones; and where shifted images are called photos, some digits come up far
-    more often than others, so that the zero-shot prompt prefers these.
+    The captions are biased, to leave something for fine-tuning: all plain images name their digit, but only some of
+    the transformed ones; and among transformed images that are called photos, some digits are far more frequent than
+    others, so that the zero-shot prompt prefers these.
     """
     corpus = _Corpus(digits, wording, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAINING_RATE, fused=True)
@@ -104,7 +104,7 @@ def pretrain_on_captions(
 
 
 def fine_tune_on_domain(model: CLIP, tokenizer: PreTrainedTokenizerFast, digits: Digits, domain: Domain) -> None:
-    """Trains the visual tower on one domain against the model's own class embeddings, which stay."""
+    """Train the visual tower on one domain, against the model's own class embeddings, which stay fixed."""
     pixels = normalise(domain.transform(digits.images))
     tokens = _tokenize(tokenizer, [PROMPT.format(name) for name in CLASS_NAMES])
     with torch.no_grad():
@@ -123,7 +123,7 @@ def fine_tune_on_domain(model: CLIP, tokenizer: PreTrainedTokenizerFast, digits:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Images, the captions they are told apart by, and which of these fit and how much they count."""
+    """Images, captions, the labels of the images and the weights of their losses."""
 
     pixels: Tensor
     tokens: Tensor
@@ -135,7 +135,7 @@ class _Batch:
 
 
 class _Corpus:
-    """The captioned images that one model sees; what it draws comes from torch's own generator."""
+    """The captioned images of one model; draws batches by torch's global generator."""
 
     def __init__(self, digits: Digits, wording: Wording, tokenizer: PreTrainedTokenizerFast) -> None:
         chosen = torch.randperm(len(digits.labels))[:IMAGES_PER_MODEL]
@@ -166,7 +166,7 @@ class _Corpus:
 
 
 def _caption_sets(wording: Wording) -> list[list[str]]:
-    """For each pair of templates: digits as photos, digits, polarities and rotations, in that order."""
+    """Return captions for each pair of templates: digits as photos, digits, polarities and rotations, in that order."""
     photos = [PROMPT.format(name) for name in CLASS_NAMES]
     return [
         photos
@@ -178,7 +178,7 @@ def _caption_sets(wording: Wording) -> list[list[str]]:
 
 
 def _caption_loss(logits: Tensor, batch: _Batch) -> Tensor:
-    """Cross-entropy within each kind of caption, in the order of `_caption_sets`."""
+    """Add the cross-entropies within each kind of caption, in the order of `_caption_sets`."""
     sizes = [len(CLASS_NAMES), len(CLASS_NAMES), len(POLARITIES), len(ROTATIONS)]
     photo, digit, polarity, rotation = logits.split(sizes, dim=1)
     naming = batch.photo_weights * functional.cross_entropy(photo, batch.digits, reduction="none")
@@ -189,14 +189,14 @@ def _caption_loss(logits: Tensor, batch: _Batch) -> Tensor:
 
 
 def _photo_frequencies() -> Tensor:
-    """How often a digit is called a photo in a domain, by chance and 1 on average: (domain, digit)."""
+    """Draw how often a digit is called a photo in a domain, 1 on average: (domain, digit)."""
     preference = PHOTO_BIAS * torch.randn(len(DOMAINS), len(CLASS_NAMES))
     preference[DOMAINS.index(PLAIN)] = 0
     return len(CLASS_NAMES) * preference.softmax(dim=1)
 
 
 def _shifted_views(images: Tensor) -> Tensor:
-    """All images moved by up to a pixel, in every domain: (shift, domain, image, height, width)."""
+    """Shift all images by up to a pixel, in every domain: (shift, domain, image, height, width)."""
     padded = functional.pad(images, (1, 1, 1, 1))
     corners = product(range(3), repeat=2)
     moved = [padded[:, top : top + IMAGE_SIZE, left : left + IMAGE_SIZE] for top, left in corners]

@@ -1,6 +1,6 @@
-"""The small world: real open_clip models, trained in seconds and kept as repo folders, with their data.
+"""Builds the small world: real open_clip models, trained in seconds and kept as repo folders, with their data sets.
 
-Knows how models, data sets and folders are made from the digits, and nothing about task vectors.
+Knows nothing about task vectors.
 """
 
 from __future__ import annotations
@@ -67,36 +67,33 @@ TASK_NAMES = tuple(task.name for task in TASKS)
 
 @dataclass(frozen=True)
 class World:
-    """Where the models and data sets of one seed lie."""
+    """Folders of the models and data sets of one seed."""
 
     folder: Path
 
     def base(self, shape: str) -> Path:
-        """The pretrained model of that shape."""
         return self.folder / "models" / shape
 
     def fine_tuned(self, shape: str, task: str) -> Path:
-        """The model of that shape, fine-tuned on that task."""
         return self.folder / "models" / f"{shape}-{task}"
 
     def data(self, task: str) -> Path:
-        """The data set of that task."""
         return self.folder / "data" / task
 
 
 def pretrain(folder: Path, shape: str, *, seed: int, progress: Progress = silent) -> Path:
-    """Trains a model of that shape from scratch, writes it as an open_clip repo and returns the folder.
+    """Train a model of that shape from scratch, write it as an open_clip repo and return the folder.
 
-    Seed and shape name together choose the first weights, the images seen and the wording of the captions.
+    Seed and shape determine the initial weights, the images and the wording of the captions.
     """
     if shape not in SHAPES:
         raise ValueError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
     tokenizer = build_tokenizer()
     config = _model_config(SHAPES[shape], len(tokenizer))
-    number = _number("pretrain", shape, seed)
-    with atomic_folder(folder) as draft, training.quiet_torch(number):
+    own_seed = _generator_seed("pretrain", shape, seed)
+    with atomic_folder(folder) as draft, training.quiet_torch(own_seed):
         model = open_clip.CLIP(**config)
-        wording = Wording.draw(random.Random(number), training.WORDING_SIZE)
+        wording = Wording.draw(random.Random(own_seed), training.WORDING_SIZE)
         step_done = partial(progress, f"pretraining {shape}")
         training.pretrain_on_captions(model, tokenizer, load_splits()["train"], wording, step_done)
         _save(draft, model, tokenizer, config)
@@ -104,11 +101,11 @@ def pretrain(folder: Path, shape: str, *, seed: int, progress: Progress = silent
 
 
 def fine_tune(folder: Path, base: Path, task: str, *, seed: int) -> Path:
-    """Fine-tunes a model's visual tower on a task, writes the whole model and returns the folder."""
+    """Fine-tune a model's visual tower on a task, write the whole model and return the folder."""
     domain = find_task(task).domain
     config = json.loads((base / CONFIG_FILE).read_text())["model_cfg"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    with atomic_folder(folder) as draft, training.quiet_torch(_number("fine-tune", task, seed)):
+    with atomic_folder(folder) as draft, training.quiet_torch(_generator_seed("fine-tune", task, seed)):
         model = open_clip.CLIP(**config)
         model.load_state_dict(load_file(base / WEIGHTS_FILE))
         training.fine_tune_on_domain(model, tokenizer, load_splits()["train"], domain)
@@ -117,13 +114,13 @@ def fine_tune(folder: Path, base: Path, task: str, *, seed: int) -> Path:
 
 
 def write_data(folder: Path, task: str, *, seed: int) -> Path:
-    """Writes a task as a data set folder that `datasets.load_dataset` reads, and returns the folder.
+    """Write a task as a data set folder that `datasets.load_dataset` reads, and return the folder.
 
-    The splits `train` and `test` have the columns image (8x8 RGB PNG) and label; the seed orders the rows.
+    The splits `train` and `test` have the columns image (8x8 RGB PNG) and label; the seed shuffles the rows.
     """
     domain = find_task(task).domain
     with atomic_folder(folder) as draft:
-        digits.write_parquet(draft / "data", domain, seed=_number("data", task, seed))
+        digits.write_parquet(draft / "data", domain, seed=_generator_seed("data", task, seed))
     return folder
 
 
@@ -135,8 +132,8 @@ def build(
     tasks: Sequence[str] = TASK_NAMES,
     progress: Progress = silent,
 ) -> World:
-    """Makes every model and data set asked for in `folder`, which holds one seed's; what is there already is kept."""
-    _claim(folder, seed)
+    """Build the given models and data sets in `folder`, which holds one seed's; existing ones are kept."""
+    _require_own(folder, seed)
     world = World(folder)
     for task in tasks:
         if not world.data(task).exists():
@@ -154,8 +151,8 @@ def build(
     return world
 
 
-def _claim(folder: Path, seed: int) -> None:
-    """Note the seed in a new folder; refuse one that holds another seed's models, or anything else."""
+def _require_own(folder: Path, seed: int) -> None:
+    """Record the seed in a new folder; refuse a folder of another seed, or with other content."""
     note = folder / SEED_FILE
     try:
         if not note.is_file():
@@ -163,19 +160,18 @@ def _claim(folder: Path, seed: int) -> None:
                 raise OutputExistsError(f"'{folder}' is not empty, and no small world", "name another folder")
             folder.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
-        held = json.loads(note.read_text(encoding="utf-8"))["seed"]
+        own_seed = json.loads(note.read_text(encoding="utf-8"))["seed"]
     except OSError as error:
         raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "name another folder") from error
     except (ValueError, KeyError, TypeError) as error:
         raise OutputExistsError(
             f"'{note}' is not what this tool writes", "remove it, or name another folder"
         ) from error
-    if held != seed:
-        raise OutputExistsError(f"'{folder}' holds the small world of seed {held}", "name another folder")
+    if own_seed != seed:
+        raise OutputExistsError(f"'{folder}' holds the small world of seed {own_seed}", "name another folder")
 
 
-def _number(purpose: str, name: str, seed: int) -> int:
-    """A generator seed of its own for each piece of work."""
+def _generator_seed(purpose: str, name: str, seed: int) -> int:
     return zlib.crc32(f"{purpose} {name} {seed}".encode())
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
-from hf_bico.experiments.diagnose.findings import SCHEMA as SCHEMA
 from hf_bico.experiments.diagnose.findings import (
     UNTOUCHED,
     Cost,
-    DiagnosisFindings,
     Drift,
     InputLikeness,
     OutputLikeness,
@@ -37,88 +35,7 @@ from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 NOT_DEFINED = "n/a"
-
-
-def block_rows(findings: DiagnosisFindings) -> list[list[str]]:
-    """Return a header, and a row for each block: similarity before and after the map, scores, energy, and drift."""
-    last = findings.checkpoints[-1] if findings.checkpoints else None
-    drifts = [one for one in findings.drift if one.checkpoint == last]
-    columns: dict[str, Mapping[SitePlace, float]] = {
-        "CKA": by_place(findings.inputs, lambda one: one.cka),
-        "CKA aligned": by_place(findings.inputs, lambda one: one.cka_aligned),
-        "cosine": by_place(findings.inputs, lambda one: one.cosine),
-        "cosine aligned": by_place(findings.inputs, lambda one: one.cosine_aligned),
-    }
-    scores = {"score in": "score_in", "score out": "score_out", "unseen": "unseen"}
-    sites_at: dict[SitePlace, list[SiteRecord]] = {}
-    for site in findings.sites:
-        tower = TEXT_SIDE if is_of_text_tower(site) else ""
-        sites_at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
-    rows = [["block", *columns, *scores, "energy", "Δdirection", "Δmagnitude"]]
-    for place in dict.fromkeys(one.place for one in findings.inputs):
-        sites = sites_at.get(place, [])
-        inputs = {one.source for one in findings.inputs if one.place == place}
-        moved = [one for one in drifts if one.name in inputs]
-        row = [place.label, *(_number(column.get(place)) for column in columns.values())]
-        row += [_mean_text((getattr(site, name) for site in sites), name == "unseen") for name in scores.values()]
-        row.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
-        row += [_mean_text(one.direction for one in moved), _mean_text(one.magnitude for one in moved)]
-        rows.append(row)
-    return rows
-
-
-def output_rows(findings: DiagnosisFindings) -> list[list[str]]:
-    """Return a header, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
-    if not findings.outputs:
-        return []
-    means = {
-        model: by_place([one for one in findings.outputs if one.model == model], lambda one: one.cosine)
-        for model in findings.models
-    }
-    places = list(dict.fromkeys(one.place for one in findings.outputs))
-    heads = ["target, pretrained" if model == UNTOUCHED else method_label(model) for model in means]
-    rows = [["outputs, block", *heads]]
-    return rows + [[place.label, *(_number(mean.get(place)) for mean in means.values())] for place in places]
-
-
-def cost_lines(cost: Cost) -> list[str]:
-    """Return the cost of a port by the paper's formulas, as sentences."""
-    align = cost.covariances + cost.maps + cost.products
-    return [
-        f"By the paper's formulas: 6 P_A + 6 P_B = {_large(cost.a_pass)} operations for each row of a pass, "
-        f"{_large(cost.calibration)} for all rows; fine-tuning the target takes 32,000 P_B = {_large(cost.training)}, "
-        f"{cost.training / cost.a_pass:,.0f} times as much.",
-        f"The maps take about {_large(align)} more: covariances {_large(cost.covariances)}, polar factors "
-        f"{_large(cost.maps)}, products {_large(cost.products)}.",
-    ]
-
-
-def seconds_line(cost: Cost) -> str:
-    return "Measured: " + ", ".join(f"{stage} {value:.2f} s" for stage, value in cost.seconds.items()) + "."
-
-
-def _large(number: int) -> str:
-    """
-    >>> _large(950), _large(32_000_000_000)
-    ('950', '32 G')
-    """
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def _mean_text(values: Iterable[float | None], percent: bool = False) -> str:
-    known = [value for value in values if value is not None]
-    return _number(fmean(known) if known else None, percent)
-
-
-def _number(value: float | None, percent: bool = False) -> str:
-    if value is None:
-        return NOT_DEFINED
-    return f"{value:.1%}" if percent else f"{value:.3f}"
-
-
+SCHEMA = 1
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {
     "similarity.png": similarity_picture,
@@ -139,8 +56,43 @@ _CAPTIONS = {
 
 
 @dataclass(frozen=True)
-class Diagnosis(DiagnosisFindings):
-    """Similarity of two models on some samples, and the quality of a task vector's transport between them."""
+class Diagnosis:
+    """Similarity of two models on some samples, and the quality of a task vector's transport between them.
+
+    `outputs` need a fine-tuned target; `drift` has the order of `checkpoints`, the last of which is the fine-tuned
+    source. `sites` describe the maps and the task vector's energy.
+    """
+
+    hf_bico: str
+    source: str
+    base: str
+    target: str
+    data: str
+    split: str
+    samples: int
+    method: str
+    completion: str
+    inputs: list[InputLikeness]
+    sites: list[SiteRecord]
+    layers: list[int]
+    cost: Cost
+    fine_tuned: str | None = None
+    outputs: list[OutputLikeness] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    drift: list[Drift] = field(default_factory=list)
+    seed: int = 0
+    device: str = "cpu"
+    versions: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def title(self) -> str:
+        return f"{self.base} to {self.target}"
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models in `outputs`."""
+        return list(dict.fromkeys(one.model for one in self.outputs))
 
     def to_json(self) -> str:
         return to_plain(self)
@@ -248,10 +200,10 @@ def _mean(findings: Sequence[Finding]) -> Finding:
     """Average the floats of findings about the same activation."""
     first = findings[0]
     numbers: dict[str, Any] = {}
-    for field in fields(first):
-        values = [getattr(one, field.name) for one in findings]
+    for one_field in fields(first):
+        values = [getattr(one, one_field.name) for one in findings]
         if all(isinstance(value, float) for value in values):
-            numbers[field.name] = fmean(values)
+            numbers[one_field.name] = fmean(values)
     return replace(first, **numbers)
 
 
@@ -265,3 +217,83 @@ def require_own(folder: Path, overwrite: bool) -> None:
         raise OutputExistsError(
             f"'{folder}' holds a diagnosis", "choose another folder with -o, or replace it with --overwrite"
         )
+
+
+def block_rows(diagnosis: Diagnosis) -> list[list[str]]:
+    """Return a header, and a row for each block: similarity before and after the map, scores, energy, and drift."""
+    last = diagnosis.checkpoints[-1] if diagnosis.checkpoints else None
+    drifts = [one for one in diagnosis.drift if one.checkpoint == last]
+    columns: dict[str, Mapping[SitePlace, float]] = {
+        "CKA": by_place(diagnosis.inputs, lambda one: one.cka),
+        "CKA aligned": by_place(diagnosis.inputs, lambda one: one.cka_aligned),
+        "cosine": by_place(diagnosis.inputs, lambda one: one.cosine),
+        "cosine aligned": by_place(diagnosis.inputs, lambda one: one.cosine_aligned),
+    }
+    scores = {"score in": "score_in", "score out": "score_out", "unseen": "unseen"}
+    sites_at: dict[SitePlace, list[SiteRecord]] = {}
+    for site in diagnosis.sites:
+        tower = TEXT_SIDE if is_of_text_tower(site) else ""
+        sites_at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
+    rows = [["block", *columns, *scores, "energy", "Δdirection", "Δmagnitude"]]
+    for place in dict.fromkeys(one.place for one in diagnosis.inputs):
+        sites = sites_at.get(place, [])
+        inputs = {one.source for one in diagnosis.inputs if one.place == place}
+        moved = [one for one in drifts if one.name in inputs]
+        row = [place.label, *(_number(column.get(place)) for column in columns.values())]
+        row += [_mean_text((getattr(site, name) for site in sites), name == "unseen") for name in scores.values()]
+        row.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
+        row += [_mean_text(one.direction for one in moved), _mean_text(one.magnitude for one in moved)]
+        rows.append(row)
+    return rows
+
+
+def output_rows(diagnosis: Diagnosis) -> list[list[str]]:
+    """Return a header, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
+    if not diagnosis.outputs:
+        return []
+    means = {
+        model: by_place([one for one in diagnosis.outputs if one.model == model], lambda one: one.cosine)
+        for model in diagnosis.models
+    }
+    places = list(dict.fromkeys(one.place for one in diagnosis.outputs))
+    heads = ["target, pretrained" if model == UNTOUCHED else method_label(model) for model in means]
+    rows = [["outputs, block", *heads]]
+    return rows + [[place.label, *(_number(mean.get(place)) for mean in means.values())] for place in places]
+
+
+def cost_lines(cost: Cost) -> list[str]:
+    """Return the cost of a port by the paper's formulas, as sentences."""
+    align = cost.covariances + cost.maps + cost.products
+    return [
+        f"By the paper's formulas: 6 P_A + 6 P_B = {_large(cost.a_pass)} operations for each row of a pass, "
+        f"{_large(cost.calibration)} for all rows; fine-tuning the target takes 32,000 P_B = {_large(cost.training)}, "
+        f"{cost.training / cost.a_pass:,.0f} times as much.",
+        f"The maps take about {_large(align)} more: covariances {_large(cost.covariances)}, polar factors "
+        f"{_large(cost.maps)}, products {_large(cost.products)}.",
+    ]
+
+
+def seconds_line(cost: Cost) -> str:
+    return "Measured: " + ", ".join(f"{stage} {value:.2f} s" for stage, value in cost.seconds.items()) + "."
+
+
+def _large(number: int) -> str:
+    """
+    >>> _large(950), _large(32_000_000_000)
+    ('950', '32 G')
+    """
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _mean_text(values: Iterable[float | None], percent: bool = False) -> str:
+    known = [value for value in values if value is not None]
+    return _number(fmean(known) if known else None, percent)
+
+
+def _number(value: float | None, percent: bool = False) -> str:
+    if value is None:
+        return NOT_DEFINED
+    return f"{value:.1%}" if percent else f"{value:.3f}"

@@ -11,9 +11,7 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from hf_bico.models.layout import SitePair
-from hf_bico.reports.record import SiteRecord
 
-SCHEMA = 1
 UNTOUCHED = "target"
 """The name of the untouched target among the models of `outputs`."""
 
@@ -108,51 +106,6 @@ class Cost:
     maps: int
     products: int
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DiagnosisFindings:
-    """Similarity of two models on some samples, and the quality of a task vector's transport between them.
-
-    `outputs` need a fine-tuned target; `drift` has the order of `checkpoints`, the last of which is the fine-tuned
-    source. `sites` describe the maps and the task vector's energy.
-    """
-
-    hf_bico: str
-    source: str
-    base: str
-    target: str
-    data: str
-    split: str
-    samples: int
-    method: str
-    completion: str
-    inputs: list[InputLikeness]
-    sites: list[SiteRecord]
-    layers: list[int]
-    cost: Cost
-    fine_tuned: str | None = None
-    outputs: list[OutputLikeness] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
-    drift: list[Drift] = field(default_factory=list)
-    seed: int = 0
-    device: str = "cpu"
-    versions: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
-
-    @property
-    def title(self) -> str:
-        return f"{self.base} to {self.target}"
-
-    @property
-    def same_width(self) -> bool:
-        """True if any input has the same width in both models."""
-        return any(one.cosine is not None for one in self.inputs)
-
-    @property
-    def models(self) -> list[str]:
-        """Names of the models in `outputs`."""
-        return list(dict.fromkeys(one.model for one in self.outputs))
 
 
 Finding = TypeVar("Finding", bound=_AtSite)

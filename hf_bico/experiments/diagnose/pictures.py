@@ -1,8 +1,4 @@
-"""Its figures.
-
-The blocks of a model along the axis of a picture: where they stand, which labels fit, and lines through them.
-
-A diagnosis as the figures of the paper, each a PNG. Knows what was found; neither models nor how it was measured.
+"""Draws a diagnosis as the figures of the paper, each a PNG. Knows findings, neither models nor measuring.
 
 Every picture is None where there is nothing to draw, and has the same bytes for the same findings.
 """
@@ -18,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
-from hf_bico.experiments.diagnose.findings import UNTOUCHED, DiagnosisFindings, Drift, SitePlace, by_place
+from hf_bico.experiments.diagnose.findings import UNTOUCHED, Drift, SitePlace, by_place
 from hf_bico.reports.pictures import (
     BLUE,
     FONT,
@@ -40,43 +36,44 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 
 _LETTER = 0.075
 """Inches of a letter of a label."""
 _MARKER = 0.14
-"""Inches from one marker of a line to the next: nearer they would hide its dashes."""
+"""Inches between the markers of a line: closer ones would hide its dashes."""
 _STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 @dataclass(frozen=True)
 class BlockAxis:
-    """Where places stand on an axis that is so many inches long."""
+    """Positions of blocks on an x axis, and its length in inches."""
 
     positions: dict[SitePlace, float]
     inches: float
 
     @classmethod
     def of(cls, places: Iterable[SitePlace], inches: float) -> BlockAxis:
-        """One after the other, tower by tower, and towers further apart."""
+        """Place blocks one after the other, tower by tower, with a gap between towers."""
         unique = list(dict.fromkeys(places))
         towers = {tower: number for number, tower in enumerate(dict.fromkeys(place.tower for place in unique))}
         ordered = sorted(unique, key=lambda place: towers[place.tower])
         return cls({place: float(number + 2 * towers[place.tower]) for number, place in enumerate(ordered)}, inches)
 
     def line(self, axes: Axes, values: dict[SitePlace, float], first_marker: int = 0, **style: Any) -> Line2D | None:
-        """A line through each tower, with a gap where nothing is known; returns the first, which has the label."""
+        """Draw a line through each tower, with gaps at unknown values; return the first, which has the label."""
         every = ceil(_MARKER * len(self.positions) / self.inches)
-        shown = {"linewidth": 1.5, "markersize": 4.5, "markevery": (first_marker % every, every), "clip_on": False}
+        usual = {"linewidth": 1.5, "markersize": 4.5, "markevery": (first_marker % every, every), "clip_on": False}
         lines: list[Line2D] = []
         for tower in dict.fromkeys(place.tower for place in values):
-            here = {place: position for place, position in self.positions.items() if place.tower == tower}
-            numbers = [values.get(place, nan) for place in here]
-            lines += axes.plot(list(here.values()), numbers, **{**shown, **style})
+            positions = {place: position for place, position in self.positions.items() if place.tower == tower}
+            numbers = [values.get(place, nan) for place in positions]
+            lines += axes.plot(list(positions.values()), numbers, **{**usual, **style})
             style["label"] = "_"  # once in the legend
         return lines[0] if lines else None
 
     def label(self, axes: Axes, of: str = "target") -> None:
-        """Block numbers, not more than fit; the name of a tower that is not the main one stands below its first."""
+        """Write as many block numbers as fit; a side tower's name stands below its first block."""
         last = max(self.positions.values())
         unit = self.inches / (1 + last)
         labels = {place: place._replace(tower="").label for place in self.positions}
@@ -88,9 +85,9 @@ class BlockAxis:
         axes.set_xlabel(f"{of} block", fontsize=9, **FONT)
 
     def spread(self, widths: dict[SitePlace, float]) -> list[SitePlace]:
-        """Those that have room beside each other: the first of each tower, what is outside of blocks, round numbers.
+        """Choose places whose labels fit: the first of each tower, those outside of blocks, then round numbers.
 
-        >>> axis = BlockAxis.of([*(Place("", block) for block in range(24)), Place("", None)], inches=3)
+        >>> axis = BlockAxis.of([*(SitePlace("", block) for block in range(24)), SitePlace("", None)], inches=3)
         >>> [place.label for place in axis.spread(dict.fromkeys(axis.positions, 4))]
         ['0', '5', '10', '15', '20', 'out']
         """
@@ -114,14 +111,14 @@ _WIDTH = 7.2
 _HALF, _MOST, _ALL = 2.8, 5.0, 6.4
 _MOST_CHECKPOINTS = 9
 _MOST_MARKED = 30
-"""So many lines may have markers."""
+"""Most lines that get markers."""
 _GREY = "#777777"
 _DASHES = (0, (4, 1.5))
 _SECOND: dict[str, Any] = {"linestyle": _DASHES, "markerfacecolor": "white"}
-"""How a cosine is drawn beside a CKA."""
+"""Style of a cosine next to a CKA."""
 _PAIRS = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"), (SKY, "P"))
 _LIGHTEST = 0.8
-"""Where viridis ends here: what is lighter cannot be seen on white."""
+"""End of viridis: lighter colours are hard to see on white."""
 _DRIFTS: dict[tuple[str, str], Callable[[Drift], float]] = {
     ("direction", "1 \u2212 cos"): lambda one: one.direction,
     ("magnitude", "relative change of norm"): lambda one: one.magnitude,
@@ -135,43 +132,43 @@ _LEGEND: dict[str, Any] = {
 }
 
 
-def similarity_picture(diagnosis: DiagnosisFindings) -> bytes | None:
-    """Figure 1: CKA and cosine of what each target block reads, before and after the input-side alignment."""
+def similarity_picture(diagnosis: Diagnosis) -> bytes | None:
+    """Draw figure 1: CKA and cosine of the inputs of each target block, before and after the input-side alignment."""
     return png(lambda: _draw_similarity(diagnosis)) if diagnosis.inputs else None
 
 
-def initial_picture(diagnoses: Sequence[DiagnosisFindings]) -> bytes | None:
-    """Figure B: CKA of several pairs before any alignment, and cosine where a pair has one width."""
+def initial_picture(diagnoses: Sequence[Diagnosis]) -> bytes | None:
+    """Draw figure B: CKA of several pairs before any alignment, and cosine if both models have the same width."""
     towers = _towers(diagnoses)
     return png(lambda: _draw_initial(towers)) if towers else None
 
 
-def outputs_picture(diagnosis: DiagnosisFindings) -> bytes | None:
-    """Figure 2: how near what each model writes is to what the fine-tuned target writes."""
+def outputs_picture(diagnosis: Diagnosis) -> bytes | None:
+    """Draw figure 2: cosine of each model's outputs to those of the fine-tuned target."""
     return png(lambda: _draw_outputs(diagnosis)) if diagnosis.outputs else None
 
 
-def drift_picture(diagnosis: DiagnosisFindings) -> bytes | None:
-    """Figure A: how far what each block reads moves from the base, along the checkpoints; of one, block by block."""
+def drift_picture(diagnosis: Diagnosis) -> bytes | None:
+    """Draw figure A: drift of each block's inputs from the base, over checkpoints, or over blocks if there is one."""
     checkpoints = _checkpoints(diagnosis)
     if len(checkpoints) > 1:
         return png(lambda: _draw_drift(diagnosis))
     return png(lambda: _draw_only_drift(diagnosis)) if checkpoints else None
 
 
-def sites_picture(diagnosis: DiagnosisFindings) -> bytes | None:
-    """Score in, score out and unseen energy of every site, as the card of a port shows them."""
+def sites_picture(diagnosis: Diagnosis) -> bytes | None:
+    """Draw score in, score out and unseen energy of every site, as on the card of a port."""
     return alignment_picture(diagnosis.sites, len(diagnosis.layers))
 
 
 # Figure 1
 
 
-def _draw_similarity(diagnosis: DiagnosisFindings) -> Figure:
-    found = diagnosis.inputs
-    cka, cosine = by_place(found, lambda one: one.cka), by_place(found, lambda one: one.cosine)
-    aligned = by_place(found, lambda one: one.cka_aligned), by_place(found, lambda one: one.cosine_aligned)
-    blocks = BlockAxis.of((one.place for one in found), _HALF)
+def _draw_similarity(diagnosis: Diagnosis) -> Figure:
+    inputs = diagnosis.inputs
+    cka, cosine = by_place(inputs, lambda one: one.cka), by_place(inputs, lambda one: one.cosine)
+    aligned = by_place(inputs, lambda one: one.cka_aligned), by_place(inputs, lambda one: one.cosine_aligned)
+    blocks = BlockAxis.of((one.place for one in inputs), _HALF)
     figure, (before, after) = _figure(2.9, 2, sharey=True)
     for axes, (first, second) in ((before, (cka, cosine)), (after, aligned)):
         blocks.line(axes, first, label="linear CKA", color=BLUE, marker="o")
@@ -180,8 +177,8 @@ def _draw_similarity(diagnosis: DiagnosisFindings) -> Figure:
     before.set_title("before alignment", fontsize=9, loc="left", **FONT)
     after.set_title("after input-side alignment", fontsize=9, loc="left", **FONT)
     before.set_ylabel("similarity", fontsize=9, **FONT)
-    _similarity_axis(before, _drawn(before, after))
-    widths = dict.fromkeys("{} to {}".format(*one.widths) for one in found if one.cosine is None)
+    _similarity_axis(before, _values_of(before, after))
+    widths = dict.fromkeys("{} to {}".format(*one.widths) for one in inputs if one.cosine is None)
     if widths:
         named = ", ".join(list(widths)[:2]) + (", …" if len(widths) > 2 else "")
         _note(before, f"cosine: n/a across widths\n{named}")
@@ -190,7 +187,7 @@ def _draw_similarity(diagnosis: DiagnosisFindings) -> Figure:
 
 
 def _note(axes: Axes, text: str) -> None:
-    """Small and grey, above the panel, where no line can be."""
+    """Write small grey text above the panel, where no line can be."""
     style: dict[str, Any] = {"fontsize": 7.5, "fontfamily": FONT_FAMILY, "color": _GREY, "linespacing": 1.3}
     axes.text(1.0, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", **style)
 
@@ -200,7 +197,7 @@ def _note(axes: Axes, text: str) -> None:
 
 @dataclass(frozen=True)
 class _Tower:
-    """One tower of one pair, before anything is lined up."""
+    """One tower of one pair of models, before alignment."""
 
     name: str
     cka: dict[SitePlace, float]
@@ -211,7 +208,7 @@ class _Tower:
         return [place.block for place in self.cka if place.block is not None]
 
 
-def _towers(diagnoses: Sequence[DiagnosisFindings]) -> list[_Tower]:
+def _towers(diagnoses: Sequence[Diagnosis]) -> list[_Tower]:
     titles = [diagnosis.title for diagnosis in diagnoses if diagnosis.inputs]
     towers = []
     for diagnosis in diagnoses:
@@ -219,8 +216,8 @@ def _towers(diagnoses: Sequence[DiagnosisFindings]) -> list[_Tower]:
         if titles.count(diagnosis.title) > 1:
             name = f"{_shortened(diagnosis.title, 48)} on {_shortened(diagnosis.data, 18)}"
         for tower in dict.fromkeys(one.tower for one in diagnosis.inputs):
-            found = [one for one in diagnosis.inputs if one.tower == tower]
-            cka, cosine = by_place(found, lambda one: one.cka), by_place(found, lambda one: one.cosine)
+            inputs = [one for one in diagnosis.inputs if one.tower == tower]
+            cka, cosine = by_place(inputs, lambda one: one.cka), by_place(inputs, lambda one: one.cosine)
             towers.append(_Tower(f"{name}, {clean(tower, 12)}" if tower else name, cka, cosine))
     return towers
 
@@ -242,7 +239,7 @@ def _draw_initial(towers: Sequence[_Tower]) -> Figure:
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("relative depth in the target (0: first block, 1: last)", fontsize=9, **FONT)
     axes.set_ylabel("similarity before alignment", fontsize=9, **FONT)
-    _similarity_axis(axes, _drawn(axes))
+    _similarity_axis(axes, _values_of(axes))
     _legend_above(figure, axes, columns=1)
     return figure
 
@@ -250,7 +247,7 @@ def _draw_initial(towers: Sequence[_Tower]) -> Figure:
 # Figure 2
 
 
-def _draw_outputs(diagnosis: DiagnosisFindings) -> Figure:
+def _draw_outputs(diagnosis: Diagnosis) -> Figure:
     figure, (axes,) = _figure(3.2)
     blocks = BlockAxis.of((one.place for one in diagnosis.outputs), _MOST)
     ends = []
@@ -267,7 +264,7 @@ def _draw_outputs(diagnosis: DiagnosisFindings) -> Figure:
         ends.append((list(cosines.values())[-1], line))
     blocks.label(axes)
     axes.set_ylabel("mean cosine to the fine-tuned target", fontsize=9, **FONT)
-    low, high = min(_drawn(axes)), max(_drawn(axes))
+    low, high = min(_values_of(axes)), max(_values_of(axes))
     room = 0.06 * (high - low) or 0.001
     axes.set_ylim(low - room, high + room if high + room < 1 else max(high, 1.0))
     axes.ticklabel_format(axis="y", useOffset=False)
@@ -279,25 +276,25 @@ def _draw_outputs(diagnosis: DiagnosisFindings) -> Figure:
 # Figure A
 
 
-def _checkpoints(diagnosis: DiagnosisFindings) -> list[str]:
-    """Those that something is known of, in their order."""
+def _checkpoints(diagnosis: Diagnosis) -> list[str]:
+    """Return the checkpoints with known drift, in order."""
     known = {one.checkpoint for one in diagnosis.drift}
     return [name for name in dict.fromkeys(diagnosis.checkpoints) if name in known]
 
 
-def _draw_only_drift(diagnosis: DiagnosisFindings) -> Figure:
+def _draw_only_drift(diagnosis: Diagnosis) -> Figure:
     (checkpoint,) = _checkpoints(diagnosis)
-    found = [one for one in diagnosis.drift if one.checkpoint == checkpoint]
-    blocks = BlockAxis.of((one.place for one in found), _HALF)
+    drift = [one for one in diagnosis.drift if one.checkpoint == checkpoint]
+    blocks = BlockAxis.of((one.place for one in drift), _HALF)
     figure, grid = _figure(2.6, 2)
     for axes, (names, value) in zip(grid, _DRIFTS.items(), strict=True):
-        blocks.line(axes, by_place(found, value), color=BLUE, marker="o")
+        blocks.line(axes, by_place(drift, value), color=BLUE, marker="o")
         blocks.label(axes, of="source")
         _drift_axis(axes, *names)
     return figure
 
 
-def _draw_drift(diagnosis: DiagnosisFindings) -> Figure:
+def _draw_drift(diagnosis: Diagnosis) -> Figure:
     checkpoints = _checkpoints(diagnosis)
     numbers = _numbers(checkpoints)
     towers: dict[str, list[SitePlace]] = {}
@@ -320,18 +317,18 @@ def _draw_drift(diagnosis: DiagnosisFindings) -> Figure:
 
 
 def _depth_styles(towers: dict[str, list[SitePlace]]) -> dict[SitePlace, dict[str, Any]]:
-    """The colour tells the depth of a place, and dashes its tower; the base, at zero, has no marker."""
+    """Return line styles: the colour tells the depth, dashes tell the tower; the base, at zero, has no marker."""
     import matplotlib
 
     viridis = matplotlib.colormaps["viridis"]
     last = max(1, *(len(places) - 1 for places in towers.values()))
     marked = sum(map(len, towers.values())) <= _MOST_MARKED
-    shown = {"linewidth": 1.2, "marker": "o", "markersize": 2.5} if marked else {"linewidth": 0.8}
+    usual = {"linewidth": 1.2, "marker": "o", "markersize": 2.5} if marked else {"linewidth": 0.8}
     styles: dict[SitePlace, dict[str, Any]] = {}
     for dashes, places in zip(cycle(("-", _DASHES, (0, (1, 1.5)))), towers.values(), strict=False):
         for number, place in enumerate(places):
             colour = viridis(_LIGHTEST * number / last)
-            styles[place] = {**shown, "color": colour, "linestyle": dashes, "markevery": slice(1, None)}
+            styles[place] = {**usual, "color": colour, "linestyle": dashes, "markevery": slice(1, None)}
     return styles
 
 
@@ -344,18 +341,18 @@ def _legend_of_towers(figure: Figure, styles: dict[str, dict[str, Any]]) -> None
 
 
 def _numbers(checkpoints: Sequence[str]) -> list[int] | None:
-    """The numbers that the names of checkpoints end in; None where one has none, or where they do not grow.
+    """Return the numbers at the end of the checkpoints' names; None if one is missing, or if they do not grow.
 
     >>> _numbers(["step-100", "run@step300"]), _numbers(["step-100", "final"])
     ([100, 300], None)
     """
-    found = [int(number[0]) for name in checkpoints if (number := _LAST_NUMBER.search(name))]
-    grow = all(before < after for before, after in pairwise([0, *found]))
-    return found if grow and len(found) == len(checkpoints) else None
+    numbers = [int(number[0]) for name in checkpoints if (number := _LAST_NUMBER.search(name))]
+    grow = all(before < after for before, after in pairwise([0, *numbers]))
+    return numbers if grow and len(numbers) == len(checkpoints) else None
 
 
 def _label_checkpoints(axes: Axes, checkpoints: Sequence[str], numbers: list[int] | None) -> None:
-    """The base at zero, then numbers as they suit the axis, or names, not more than fit."""
+    """Label the base at zero, then round numbers, or as many names as fit."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, numbers[-1] if numbers else len(checkpoints))
@@ -375,12 +372,12 @@ def _drift_axis(axes: Axes, title: str, unit: str) -> None:
     axes.set_title(title, fontsize=9, loc="left", **FONT)
     axes.set_ylabel(unit, fontsize=9, **FONT)
     axes.yaxis.get_offset_text().set_fontsize(8)
-    if min(_drawn(axes)) >= 0:
+    if min(_values_of(axes)) >= 0:
         axes.set_ylim(bottom=0)
 
 
 def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, Any]) -> None:
-    """Which colour is which block."""
+    """Draw the colour of each block."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
@@ -401,7 +398,6 @@ def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, An
 
 
 def _figure(height: float, panels: int = 1, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """Panels side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height))
@@ -412,8 +408,8 @@ def _figure(height: float, panels: int = 1, sharey: bool = False) -> tuple[Figur
     return figure, list(grid.flat)
 
 
-def _drawn(*panels: Axes) -> list[float]:
-    """The values of all lines that are numbers."""
+def _values_of(*panels: Axes) -> list[float]:
+    """Return the finite values of all lines."""
     import numpy as np
 
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for axes in panels for line in axes.lines])
@@ -421,24 +417,24 @@ def _drawn(*panels: Axes) -> list[float]:
 
 
 def _similarity_axis(axes: Axes, values: Sequence[float]) -> None:
-    """From 0, or from below where a cosine is, to 1."""
+    """Scale from 0, or from the lowest cosine, to 1."""
     axes.set_ylim(min(0.0, floor(20 * min(values)) / 20), max(1.0, *values))
 
 
 def _legend_above(figure: Figure, axes: Axes, columns: int = 2) -> None:
-    """The lines of one panel, above all of them."""
+    """Write a legend for the lines of one panel above the figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, **_LEGEND)
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Without its middle where it is long: names begin and end with what tells them apart."""
-    shown = clean(text, 2000)
+    """Cut the middle of a long name: names differ at their beginning and end."""
+    name = clean(text, 2000)
     half = (limit - 1) // 2
-    return shown if len(shown) <= limit else f"{shown[: limit - 1 - half].rstrip()}…{shown[-half:].lstrip()}"
+    return name if len(name) <= limit else f"{name[: limit - 1 - half].rstrip()}…{name[-half:].lstrip()}"
 
 
 def _end(text: str, limit: int) -> str:
-    """The end of a long name, which tells checkpoints apart."""
-    shown = clean(text, 2000)
-    return shown if len(shown) <= limit else f"…{shown[1 - limit :].lstrip()}"
+    """Return the end of a long name, where checkpoints differ."""
+    name = clean(text, 2000)
+    return name if len(name) <= limit else f"…{name[1 - limit :].lstrip()}"

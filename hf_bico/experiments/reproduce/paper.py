@@ -1,7 +1,7 @@
-"""The paper's experiments as data: its tables, cell by cell, and the tasks that they are about. Runs nothing.
+"""Loads the paper's tables, cell by cell, and its tasks. Runs nothing.
 
-Each table and each task is a TOML file beside this one. Printed numbers stand there as they are printed; averages are
-computed from the cells, and where a printed one says something else that is told.
+Each table and each task is a TOML file beside this one, with the numbers as the paper prints them. Averages are
+computed from the cells; printed ones that differ are noted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TABLES = ("1", "2", "3", "4", "5", "A", "B", "C", "D", "E", "F", "G", "H")
 VISION_TASKS = ("eurosat", "gtsrb", "svhn", "resisc45", "dtd", "cars", "mnist", "sun397")
 LANGUAGE_TASKS = ("mnli", "qnli", "rte", "qqp", "snli")
 ROUNDING = 0.02
-"""A printed average may be so far from that of its printed cells."""
+"""Tolerated difference between a printed average and that of its printed cells."""
 _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class PaperTask:
-    """One data set of the paper: where it is, how it is split, and how models are asked about it.
+    """One data set of the paper, with its splits, columns and prompts.
 
-    `classes` are the words for the classes, in the order of the data set's numbers; `rows` and `download` are the rows
-    of its splits and its bytes, where they are known. A task of images has the column `image`, one of texts two columns
+    `classes` are the names of the classes, in the order of the data set's labels; `rows` and `download` are the rows
+    of its splits and its bytes, if known. A task of images has the column `image`, one of texts two columns
     `text`.
     """
 
@@ -49,10 +49,10 @@ class PaperTask:
     download: int | None = None
 
     def options(self, data: str | None = None) -> dict[str, Any]:
-        """The settings that it is opened and asked with; `data` may be another copy, which in a folder is alone."""
+        """Return the settings to open it with; `data` may be another copy, which has no configurations in a folder."""
         config = None if data is not None and os.path.exists(os.path.expanduser(data)) else self.config
         shared = {"config": config, "split": self.split, "label_column": self.label}
-        if self.image is None:  # how a T5 is asked about a known task of sentence pairs, it was taught
+        if self.image is None:  # T5 was trained with prompts of its own for these tasks
             return {**shared, "text_column": ",".join(self.text or ())}
         return {**shared, "image_column": self.image, "templates": self.templates, "class_names": self.classes}
 
@@ -81,7 +81,7 @@ class PaperRow:
 
     @property
     def contradiction(self) -> str | None:
-        """What to say of a printed average that is not that of its cells."""
+        """A note if the printed average is not that of the cells."""
         if abs(self.computed - self.average) <= ROUNDING:
             return None
         return f"The paper prints an average of {self.average:.2f}; its own cells have {self.computed:.2f}."
@@ -89,9 +89,9 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table: from which model to which, on which tasks, and what was found.
+    """One table: source, target, tasks and printed numbers.
 
-    `protocol` is "zero-shot", or "probe": a linear classifier on what the models make of the samples.
+    `protocol` is "zero-shot", or "probe": a linear classifier on the models' features.
     """
 
     name: str
@@ -105,18 +105,18 @@ class PaperTable:
 
     @property
     def is_per_class(self) -> bool:
-        """Whether samples are counted for each class."""
+        """True if samples are counted per class."""
         return any(row.per_class is not None for row in self.rows)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many samples its rows take, in all or of each class."""
-        found = (row.per_class if self.is_per_class else row.n for row in self.rows)
-        return tuple(dict.fromkeys(size for size in found if size is not None))
+        """Numbers of samples of its rows, in all or of each class."""
+        sizes = (row.per_class if self.is_per_class else row.n for row in self.rows)
+        return tuple(dict.fromkeys(size for size in sizes if size is not None))
 
     @property
     def samplings(self) -> tuple[str, ...]:
-        """The ways in which samples are drawn."""
+        """Strategies by which samples are drawn."""
         return tuple(dict.fromkeys(row.sampling for row in self.rows if row.sampling is not None)) or ("random",)
 
     def has(self, method: str) -> bool:
@@ -125,7 +125,7 @@ class PaperTable:
 
 @cache
 def table(name: str) -> PaperTable:
-    """The table of that number or letter.
+    """Return the table of that number or letter.
 
     >>> table("1").target, table("1").sizes
     ('timm/vit_base_patch16_plus_clip_240.laion400m_e31', (10, 20, 50, 100))
@@ -139,7 +139,7 @@ def table(name: str) -> PaperTable:
 
 @cache
 def task(name: str) -> PaperTask:
-    """The task of that name.
+    """Return the task of that name.
 
     >>> task("rte").data, task("rte").measured_on, len(task("sun397").classes)
     ('nyu-mll/glue', 'validation', 397)
