@@ -202,7 +202,7 @@ class Columns:
         return {**self.parts, **({} if self.label is None else {"label": self.label})}
 
     @property
-    def teaches_itself(self) -> bool:
+    def is_self_supervised(self) -> bool:
         """Whether a sample without a label has something to learn: texts and captions do, an image alone does not."""
         return tuple(self.parts) != ("image",)
 
@@ -411,7 +411,7 @@ def class_names(
     """
     splits, given, label = list(splits), settings.class_names, columns.label
     answers = label is not None and settings.objective == "text-to-text"
-    needs_names = answers or (settings.names_classes and not columns.teaches_itself)
+    needs_names = answers or (settings.names_classes and not columns.is_self_supervised)
     known_names = known_names if columns.task is None else columns.task.classes
     if label is None:
         return _names_without_labels(given or known_names, needs_names)

@@ -217,7 +217,7 @@ def _choose_row_groups(groups: RowGroups, split: str, columns: Columns, reader: 
     else:
         wanted = Wanted(Strategy.of(settings).n, labelled=False)
     chosen = {split: groups.choose(split, columns, wanted)}
-    unmeasured = label is None and not columns.teaches_itself
+    unmeasured = label is None and not columns.is_self_supervised
     if measure or not settings.evaluate or settings.own_objective or unmeasured:
         return chosen
     # the usual number is there in any case
@@ -241,7 +241,7 @@ def evaluation_split(data: DataSet, split: str | None) -> str:
     """
     if split is None:
         for name in _measured_first(data.columns):
-            if data.can_measure_on(name):
+            if data.can_evaluate_on(name):
                 return name
     return _choose_split(data.name, data.splits, split, (*EVALUATION_SPLITS, "train"))
 
@@ -277,7 +277,7 @@ def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int
     if not _knows_labels(columns, settings):
         size = len(data.splits[split])
         _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
-        rows = data.first_of(split, draw_order(size, strategy.seed), strategy.n)
+        rows = data.usable_rows(split, draw_order(size, strategy.seed), strategy.n)
         _require_rows(strategy.n, len(rows), f"split '{split}' of '{data.name}' has {len(rows)} with a text to learn")
         return rows
     labels = data.labels(split)
@@ -341,15 +341,15 @@ def evaluation_samples(
     Where calibration used all of its split, any other labelled split will do; where none has labels, there are none,
     but of texts and captions, which need none. A known data set has a split of its own to be measured on.
     """
-    others = [name for name in _measured_first(data.columns) if name != split and data.can_measure_on(name)]
+    others = [name for name in _measured_first(data.columns) if name != split and data.can_evaluate_on(name)]
     used = set(calibration.indices)
-    order = data.order(split, seed) if data.can_measure_on(split) else []
+    order = data.order(split, seed) if data.can_evaluate_on(split) else []
     unused = [index for index in order if index not in used]
     if not others and not unused:
-        others = [name for name in data.splits if name != split and data.can_measure_on(name)]
+        others = [name for name in data.splits if name != split and data.can_evaluate_on(name)]
     if not others:
-        return split, data.samples(split, data.first_of(split, unused, most))
-    return others[0], data.samples(others[0], data.first_of(others[0], data.order(others[0], seed), most))
+        return split, data.samples(split, data.usable_rows(split, unused, most))
+    return others[0], data.samples(others[0], data.usable_rows(others[0], data.order(others[0], seed), most))
 
 
 def _origin(splits: Mapping[str, Rows], settings: Settings) -> tuple[str, str | None]:

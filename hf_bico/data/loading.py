@@ -311,7 +311,7 @@ def image_features(features: Any) -> Any:
     return datasets.Features({name: datasets.Image() if is_image(one) else one for name, one in features.items()})
 
 
-def own_image(value: Any, folder: Path) -> Any:
+def decode_image(value: Any, folder: Path) -> Any:
     """An image of a Hub data set, decoded: bytes, or a file of the repo; any other path or address is refused."""
     import datasets
 

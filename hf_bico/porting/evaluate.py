@@ -87,7 +87,7 @@ def evaluate_model(
         used = _calibrated_on(record, measured, split)
         unused = [index for index in _order(measured, split, settings) if index not in used]
         count = len(unused) if settings.n is None else settings.n
-        samples = measured.samples(split, measured.first_of(split, unused, count))
+        samples = measured.samples(split, measured.usable_rows(split, unused, count))
     else:
         measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names, reads)
     if settings.memory is not None or settings.device_map is not None:

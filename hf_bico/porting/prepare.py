@@ -322,9 +322,9 @@ def training_samples(drawn: CalibrationDraw, split: str, held_out: Samples) -> S
     There are none if the split has no labels, or they are not to be used.
     """
     taken = set(held_out.indices) if split == drawn.split else set()
-    known = drawn.labels == "dataset" or drawn.data.columns.teaches_itself
+    known = drawn.labels == "dataset" or drawn.data.columns.is_self_supervised
     order = drawn.data.order(drawn.split, drawn.strategy.seed) if known else []
-    rows = drawn.data.first_of(drawn.split, (index for index in order if index not in taken), len(order))
+    rows = drawn.data.usable_rows(drawn.split, (index for index in order if index not in taken), len(order))
     return drawn.data.samples(drawn.split, rows)
 
 
