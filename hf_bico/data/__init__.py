@@ -1,1 +1,1 @@
-"""Calibration data: where it is, which rows are read and drawn, and what its columns hold. Knows no models."""
+"""Data sets to samples: open them, find their columns, draw rows. Knows no models."""

@@ -1,4 +1,4 @@
-"""Altered copies of samples: shifted a little and with noise, the same ones on every machine.
+"""Augment samples with shifted and noisy copies, the same ones on every machine.
 
 Knows samples and their images; neither data sets nor models.
 """
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 SHIFT = 1 / 16
-"""Up to such a share of its width and height a copy is shifted."""
+"""Largest shift of a copy, as a share of its width and height."""
 NOISE = 0.05
-"""The standard deviation of a copy's noise, as a share of the full range, or of a prepared tensor's own deviation."""
+"""Standard deviation of a copy's noise, as a share of the full range, or of a prepared tensor's own deviation."""
 
 
 @dataclass(frozen=True)
 class AugmentedSamples:
-    """Samples, each followed by so many altered copies of it.
+    """Samples, each followed by `copies` augmented copies of it.
 
-    A copy depends on the seed, its row and its number alone, so that it is the same whatever else was drawn.
+    A copy depends on the seed, its row and its number alone, whatever else was drawn.
     """
 
     samples: Samples
@@ -41,7 +41,7 @@ class AugmentedSamples:
 
     @cached_property
     def origins(self) -> tuple[int, ...]:
-        """For each entry, the position of the sample that it comes from."""
+        """For each entry, the position of its sample."""
         return tuple(position for position in range(len(self.samples)) for _ in range(1 + self.copies))
 
     @cached_property
@@ -49,7 +49,7 @@ class AugmentedSamples:
         return tuple(self.samples.labels[position] for position in self.origins)
 
     def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
-        """(images, labels), `size` at a time."""
+        """Yield (images, labels), `size` at a time."""
         images: list[Any] = []
         done = 0
         for image in self._images():
@@ -62,44 +62,43 @@ class AugmentedSamples:
         for row, ([image], _) in zip(self.samples.indices, self.samples.batches(1), strict=True):
             yield image
             for number in range(1, 1 + self.copies):
-                yield altered(image, _generator(f"{self.seed}:{row}:{number}"))
+                yield augment(image, _generator(f"{self.seed}:{row}:{number}"))
 
 
-def altered(image: Any, generator: Generator) -> Any:
-    """A shifted and noisy copy of a PIL image, as RGB, or of a prepared tensor (channels, height, width).
+def augment(image: Any, generator: Generator) -> Any:
+    """Return a shifted and noisy copy of a PIL image, as RGB, or of a prepared tensor (channels, height, width).
 
-    Shifts are of parts of a pixel too, between which it is linear; what a shift leaves free repeats the edge. A caption
-    stays as it is.
+    Shifts by parts of a pixel interpolate linearly and repeat the edge; captions stay as they are.
     """
     import numpy as np
     import torch
     from PIL import Image
 
     if isinstance(image, Captioned):
-        return replace(image, image=altered(image.image, generator))
+        return replace(image, image=augment(image.image, generator))
     if isinstance(image, Text | Answered | Chat):
         raise UsageError("altered copies are of images, and the samples are texts", "leave --augment out")
     if isinstance(image, torch.Tensor):
         pixels = image.double().cpu().numpy()
-        copy = _altered(pixels, (-2, -1), NOISE * pixels.std(), generator)
+        copy = _shift_and_add_noise(pixels, (-2, -1), NOISE * pixels.std(), generator)
         return torch.from_numpy(copy).to(image)
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64)
-    copy = _altered(pixels, (0, 1), NOISE * 255, generator)
+    copy = _shift_and_add_noise(pixels, (0, 1), NOISE * 255, generator)
     return Image.fromarray(copy.round().clip(0, 255).astype(np.uint8))
 
 
-def _altered(pixels: Any, sides: tuple[int, int], noise: float, generator: Generator) -> Any:
+def _shift_and_add_noise(pixels: Any, axes: tuple[int, int], noise: float, generator: Generator) -> Any:
     import numpy as np
     from scipy import ndimage
 
     shift = np.zeros(pixels.ndim)
-    for side in sides:
-        shift[side] = SHIFT * pixels.shape[side] * generator.uniform(-1, 1)
+    for axis in axes:
+        shift[axis] = SHIFT * pixels.shape[axis] * generator.uniform(-1, 1)
     return ndimage.shift(pixels, shift, order=1, mode="nearest") + noise * generator.standard_normal(pixels.shape)
 
 
 def _generator(name: str) -> Generator:
-    """Random numbers that depend on a name alone."""
+    """Return a random generator seeded by a name."""
     import numpy as np
 
     digest = blake2b(name.encode(), digest_size=16).digest()

@@ -15,7 +15,7 @@ from typing import Any
 from PIL.Image import DecompressionBombError
 
 from hf_bico.data.columns import Columns, Rows, column, column_kinds, read_messages, undecoded
-from hf_bico.data.loading import decode_image
+from hf_bico.data.loading import READ_ERRORS, decode_image
 from hf_bico.data.remote_parquet import UNLABELLED
 from hf_bico.data.sampling import draw_order
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
@@ -27,20 +27,7 @@ MAX_PIXELS = 90_000_000
 MAX_ASPECT_RATIO = 200
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Names that data sets use for the roles of chat templates."""
-_DECODING_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    DecompressionBombError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    struct.error,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    zlib.error,
-)
+_DECODING_ERRORS = (*READ_ERRORS, DecompressionBombError, struct.error, SyntaxError, zlib.error)
 """Errors that PIL raises on files that are not images."""
 
 

@@ -1,12 +1,6 @@
-"""Calibration and held-out samples; copies among them.
+"""Open a data set as far as its samples need it, and draw calibration and held-out samples from it.
 
-Which samples: opening a data set as far as they need it, and drawing from it by a seed.
-
-Knows splits, rows and labels; neither models nor files. Takes anything that `datasets` loads, or a list of rows.
-
-Samples that are there more than once: among those of calibration, and in what is measured on.
-
-Compares rows as they are stored, byte by byte; knows neither models nor what is measured.
+Knows splits, rows and labels; neither models nor files.
 """
 
 from __future__ import annotations
@@ -30,8 +24,8 @@ from hf_bico.data.columns import (
 )
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.loading import ParquetFiles, large_parquet, open_folder, open_whole
-from hf_bico.data.remote_parquet import Chosen, RowGroups
-from hf_bico.data.sampling import Strategy, Wanted, draw_order
+from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
+from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
 from hf_bico.errors import DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
@@ -43,25 +37,30 @@ if TYPE_CHECKING:
 
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
+MAX_DUPLICATES = 0.5
+"""Share of duplicates among the calibration samples above which a notice says so."""
+MAX_LEAKED = 0.05
+"""Share of held-out samples seen in calibration above which a notice says so; fewer move an accuracy by 5 points at
+most."""
 
 
 @dataclass(frozen=True)
 class CalibrationDraw:
-    """Calibration samples, and where they come from.
+    """Calibration samples and the split they were drawn from.
 
-    Where it `needs_features`, the samples are only candidates, of which `chosen` takes those that were asked for.
+    If it `needs_features`, the samples are only candidates, from which `chosen` selects.
     """
 
     data: DataSet
     split: str
     samples: Samples
     labels: str = "dataset"
-    """Whose the labels are: the "dataset"'s, or "pseudo", each -1 until `with_labels`."""
+    """Origin of the labels: "dataset", or "pseudo", each -1 until `with_labels`."""
     strategy: Strategy = field(default_factory=Strategy)
     needs_features: bool = False
 
     def chosen(self, features: Tensor) -> CalibrationDraw:
-        """The samples that were asked for, by the candidates' features: one row for each, in their order."""
+        """Select the samples by the candidates' features, one row for each, in their order."""
         if not self.needs_features:
             return self
         if features.ndim != 2 or len(features) != len(self.samples):
@@ -72,7 +71,7 @@ class CalibrationDraw:
         return replace(self, samples=self.data.samples(self.split, rows), needs_features=False)
 
     def with_labels(self, labels: Sequence[int]) -> CalibrationDraw:
-        """The samples with these labels, one for each, in their order."""
+        """Replace the labels of all samples."""
         if len(labels) != len(self.samples):
             raise ValueError(f"{len(labels)} labels for {len(self.samples)} samples")
         return replace(self, samples=replace(self.samples, labels=tuple(int(label) for label in labels)))
@@ -86,17 +85,19 @@ def draw(
     known_names: Sequence[str] | None = None,
     reads: str = IMAGES,
 ) -> CalibrationDraw:
-    """Open a data set and draw the calibration samples that the settings ask for."""
     return draw_from(open_data(data, settings, hub, known_names=known_names, reads=reads), settings)
 
 
 def draw_from(opened: DataSet, settings: Settings) -> CalibrationDraw:
-    """Draw the calibration samples that the settings ask for."""
-    split = calibration_split(opened, settings.split)
-    strategy = Strategy.of(settings)
-    samples = calibration_samples(opened, split, settings)
-    labels = "dataset" if _knows_labels(_columns_of(opened, split, settings), settings) else "pseudo"
-    return CalibrationDraw(opened, split, samples, labels, strategy, strategy.needs_features)
+    split, strategy = calibration_split(opened, settings.split), Strategy.from_settings(settings)
+    return CalibrationDraw(
+        data=opened,
+        split=split,
+        samples=calibration_samples(opened, split, settings),
+        labels="dataset" if _uses_labels(_columns_of(opened, split, settings), settings) else "pseudo",
+        strategy=strategy,
+        needs_features=strategy.needs_features,
+    )
 
 
 def open_data(
@@ -110,32 +111,31 @@ def open_data(
 ) -> DataSet:
     """Open a data set: a Hub id, a folder of images or of parquet, JSON or CSV files, a `datasets` object, or rows.
 
-    Columns and class names are those of the settings, or found by what the models read, "images" or "texts", by the
-    columns' types and, of texts, by their names; `known_names` stand for numbers that nothing else names. To calibrate
-    on, but not to measure, a data set of images may be without labels; one of texts always may. Of a large Hub repo
-    only what the settings need is read: for calibration and its evaluation, or, to `measure` a model, `n` rows or all
-    of one split.
+    The settings name columns and classes; otherwise columns are found by their types and names for models that read
+    "images" or "texts", and `known_names` name numbered classes. Labels are required only to `measure` models on
+    images. Of a large Hub repo only the rows that the settings need are read: for calibration and its evaluation or, to
+    `measure` a model, `n` rows or all of one split.
     """
     settings = settings or Settings()
     reader = _Reader(settings, known_names, measure, reads)
     if not isinstance(data, str | Path | HubReference):
         splits = _given_splits(data)
-        return reader.described("data", splits, task_of=_origin(splits, settings))
-    place = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
-    if isinstance(place, Path):
-        opened = open_folder(place, place.name, settings.config)
-        return reader.described(place.name, opened.splits, named=True, config=opened.config)
-    repo = (hub or Hub()).repo(place, "the data set", "dataset")
+        return reader.data_set("data", splits, task_of=_origin(splits, settings))
+    reference = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
+    if isinstance(reference, Path):
+        opened = open_folder(reference, reference.name, settings.config)
+        return reader.data_set(reference.name, opened.splits, named=True, config=opened.config)
+    repo = (hub or Hub()).repo(reference, "the data set", "dataset")
     files = large_parquet(repo, settings.config)
     if files is not None:
-        return _read_in_part(files, reader)
+        return _open_in_part(files, reader)
     opened = open_whole(repo, settings.config, settings.max_download)
-    return reader.described(repo.id, opened.splits, named=True, repo=repo, config=opened.config)
+    return reader.data_set(repo.id, opened.splits, named=True, repo=repo, config=opened.config)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """How the rows of a data set are to be understood."""
+    """How to interpret the rows of a data set."""
 
     settings: Settings
     known_names: Sequence[str] | None
@@ -147,10 +147,10 @@ class _Reader:
         task = known_task(name, config, kinds) if self.reads == TEXTS else None
         return find_columns(kinds, self.settings, self.reads, needs_labels=needs_labels, task=task)
 
-    def described(
+    def data_set(
         self, name: str, splits: Mapping[str, Rows], task_of: tuple[str, str | None] | None = None, **where: Any
     ) -> DataSet:
-        """All splits as one data set; `task_of` is the name and configuration by which it may be known."""
+        """Combine all splits; `task_of` is the name and configuration to recognise a known task by."""
         kinds = column_kinds(next(iter(splits.values())))
         columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
         return DataSet(name, splits, columns, self.class_names(splits.values(), columns), **where)
@@ -159,8 +159,8 @@ class _Reader:
         return class_names(splits, columns, self.settings, self.known_names)
 
 
-def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
-    """Those rows of a large data set that are needed."""
+def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
+    """Open a large data set with the row groups that are needed."""
     settings, measure = reader.settings, reader.measure
     groups = RowGroups(files, settings.seed, settings.max_download)
     preferred = (*EVALUATION_SPLITS, "train") if measure else ("train",)
@@ -172,16 +172,16 @@ def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
     if columns.label is not None and kinds[columns.label] == "string" and settings.class_names is None:
         settings = replace(settings, class_names=groups.names(columns.label))
         reader = replace(reader, settings=settings)
-    where: dict[str, Any] = {"named": True, "repo": files.repo, "config": files.config}
+    origin: dict[str, Any] = {"named": True, "repo": files.repo, "config": files.config}
     if measure and settings.n is None:
-        return reader.described(files.repo.id, {split: groups.read_whole(split, columns)}, **where)
+        return reader.data_set(files.repo.id, {split: groups.read_whole(split, columns)}, **origin)
 
     if not measure:
         _require_labels(files.repo.id, columns, settings)
     chosen = _choose_row_groups(groups, split, columns, reader)
     labels = {name: some.labels for name, some in chosen.items()}
-    data = DataSet(files.repo.id, labels, columns, reader.class_names(labels.values(), columns), **where)
-    if not measure:  # labels are enough to draw by: what cannot be drawn is not downloaded
+    data = DataSet(files.repo.id, labels, columns, reader.class_names(labels.values(), columns), **origin)
+    if not measure:  # labels are enough to draw by: refuse before downloading images
         _calibration_rows(data, split, settings)
     whole = {split} if settings.trains_on_all and not measure else set()
     rows = {
@@ -192,57 +192,53 @@ def _read_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
 
 
 def _labelled_split(groups: RowGroups, columns: Columns, split: str) -> str:
-    """The split to measure on: of a known data set its own, of any other the first that has labels."""
+    """Return the first split to evaluate on that has labels."""
     label = columns.label
-    for name in _measured_first(columns):
-        if name in groups.splits and (label is None or not groups.lacks_labels(name, label)):
-            return name
-    return split
+    usable = (name for name in _evaluation_splits(columns) if name in groups.splits)
+    return next((name for name in usable if label is None or not groups.lacks_labels(name, label)), split)
 
 
-def _measured_first(columns: Columns) -> tuple[str, ...]:
-    """The splits to measure on, the best first."""
+def _evaluation_splits(columns: Columns) -> tuple[str, ...]:
+    """Return the names of splits to evaluate on, the best first."""
     return EVALUATION_SPLITS if columns.task is None else (columns.task.measured_on, *EVALUATION_SPLITS)
 
 
-def _choose_row_groups(groups: RowGroups, split: str, columns: Columns, reader: _Reader) -> dict[str, Chosen]:
-    """Row groups of the split with enough samples in them, and of the split that `evaluation_samples` will take."""
+def _choose_row_groups(groups: RowGroups, split: str, columns: Columns, reader: _Reader) -> dict[str, ChosenRowGroups]:
+    """Choose row groups with enough samples, of the split and of the one that `evaluation_samples` will take."""
     settings, measure, label = reader.settings, reader.measure, columns.label
     features = groups.features(split)
     known = reader.known_names if columns.task is None else columns.task.classes
     names = settings.class_names or getattr(features.get(label), "names", None) or known or ()
-    if label is not None and (measure or _knows_labels(columns, settings)):
+    if label is not None and (measure or _uses_labels(columns, settings)):
         is_text = feature_kinds(features)[label] == "string"
-        wanted = Strategy.of(settings).wanted(list(names if is_text else range(len(names))))
+        required = Strategy.from_settings(settings).requirement(list(names if is_text else range(len(names))))
     else:
-        wanted = Wanted(Strategy.of(settings).n, labelled=False)
-    chosen = {split: groups.choose(split, columns, wanted)}
-    unmeasured = label is None and not columns.is_self_supervised
-    if measure or not settings.evaluate or settings.own_objective or unmeasured:
+        required = RequiredRows(Strategy.from_settings(settings).n, labelled=False)
+    chosen = {split: groups.choose(split, columns, required)}
+    can_evaluate = label is not None or columns.is_self_supervised
+    if measure or not settings.evaluate or settings.own_objective or not can_evaluate:
         return chosen
-    # the usual number is there in any case
+    # the default number is read in any case
     more = settings.eval_samples if settings.eval_samples > DEFAULT_MEASURED else 0
-    for other in (name for name in _measured_first(columns) if name in groups.splits and name != split):
-        held_out = groups.choose(other, columns, Wanted(more), after=chosen[split])
+    for other in (name for name in _evaluation_splits(columns) if name in groups.splits and name != split):
+        held_out = groups.choose(other, columns, RequiredRows(more), after=chosen[split])
         if held_out.labelled or label is None:
             return chosen | {other: held_out}
     return chosen
 
 
 def calibration_split(data: DataSet, split: str | None) -> str:
-    """The split to calibrate on: the one asked for, else `train`, else the only one."""
+    """Return the split to calibrate on: the one requested, else `train`, else the only one."""
     return _choose_split(data.name, data.splits, split, ("train",))
 
 
 def evaluation_split(data: DataSet, split: str | None) -> str:
-    """The split to measure on: the one asked for, else test, else validation, else train, else the only one.
+    """Return the split to evaluate on: the one requested, else test, validation, train, else the only one.
 
-    Those of a contest, whose labels are held back, are passed over; a known data set has a split of its own for it.
+    Splits without labels, as in contests, are skipped; known tasks prefer a split of their own.
     """
     if split is None:
-        for name in _measured_first(data.columns):
-            if data.can_evaluate_on(name):
-                return name
+        split = next((name for name in _evaluation_splits(data.columns) if data.can_evaluate_on(name)), None)
     return _choose_split(data.name, data.splits, split, (*EVALUATION_SPLITS, "train"))
 
 
@@ -259,13 +255,13 @@ def _choose_split(name: str, splits: Collection[str], split: str | None, preferr
 
 
 def calibration_samples(data: DataSet, split: str, settings: Settings) -> Samples:
-    """The samples that the settings ask for, the same ones on every machine; candidates where features decide."""
+    """Draw the samples that the settings ask for, the same on every machine; candidates if features decide."""
     rows = _calibration_rows(data, split, settings)
-    return data.samples(split, rows, labelled=_knows_labels(_columns_of(data, split, settings), settings))
+    return data.samples(split, rows, labelled=_uses_labels(_columns_of(data, split, settings), settings))
 
 
 def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
-    """Those of one split: only others may have labels, and then it has none, unless it must."""
+    """Return the columns of one split, which may lack the labels that others have."""
     has_labels = settings.labels == "dataset" or data.columns.label in column_kinds(data.splits[split])
     return data.columns if has_labels else data.columns.without_label()
 
@@ -273,8 +269,8 @@ def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
 def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
     columns = _columns_of(data, split, settings)
     _require_labels(data.name, columns, settings)
-    strategy = Strategy.of(settings)
-    if not _knows_labels(columns, settings):
+    strategy = Strategy.from_settings(settings)
+    if not _uses_labels(columns, settings):
         size = len(data.splits[split])
         _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
         rows = data.usable_rows(split, draw_order(size, strategy.seed), strategy.n)
@@ -289,14 +285,14 @@ def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int
     return strategy.rows(data.order(split, strategy.seed), labels)
 
 
-def _knows_labels(columns: Columns, settings: Settings) -> bool:
-    """Whether calibration sees labels of the data set."""
+def _uses_labels(columns: Columns, settings: Settings) -> bool:
+    """Return True if calibration may look at labels of the data set."""
     return columns.label is not None and settings.labels != "pseudo"
 
 
 def _require_labels(name: str, columns: Columns, settings: Settings) -> None:
-    strategy = Strategy.of(settings)
-    if not strategy.needs_labels or _knows_labels(columns, settings):
+    strategy = Strategy.from_settings(settings)
+    if not strategy.needs_labels or _uses_labels(columns, settings):
         return
     option = "-k" if strategy.name == "random" else f"--sampling {strategy.name}"
     reason = f"'{name}' has none" if columns.label is None else "--labels pseudo does not look at them"
@@ -309,7 +305,7 @@ def _require_rows(wanted: int, size: int, has: str) -> None:
 
 
 def _require_enough(data: DataSet, split: str, strategy: Strategy, sizes: Counter[int]) -> None:
-    """Refuse what classes of these sizes cannot give."""
+    """Refuse to draw more than classes of these sizes hold."""
     per_class = strategy.per_class
     if strategy.name == "one-class":
         largest = min(sizes, key=lambda label: (-sizes[label], label))
@@ -336,12 +332,12 @@ def _require_enough(data: DataSet, split: str, strategy: Strategy, sizes: Counte
 def evaluation_samples(
     data: DataSet, calibration: Samples, split: str, seed: int, most: int = DEFAULT_MEASURED
 ) -> tuple[str, Samples]:
-    """At `most` so many held-out samples: of test, else validation, else what calibration on `split` did not use.
+    """Draw at `most` so many held-out samples: of test, else validation, else what calibration left of `split`.
 
-    Where calibration used all of its split, any other labelled split will do; where none has labels, there are none,
-    but of texts and captions, which need none. A known data set has a split of its own to be measured on.
+    If calibration used all of its split, any other labelled split will do; if none has labels, return no samples,
+    except for texts and captions, which need none. Known tasks prefer a split of their own.
     """
-    others = [name for name in _measured_first(data.columns) if name != split and data.can_evaluate_on(name)]
+    others = [name for name in _evaluation_splits(data.columns) if name != split and data.can_evaluate_on(name)]
     used = set(calibration.indices)
     order = data.order(split, seed) if data.can_evaluate_on(split) else []
     unused = [index for index in order if index not in used]
@@ -353,7 +349,7 @@ def evaluation_samples(
 
 
 def _origin(splits: Mapping[str, Rows], settings: Settings) -> tuple[str, str | None]:
-    """The name and configuration that given rows were loaded by, as far as they know."""
+    """Return the name and configuration that the rows were loaded by, as far as `datasets` knows."""
     info = getattr(next(iter(splits.values())), "info", None)
     name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
     return name or "data", None if config == "default" else config
@@ -367,28 +363,21 @@ def _given_splits(data: Any) -> Mapping[str, Rows]:
     return {str(getattr(data, "split", None) or "train"): data}
 
 
-MOST_COPIES = 0.5
-"""Above this share of calibration samples that are copies of others, so many are not what was asked for."""
-MOST_LEAKED = 0.05
-"""Above this share of held-out samples that were calibrated on, what is measured is worth a word: below, it cannot
-move an accuracy by more than so many points."""
-
-
 def repeat_notices(drawn: CalibrationDraw, held_out: Samples | None) -> list[str]:
-    """What to know about samples that are copies; `held_out` are those that were measured on."""
-    own = list(_digests(drawn.samples))
-    known, notices = set(own), []
-    if len(own) - len(known) > MOST_COPIES * len(own):
-        notices.append(f"Of the {len(own)} calibration samples only {len(known)} are different.")
+    """Return notices about duplicate calibration samples, and `held_out` samples that were calibrated on."""
+    digests = list(_digests(drawn.samples))
+    distinct, notices = set(digests), []
+    if len(digests) - len(distinct) > MAX_DUPLICATES * len(digests):
+        notices.append(f"Of the {len(digests)} calibration samples only {len(distinct)} are different.")
     if held_out is not None:
-        leaked = sum(digest in known for digest in _digests(held_out))
-        if leaked > MOST_LEAKED * len(held_out):
+        leaked = sum(digest in distinct for digest in _digests(held_out))
+        if leaked > MAX_LEAKED * len(held_out):
             notices.append(f"Of the {len(held_out)} samples that were measured on, {leaked} were calibrated on.")
     return notices
 
 
 def _digests(samples: Samples) -> Iterator[bytes]:
-    """What tells each sample from others, by what it is made of."""
+    """Hash each sample's stored values."""
     rows, image = samples.rows, samples.columns.image
     if image is not None and hasattr(rows, "cast_column"):
         rows = undecoded(rows, image)
@@ -403,7 +392,7 @@ def _digests(samples: Samples) -> Iterator[bytes]:
 
 
 def _bytes_of(value: Any, trusted: bool) -> bytes:
-    """A value as bytes; a file only of one's own data set: what a stranger's points at is not opened for this."""
+    """Return a value as bytes; an untrusted data set's path is hashed as text, and its file never opened."""
     if isinstance(value, dict) and {"bytes", "path"} <= value.keys():
         if value["bytes"] is not None:
             return bytes(value["bytes"])

@@ -1,4 +1,4 @@
-"""Data sets by name: folders and small Hub repos, opened whole, and which parquet files make up a larger one.
+"""Open data sets by name: folders and small Hub repos whole, large ones as a list of parquet files.
 
 Knows files, configurations and splits; not what is in the rows. No code of a repo is run.
 """
@@ -26,32 +26,41 @@ from hf_bico.utils.files import read_card_metadata, require_sound_json
 from hf_bico.utils.text import size_text
 
 SMALL = 64_000_000
-"""A repo of up to so many bytes is fetched whole, and then works without a network."""
-MOST_CARD = 4_000_000
-"""Bytes of a card that says what the columns of a data set are, in hundreds of configurations."""
+"""Repos of up to so many bytes are fetched whole, and then work offline."""
+MAX_CARD_BYTES = 4_000_000
+"""A card may declare the columns of hundreds of configurations."""
 CONVERTED = "refs/convert/parquet"
-"""The revision at which the Hub keeps its own parquet copy of a data set."""
-_AT_A_TIME = 16
-_ABOUT = ("README.md", ".huggingface.yaml", "dataset_infos.json")
-_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
-"""What `datasets` calls a file that may be a data set of its own."""
+"""The revision of the Hub's own parquet copy of a data set."""
+_PARALLEL_REQUESTS = 16
+_METADATA_FILES = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
+"""The builder of `datasets` for a single file."""
 _NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
 
-_UNREADABLE = (
-    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
-    *(OSError, RecursionError, StopIteration, TypeError, ValueError),
+READ_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    StopIteration,
+    TypeError,
+    ValueError,
 )
-"""What `datasets` and the readers under it say about files that are none of theirs."""
+"""Errors that `datasets` and the readers under it raise on files that they cannot read."""
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """All splits of a data set, and its configuration where that has a name."""
+    """All splits of a data set, and its configuration if that has a name."""
 
     splits: dict[str, Any]
     config: str | None = None
@@ -59,7 +68,7 @@ class OpenedData:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """The files of a Hub data set by split, and the types of its columns where the card says them."""
+    """The files of a Hub data set by split, and the column types if the card declares them."""
 
     repo: HubRepo
     config: str | None
@@ -83,19 +92,21 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
             f"'{name}' was written by save_to_disk, which may name files elsewhere",
             "use one in parquet",
         )
-    if path.is_file() and path.suffix not in _FILES:
+    if path.is_file() and path.suffix not in _FORMATS:
         raise DataNotFoundError(
-            f"'{name}' is a file, and none of: {', '.join(_FILES)}",
+            f"'{name}' is a file, and none of: {', '.join(_FORMATS)}",
             "name such a file, or a folder of images or of them",
         )
     with readable(name):
+        used = None
         if path.is_file():
             require_sound_json([path])
-            loaded, used = datasets.load_dataset(_FILES[path.suffix], data_files=str(path)), None
+            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
         elif saved:
-            loaded, used = datasets.load_from_disk(str(path)), None
+            loaded = datasets.load_from_disk(str(path))
         else:
-            _require_readable_card(path)
+            if (path / "README.md").exists():  # refuse a card that `datasets` would never finish reading
+                read_card_metadata(path / "README.md", MAX_CARD_BYTES)
             builder = _builder(path.resolve(), name, config)
             if foreign:
                 _files_of(builder, path.resolve(), name)
@@ -108,32 +119,25 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     return OpenedData({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
 
 
-def _require_readable_card(folder: Path) -> None:
-    """A ValueError for a card that `datasets` would never be done with."""
-    card = folder / "README.md"
-    if card.exists():
-        read_card_metadata(card, MOST_CARD)
-
-
 def _without_split_labels(splits: Any) -> Any:
-    """The splits of a folder less the labels that `datasets` takes from folders that are but train and test.
+    """Remove labels that `datasets` inferred from folders named train and test.
 
-    They are known by this: there is a class for each split, and a split holds one class, or none, that is its alone.
+    Recognised by one class per split, and at most one class in each split.
     """
     import datasets
 
     declared = next(iter(splits.values())).features.get("label")
     if len(splits) < 2 or not isinstance(declared, datasets.ClassLabel) or declared.num_classes != len(splits):
         return splits
-    found = [set(rows["label"]) - {None} for rows in splits.values()]
-    own = all(len(labels) <= 1 for labels in found) and len(set.union(*found)) == sum(len(labels) for labels in found)
-    return splits.remove_columns("label") if own else splits
+    labels = [set(rows["label"]) - {None} for rows in splits.values()]
+    disjoint = len(set.union(*labels)) == sum(len(some) for some in labels)
+    return splits.remove_columns("label") if disjoint and all(len(some) <= 1 for some in labels) else splits
 
 
 def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
-    """Fetch a repo through the cache, but for scripts and pickles, and open it as a folder."""
+    """Fetch a repo through the cache, without scripts and pickles, and open it as a folder."""
     data = _data_files(repo)
-    names = [*(name for name in _ABOUT if name in repo.files), *data]
+    names = [*(name for name in _METADATA_FILES if name in repo.files), *data]
     size = repo.to_download(names)
     if size > limit:
         raise DownloadTooLargeError(
@@ -142,7 +146,7 @@ def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
         )
     _require_all_shards(repo, data)
     folder = fetch(repo, names)
-    converted = _converted(repo, data, config)
+    converted = _converted_files(repo, data, config)
     if converted is not None:
         return _open_files(folder, converted)
     try:
@@ -154,26 +158,25 @@ def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
 
 
 def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:
-    """The parquet files of a repo that is too large to be read whole; None for a small one, and for other formats."""
+    """Return the parquet files of a repo that is too large to fetch whole; None for small ones and other formats."""
     data = _data_files(repo)
-    # beside images, a metadata.parquet holds what belongs to them
+    # beside images, a metadata.parquet holds their other columns
     names = [name for name in data if name.endswith(".parquet") and PurePosixPath(name).name != "metadata.parquet"]
     size, parquet = (sum(repo.files[name] for name in some) for some in (data, names))
     if size <= SMALL or parquet < size / 2:
         return None
     _require_all_shards(repo, names)
-    return _converted(repo, data, config) or _declared(repo, names, config)
+    return _converted_files(repo, data, config) or _declared_files(repo, names, config)
 
 
-def _declared(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
-    """What `datasets` makes of the names of the files and of the card.
+def _declared_files(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
+    """Return the files that `datasets` finds by their names and the card.
 
-    It is shown a folder of empty files: unlike its own view of the Hub, this asks nobody, is the same without a
-    network, and cannot be of another commit.
+    It sees a folder of empty files: unlike its own view of the Hub, that needs no network and is pinned to one commit.
     """
     import datasets
 
-    about = [name for name in _ABOUT if name in repo.files]
+    about = [name for name in _METADATA_FILES if name in repo.files]
     source = fetch(repo, about)
     with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch, readable(repo.id):
         folder = Path(scratch).resolve() / "repo"
@@ -190,16 +193,16 @@ def _declared(repo: HubRepo, names: Sequence[str], config: str | None) -> Parque
         return ParquetFiles(repo, _named(builder.config.name), splits, builder.info.features)
 
 
-def _converted(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
-    """Files that lie as in the Hub's parquet copies: CONFIGURATION/SPLIT/NUMBER.parquet."""
-    found: dict[str, dict[str, list[str]]] = {}
+def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
+    """Return files laid out as in the Hub's parquet copies: CONFIGURATION/SPLIT/NUMBER.parquet."""
+    configs: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        place = _CONVERTED_FILE.fullmatch(name)
-        if place is None:
+        match = _CONVERTED_FILE.fullmatch(name)
+        if match is None:
             return None
-        found.setdefault(place["config"], {}).setdefault(place["split"], []).append(name)
-    config = _choose_config(repo.id, list(found), config)
-    return ParquetFiles(repo, _named(config), found[config])
+        configs.setdefault(match["config"], {}).setdefault(match["split"], []).append(name)
+    config = _choose_config(repo.id, list(configs), config)
+    return ParquetFiles(repo, _named(config), configs[config])
 
 
 def _open_files(folder: Path, files: ParquetFiles) -> OpenedData:
@@ -217,7 +220,7 @@ def _builder(folder: Path, name: str, config: str | None, cache: Path | None = N
     from huggingface_hub.utils import logging
 
     try:
-        with _quiet(logging):  # a card without metadata is no news
+        with _quiet(logging):  # no warning about a card without metadata
             return datasets.load_dataset_builder(str(folder), config, cache_dir=None if cache is None else str(cache))
     except ValueError:
         _choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
@@ -225,7 +228,7 @@ def _builder(folder: Path, name: str, config: str | None, cache: Path | None = N
 
 
 def _choose_config(name: str, configs: Sequence[str], config: str | None) -> str:
-    """The configuration that was asked for, else the default or the only one."""
+    """Return the requested configuration, else the default or the only one."""
     listed = ", ".join(configs[:20]) + (", ..." if len(configs) > 20 else "")
     if config is not None and config not in configs:
         raise DataNotFoundError(
@@ -241,7 +244,7 @@ def _named(config: str | None) -> str | None:
 
 
 def _files_of(builder: Any, folder: Path, name: str) -> dict[str, list[str]]:
-    """The data files by split, named from the folder; a card that names others is refused."""
+    """Return the data files by split, relative to the folder; refuse a card that names others."""
     splits: dict[str, list[str]] = {}
     for split, files in builder.config.data_files.items():
         for file in (Path(os.path.normpath(str(file))) for file in files):
@@ -254,9 +257,9 @@ def _files_of(builder: Any, folder: Path, name: str) -> dict[str, list[str]]:
 
 
 def _data_files(repo: HubRepo) -> list[str]:
-    """The names of the files that may be data; a repo without any is refused."""
-    names = [name for name in repo.files if name not in _ABOUT and not name.lower().endswith(_NOT_DATA)]
-    names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    """Return the names of the files that may hold data; refuse a repo without any."""
+    visible = [name for name in repo.files if not any(part.startswith(".") for part in name.split("/"))]
+    names = [name for name in visible if name not in _METADATA_FILES and not name.lower().endswith(_NOT_DATA)]
     names = [name for name in names if PurePosixPath(name).suffix]
     if not names:
         raise _no_data(repo)
@@ -286,11 +289,11 @@ def _not_cached(repo: HubRepo) -> NotCachedError:
 
 
 def _require_all_shards(repo: HubRepo, names: Sequence[str]) -> None:
-    """Offline only what is in the cache is seen, and some of the shards would silently be another data set."""
+    """Refuse an incomplete cache: offline, missing shards would silently give another data set."""
     if not is_offline():
         return
-    shards = Counter((found["stem"], int(found["count"])) for name in names if (found := _SHARD.fullmatch(name)))
-    if any(count != there for (_, count), there in shards.items()):
+    shards = Counter((match["stem"], int(match["count"])) for name in names if (match := _SHARD.fullmatch(name)))
+    if any(cached != count for (_, count), cached in shards.items()):
         raise _not_cached(repo)
 
 
@@ -302,7 +305,7 @@ def _with_images(rows: Any) -> Any:
 
 
 def image_features(features: Any) -> Any:
-    """Features in which bytes with a path are images, as the Hub takes them, where no file says what they are."""
+    """Return features in which {bytes, path} columns are images, as the Hub shows them."""
     import datasets
 
     def is_image(feature: Any) -> bool:
@@ -312,42 +315,42 @@ def image_features(features: Any) -> Any:
 
 
 def decode_image(value: Any, folder: Path) -> Any:
-    """An image of a Hub data set, decoded: bytes, or a file of the repo; any other path or address is refused."""
+    """Decode an image of a Hub data set from bytes or a file of the repo; refuse any other path or address."""
     import datasets
 
     if isinstance(value, dict) and value.get("bytes") is None:
         path = Path(os.path.normpath(str(value.get("path"))))
-        homes = (folder, folder.resolve(), Path(datasets.config.EXTRACTED_DATASETS_PATH))
-        if not any(path.is_relative_to(home) for home in homes):
+        allowed = (folder, folder.resolve(), Path(datasets.config.EXTRACTED_DATASETS_PATH))
+        if not any(path.is_relative_to(parent) for parent in allowed):
             raise ValueError("it is not in the data set, but somewhere else")
     return datasets.Image().decode_example(value) if isinstance(value, dict) else value
 
 
 def fetch(repo: HubRepo, names: Sequence[str]) -> Path:
-    """Have files in the cache, several at a time; returns their folder."""
+    """Fetch files into the cache, several at a time; return their folder."""
     in_parallel(lambda name: repo.fetch([name]), [name for name in names if repo.cached(name) is None])
     repo.hub.remember(repo)
     return repo.hub.snapshot(repo.id, repo.type, repo.commit)
 
 
-def in_parallel(call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results in order; each call waits for a round trip, so several are made at a time."""
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+def in_parallel(call: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
+    """Return the results in order; calls that wait for the network run at the same time."""
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
         return list(pool.map(call, items))
 
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn what `datasets` and pyarrow raise over a data set into our error."""
+    """Raise our error for what `datasets` and pyarrow raise over a data set."""
     import datasets
     import pyarrow
     import yaml
 
-    broken = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
+    format_errors = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
     try:
         with _quiet(datasets.logging):
             yield
-    except (datasets.exceptions.DatasetsError, *_UNREADABLE, *broken) as error:
+    except (datasets.exceptions.DatasetsError, *READ_ERRORS, *format_errors) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         reason = str(cause or error).splitlines()[0] if str(cause or error) else type(error).__name__
         raise DataNotFoundError(
@@ -358,7 +361,7 @@ def readable(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """No messages of a library whose failures we tell of ourselves."""
+    """Silence a library's log: we report its failures ourselves."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:

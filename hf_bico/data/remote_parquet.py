@@ -1,23 +1,23 @@
-"""Row groups of parquet files on the Hub: which of them to read for a few samples, and their rows.
+"""Read a few row groups of parquet files on the Hub: choose those with enough samples, and load their rows.
 
-Knows files, row groups and labels; neither how a repo's files make up splits, nor which samples are drawn.
+Knows files, row groups and labels; neither how files make up splits, nor which samples are drawn.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_bico.data.columns import Columns
 from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
-from hf_bico.data.sampling import Wanted
+from hf_bico.data.sampling import RequiredRows
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile
 from hf_bico.hub.retries import translate_hub_errors
@@ -25,37 +25,40 @@ from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 
 UNLABELLED = -1
-LEAST_BUDGET, SHARE, MOST_BUDGET = 8_000_000, 0.02, 200_000_000
-"""How many bytes of a split are read for the sake of variety: a share of it, within bounds."""
-PLACES = 64
-"""So many row groups are read where the budget allows: data sets are often sorted by class."""
-FOOTERS = 16
-"""So many files are looked into at a time; a footer is one request."""
-LOOKED_AT = 1024
-"""In so many row groups labels are looked for; each is one request."""
+MIN_BUDGET, SHARE, MAX_BUDGET = 8_000_000, 0.02, 200_000_000
+"""Bytes of a split that are read for variety: a share of it, within bounds."""
+SPREAD = 64
+"""Row groups to read within the budget: data sets are often sorted by class."""
+FOOTERS_AT_ONCE = 16
+"""Files whose footers are read at the same time, each with one request."""
+MAX_SEARCHED = 1024
+"""Row groups that are searched for labels, each with one request."""
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Group:
-    """A row group; `size` counts the bytes of the columns that are read, `bounds` hold its labels where it says so."""
+@dataclass(frozen=True, order=True)
+class RowGroup:
+    """A row group: `size` in bytes of the columns to read; `bounds` of its labels, if the file knows them."""
 
     file: str
     index: int
-    rows: int
-    size: int
-    bounds: tuple[int, int] | None
+    rows: int = field(compare=False)
+    size: int = field(compare=False)
+    bounds: tuple[int, int] | None = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.index}"
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Row groups of one split, sorted by file and place, and their rows with nothing but the labels."""
+class ChosenRowGroups:
+    """Row groups of one split, sorted by file and index, and their rows with labels alone."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     labels: Any
     labelled: int
-    """How many of the rows have a label."""
+    """The number of labelled rows."""
 
     @property
     def size(self) -> int:
@@ -63,26 +66,23 @@ class Chosen:
 
     @property
     def parts(self) -> list[FilePart]:
-        found: dict[str, list[Group]] = {}
-        for group in self.groups:
-            found.setdefault(group.file, []).append(group)
         return [
             FilePart(file, [group.index for group in groups], sum(group.rows for group in groups))
-            for file, groups in found.items()
+            for file, groups in ((file, list(some)) for file, some in groupby(self.groups, lambda group: group.file))
         ]
 
 
 class RowGroups:
     """The row groups of a Hub data set, read by Range requests.
 
-    Which row groups: files in an order that the seed gives, looked into 16 at a time, and of these one row group each,
-    then another one each, in an order that the seed gives too. The first of them are read: at least as many as hold
-    the rows wanted, and up to 64 while they stay within a budget (2 % of the split's bytes, but 8 MB at least and
-    200 MB at most). So the row groups depend on the commit, the seed and the columns alone as long as the rows wanted
-    fit into the budget, and smaller samples are then part of larger ones; beyond it, more rows take more row groups,
-    and samples are drawn anew from all of them. Where classes are still missing, row groups are passed over that hold
-    none of these; where it is only wished that classes are there, all stays within twice the budget. Labels are read
-    first: what cannot be drawn is not downloaded. A file that is in the cache is read there, and changes nothing else.
+    Files are taken in an order that the seed gives, 16 at a time, and of these one row group each, then another one
+    each, also in an order that the seed gives. The first of them are read: at least as many as hold the required rows,
+    and up to 64 while they stay within a budget (2 % of the split's bytes, at least 8 MB and at most 200 MB). As long
+    as the required rows fit into the budget, the row groups depend on the commit, the seed and the columns alone, so
+    that smaller samples are part of larger ones; beyond it, more rows take more row groups, and samples are drawn anew.
+    Where classes are missing, row groups without any of them are skipped; classes that are only desirable may double
+    the budget. Labels are read first, so that nothing is downloaded that cannot be drawn. Cached files are read from
+    the cache, which changes nothing else.
     """
 
     def __init__(self, files: ParquetFiles, seed: int, limit: int) -> None:
@@ -93,53 +93,54 @@ class RowGroups:
         self._limit = limit
         self._footers: dict[str, Any] = {}
         self._features: dict[str, Any] = {}
-        self._labels: dict[tuple[str, int, str], Any] = {}
+        self._labels: dict[tuple[RowGroup, str], Any] = {}
 
     def features(self, split: str) -> Any:
-        """The types of a split's columns: as the card says, else as its first file does."""
+        """Return the types of a split's columns: as declared by the card, else by its first file."""
         if split not in self._features:
             self._features[split] = self._declared or self._stored_features(split)
         return self._features[split]
 
-    def choose(self, split: str, columns: Columns, wanted: Wanted, after: Chosen | None = None) -> Chosen:
-        """The row groups to read of a split, `after` others were chosen that count towards the limit."""
+    def choose(
+        self, split: str, columns: Columns, required: RequiredRows, after: ChosenRowGroups | None = None
+    ) -> ChosenRowGroups:
+        """Choose row groups of a split; those chosen before, `after`, count towards the download limit."""
         label = columns.label
         with self._reading():
             budget = self._budget(split, after)
-            taken, rest = self._spread(split, columns, wanted, after, budget)
+            taken, rest = self._spread(split, columns, required, after, budget)
             if label is None:
-                taken.sort(key=_position)
-                return Chosen(tuple(taken), [{}] * sum(group.rows for group in taken), 0)
-            found = self._complete(split, label, wanted, taken, rest, 2 * budget)
+                return ChosenRowGroups(tuple(sorted(taken)), [{}] * sum(group.rows for group in taken), 0)
+            found = self._complete(split, label, required, taken, rest, 2 * budget)
             self._require_allowed(self._cost(taken), after, sum(group.size for group in taken))
-            taken.sort(key=_position)
+            taken.sort()
             labels = self._rows(split, {label: self._read_labels(split, taken, label)})
-            return Chosen(tuple(taken), labels, found.total())
+            return ChosenRowGroups(tuple(taken), labels, found.total())
 
     def _complete(
-        self, split: str, label: str, wanted: Wanted, taken: list[Group], rest: Iterator[Group], most: int
+        self, split: str, label: str, required: RequiredRows, taken: list[RowGroup], rest: Iterator[RowGroup], most: int
     ) -> Counter[Any]:
-        """Take those that hold what is missing too; returns the labels found.
+        """Add row groups that hold missing labels to `taken`; return the label counts.
 
-        What is only wished for may bring the row groups to `most` bytes.
+        Labels that are only desirable may bring the row groups to `most` bytes.
         """
-        found = _count(self._read_labels(split, taken, label))
-        helpful = (group for group in rest if wanted.may_be_within(group.bounds, found))
-        looked, size = 0, sum(group.size for group in taken)
-        while not wanted.is_met(found) and (batch := list(islice(helpful, FOOTERS))):
-            looked += len(batch)
-            if looked > LOOKED_AT and not wanted.suffices(found):
+        found = _count_labels(self._read_labels(split, taken, label))
+        helpful = (group for group in rest if required.may_be_within(group.bounds, found))
+        searched, size = 0, sum(group.size for group in taken)
+        while not required.is_met(found) and (batch := list(islice(helpful, FOOTERS_AT_ONCE))):
+            searched += len(batch)
+            if searched > MAX_SEARCHED and required.suffices(found):
+                break
+            if searched > MAX_SEARCHED:
                 raise SampleCountError(
-                    f"{LOOKED_AT} more row groups of split '{split}' of '{self.repo.id}' hold too few labels",
+                    f"{MAX_SEARCHED} more row groups of split '{split}' of '{self.repo.id}' hold too few labels",
                     "ask for fewer samples, or use -n with --sampling random",
                 )
-            if looked > LOOKED_AT:
-                break
             for group, values in zip(batch, self._read_labels(split, batch, label), strict=True):
-                some = _count([values])
-                if wanted.is_met(found) or not wanted.helps(some, found):
+                some = _count_labels([values])
+                if required.is_met(found) or not required.helps(some, found):
                     continue
-                if wanted.suffices(found) and size + group.size > min(most, self._limit):
+                if required.suffices(found) and size + group.size > min(most, self._limit):
                     return found
                 taken.append(group)
                 size += group.size
@@ -147,38 +148,37 @@ class RowGroups:
         return found
 
     def names(self, label: str) -> list[str]:
-        """All the different labels of all splits, where these are strings and nothing else names the classes."""
-        found: set[str] = set()
+        """Return all distinct labels of all splits, where strings are the only class names."""
+        names: set[str] = set()
         for split in self.splits:
             with self._reading():
-                groups = list(islice(self._ordered(split, [label], label), LOOKED_AT + 1))
-                if len(groups) > LOOKED_AT:
+                groups = list(islice(self._ordered(split, [label], label), MAX_SEARCHED + 1))
+                if len(groups) > MAX_SEARCHED:
                     raise ClassNamesError(
                         f"the column '{label}' of '{self.repo.id}' is too long to look for the names of classes in it",
                         "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
                     )
-                found |= set(_count(self._read_labels(split, groups, label)))
-        return sorted(found)
+                names |= set(_count_labels(self._read_labels(split, groups, label)))
+        return sorted(names)
 
     def lacks_labels(self, split: str, label: str) -> bool:
-        """Whether the first file of a split says that none of its rows has a label, as those of a contest do."""
+        """Return True if the first file's statistics say that no row has a label, as in contests."""
         first = self._files(split)[0]
-        self._look_into([first])
-        bounds = [group.bounds for group in self._groups(first, [label], label)]
-        return bool(bounds) and all(found == (UNLABELLED, UNLABELLED) for found in bounds)
+        self._read_footers([first])
+        return {group.bounds for group in self._groups(first, [label], label)} == {(UNLABELLED, UNLABELLED)}
 
-    def read(self, split: str, chosen: Chosen, columns: Columns) -> Any:
-        """The rows of the chosen row groups, one after the other, as a `datasets.Dataset`."""
+    def read(self, split: str, chosen: ChosenRowGroups, columns: Columns) -> Any:
+        """Return the rows of the chosen row groups, concatenated, as a `datasets.Dataset`."""
         names = list(columns.parts.values())
         with self._reading():
-            tables = in_parallel(lambda group: self._columns(split, group, names), chosen.groups)
-            found = {name: [table[name] for table in tables] for name in names}
+            tables = in_parallel(lambda group: self._read_columns(split, group, names), chosen.groups)
+            pieces = {name: [table[name] for table in tables] for name in names}
             if columns.label is not None:
-                found[columns.label] = self._read_labels(split, chosen.groups, columns.label)
-            return self._rows(split, found)
+                pieces[columns.label] = self._read_labels(split, chosen.groups, columns.label)
+            return self._rows(split, pieces)
 
     def read_whole(self, split: str, columns: Columns, training: bool = False) -> Any:
-        """All rows of a split, to measure on or for `training`; its files are fetched through the cache."""
+        """Return all rows of a split, for evaluation or `training`, from files fetched through the cache."""
         import datasets
 
         files = self.splits[split]
@@ -201,31 +201,31 @@ class RowGroups:
                 columns=list(features),
             )
 
-    def _budget(self, split: str, after: Chosen | None) -> int:
+    def _budget(self, split: str, after: ChosenRowGroups | None) -> int:
         share = int(SHARE * sum(self.repo.files[file] for file in self.splits[split]))
-        # of the limit, and not of what is left to download: the cache must not change the samples
-        return min(max(LEAST_BUDGET, min(share, MOST_BUDGET)), self._limit - (after.size if after else 0))
+        # of the limit, not of what is left to download: the cache must not change the samples
+        return min(max(MIN_BUDGET, min(share, MAX_BUDGET)), self._limit - (after.size if after else 0))
 
     def _spread(
-        self, split: str, columns: Columns, wanted: Wanted, after: Chosen | None, budget: int
-    ) -> tuple[list[Group], Iterator[Group]]:
-        """The first row groups, as many as the rows wanted need and the budget allows, and all that follow."""
+        self, split: str, columns: Columns, required: RequiredRows, after: ChosenRowGroups | None, budget: int
+    ) -> tuple[list[RowGroup], Iterator[RowGroup]]:
+        """Take row groups until the required rows are reached and the budget is used; return them and the rest."""
         ordered = self._ordered(split, columns.names, columns.label)
-        taken: list[Group] = []
+        taken: list[RowGroup] = []
         rows = size = cost = 0
         for group in ordered:
-            if taken and rows >= wanted.rows and (len(taken) >= PLACES or size + group.size > budget):
+            if taken and rows >= required.rows and (len(taken) >= SPREAD or size + group.size > budget):
                 return taken, chain([group], ordered)
             taken.append(group)
             rows, size, cost = rows + group.rows, size + group.size, cost + self._cost([group])
-            self._require_allowed(cost, after, size * max(wanted.rows, rows) // max(rows, 1))
+            self._require_allowed(cost, after, size * max(required.rows, rows) // max(rows, 1))
         return taken, ordered
 
-    def _cost(self, groups: Sequence[Group]) -> int:
-        """The bytes to download."""
+    def _cost(self, groups: Sequence[RowGroup]) -> int:
+        """Return the bytes to download."""
         return sum(group.size for group in groups if self._cached[group.file] is None)
 
-    def _require_allowed(self, cost: int, after: Chosen | None, estimate: int) -> None:
+    def _require_allowed(self, cost: int, after: ChosenRowGroups | None, estimate: int) -> None:
         before = self._cost(after.groups) if after else 0
         if before + cost > self._limit:
             total = before + estimate
@@ -235,17 +235,17 @@ class RowGroups:
                 f"allow more with --max-download, or {'leave out the evaluation' if after else 'use fewer samples'}",
             )
 
-    def _ordered(self, split: str, names: Sequence[str], label: str | None) -> Iterator[Group]:
-        """All row groups in the order in which they are taken; footers are read when it comes to them."""
+    def _ordered(self, split: str, names: Sequence[str], label: str | None) -> Iterator[RowGroup]:
+        """Yield all row groups in the order in which they are taken, reading footers as needed."""
         files = self._files(split)
-        for start in range(0, len(files), FOOTERS):
-            some = files[start : start + FOOTERS]
-            self._look_into(some)
-            columns = [_seeded(self._groups(file, names, label), self._seed, _place) for file in some]
+        for start in range(0, len(files), FOOTERS_AT_ONCE):
+            some = files[start : start + FOOTERS_AT_ONCE]
+            self._read_footers(some)
+            columns = [_seeded(self._groups(file, names, label), self._seed) for file in some]
             for one_of_each in zip_longest(*columns):  # one of each file, another one of each, ...
                 yield from (group for group in one_of_each if group is not None)
 
-    def _groups(self, file: str, names: Sequence[str], label: str | None) -> Iterator[Group]:
+    def _groups(self, file: str, names: Sequence[str], label: str | None) -> Iterator[RowGroup]:
         footer = self._footers[file]
         starts = tuple(f"{name}." for name in names)
         for index in range(footer.num_row_groups):
@@ -255,17 +255,16 @@ class RowGroups:
             read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(starts)]
             size = sum(chunk.total_compressed_size for chunk in read)
             bounds = next((_bounds(chunk) for chunk in read if chunk.path_in_schema == label), None)
-            yield Group(file, index, group.num_rows, size, bounds)
+            yield RowGroup(file, index, group.num_rows, size, bounds)
 
     def _files(self, split: str) -> list[str]:
-        return _seeded(self.splits[split], self._seed, str)
+        return _seeded(self.splits[split], self._seed)
 
     @cached_property
     def _cached(self) -> dict[str, Path | None]:
         return {file: self.repo.cached(file) for files in self.splits.values() for file in files}
 
-    def _look_into(self, files: Sequence[str]) -> None:
-        """Have the footers of these files."""
+    def _read_footers(self, files: Sequence[str]) -> None:
         import pyarrow.parquet
 
         def footer(file: str) -> Any:
@@ -284,7 +283,7 @@ class RowGroups:
         import datasets
 
         first = self._files(split)[0]
-        self._look_into([first])
+        self._read_footers([first])
         return image_features(datasets.Features.from_arrow_schema(self._footers[first].schema.to_arrow_schema()))
 
     def _some_features(self, split: str, names: Iterable[str]) -> Any:
@@ -292,13 +291,13 @@ class RowGroups:
 
         return datasets.Features({name: self.features(split)[name] for name in names})
 
-    def _columns(self, split: str, group: Group, names: Sequence[str]) -> Any:
-        """Some columns of a row group, in the types that the features say."""
+    def _read_columns(self, split: str, group: RowGroup, names: Sequence[str]) -> Any:
+        """Read some columns of a row group, cast to the declared types."""
         import pyarrow.parquet
         from datasets.table import table_cast
 
         with self._open(group.file) as source:
-            # with the footer at hand, and the chunks of a column side by side, this is one request
+            # one request: the footer is known, and the chunks of a column lie side by side
             file = pyarrow.parquet.ParquetFile(source, metadata=self._footers[group.file], pre_buffer=True)
             table = file.read_row_group(group.index, columns=list(names), use_threads=False)
         for name in names:
@@ -306,29 +305,28 @@ class RowGroups:
                 table = table.append_column(name, pyarrow.nulls(group.rows))
         return table_cast(table.select(names), self._some_features(split, names).arrow_schema)
 
-    def _read_labels(self, split: str, groups: Sequence[Group], label: str) -> list[Any]:
-        places = [(group.file, group.index, label) for group in groups]
-        new = [group for group, place in zip(groups, places, strict=True) if place not in self._labels]
-        for group, values in zip(new, in_parallel(lambda g: self._columns(split, g, [label])[label], new), strict=True):
-            self._labels[group.file, group.index, label] = values
-        return [self._labels[place] for place in places]
+    def _read_labels(self, split: str, groups: Sequence[RowGroup], label: str) -> list[Any]:
+        new = [group for group in groups if (group, label) not in self._labels]
+        columns = in_parallel(lambda group: self._read_columns(split, group, [label])[label], new)
+        self._labels.update(zip(((group, label) for group in new), columns, strict=True))
+        return [self._labels[group, label] for group in groups]
 
     def _rows(self, split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
-        """Columns, each in the pieces of several row groups, as a data set."""
+        """Join the columns of several row groups to a data set."""
         import datasets
         import pyarrow
 
         features = self._some_features(split, columns)
         chunks = [[chunk for piece in pieces for chunk in piece.chunks] for pieces in columns.values()]
-        whole = [
+        arrays = [
             pyarrow.chunked_array(some, field.type) for some, field in zip(chunks, features.arrow_schema, strict=True)
         ]
-        table = pyarrow.Table.from_arrays(whole, schema=features.arrow_schema)
+        table = pyarrow.Table.from_arrays(arrays, schema=features.arrow_schema)
         info, name = datasets.DatasetInfo(features=features), datasets.NamedSplit(split)
-        # a mark of its own: `datasets` would hash all images for one
-        about = f"{self.repo.id}@{self.repo.commit}:{split}:{self._seed}:{len(table)}:{table.column_names}"
-        mark = blake2b(about.encode(), digest_size=8).hexdigest()
-        return datasets.Dataset(table, info=info, split=name, fingerprint=mark)
+        # a fingerprint of our own: `datasets` would hash all images
+        origin = f"{self.repo.id}@{self.repo.commit}:{split}:{self._seed}:{len(table)}:{table.column_names}"
+        fingerprint = blake2b(origin.encode(), digest_size=8).hexdigest()
+        return datasets.Dataset(table, info=info, split=name, fingerprint=fingerprint)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -336,16 +334,8 @@ class RowGroups:
             yield
 
 
-def _position(group: Group) -> tuple[str, int]:
-    return group.file, group.index
-
-
-def _place(group: Group) -> str:
-    return f"{group.file}:{group.index}"
-
-
-def _count(columns: Iterable[Any]) -> Counter[Any]:
-    """How often each label is there; rows without one are left out."""
+def _count_labels(columns: Iterable[Any]) -> Counter[Any]:
+    """Count the labels, without rows that have none."""
     values = (value for column in columns for value in column.to_pylist())
     return Counter(value for value in values if value is not None and value != UNLABELLED)
 
@@ -357,6 +347,6 @@ def _bounds(chunk: Any) -> tuple[int, int] | None:
     return statistics.min, statistics.max
 
 
-def _seeded(items: Iterable[Item], seed: int, name: Callable[[Item], str]) -> list[Item]:
-    """Items in an order that depends on the seed and their names alone."""
-    return sorted(items, key=lambda item: blake2b(f"{seed}:{name(item)}".encode()).digest())
+def _seeded(items: Iterable[T], seed: int) -> list[T]:
+    """Return the items in an order that depends on the seed and their names alone."""
+    return sorted(items, key=lambda item: blake2b(f"{seed}:{item}".encode()).digest())

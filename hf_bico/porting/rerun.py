@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_bico.data.columns import typed_texts
+from hf_bico.data.columns import format_text_columns
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import recorded_folder
@@ -183,7 +183,7 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         "image_column": data.columns.get("image"),
         "label_column": data.columns.get("label"),
         "caption_column": data.columns.get("caption"),
-        "text_column": typed_texts({role: name for role, name in data.columns.items() if role != "label"}),
+        "text_column": format_text_columns({role: name for role, name in data.columns.items() if role != "label"}),
         "max_length": data.max_length,
         "class_names": data.class_names,
     }

@@ -1,6 +1,6 @@
-"""The record, `bico.json`: all that is needed to repeat a run and to write its card.
+"""The record of a run, `bico.json`: everything needed to repeat it and to write its card.
 
-A data class with a schema number, written as JSON without its empty fields. Holds no path of a machine.
+Data classes with a schema number, written as JSON without empty fields. They hold no path of a machine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
 from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
-"""Why an adapter cannot hold a tensor that has no counterpart in the loaded model."""
+"""Why an adapter cannot hold a tensor that is merged with others when the model is loaded."""
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """One model; `commit` is there for a Hub repo, and then `id` is its Hub id, else the name of a local folder.
+    """A model: a Hub id with its `commit`, or the name of a local folder.
 
-    `kind` of a source is "full", "delta" or "adapter", and then `peft_type` says which. `license` (with `license_name`
-    where it is "other") and `language` are what its own card says.
+    `kind` of a source is "full", "delta" or "adapter", the last with its `peft_type`. `license` (with `license_name` if
+    it is "other") and `language` come from its card.
     """
 
     id: str
@@ -42,8 +42,8 @@ class ModelRecord:
 class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
-    `labels` are the "dataset"'s, "pseudo" (what the fine-tuned source predicts), or "none" where they were not there.
-    `chat_template` says of prompts and chats whether they went through one.
+    `labels` come from the "dataset", are "pseudo" (predictions of the fine-tuned source), or "none". `chat_template`
+    says whether prompts and chats were rendered with one.
     """
 
     id: str
@@ -66,10 +66,10 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class ObjectiveRecord:
-    """The loss that calibration differentiated, and the prompts that it asked with.
+    """The loss that calibration differentiated, and its prompt templates.
 
-    Of a classifier, `head` says whether the source's was "carried" or one "fitted" to the calibration samples. `loss`
-    says what it is where the paper does not.
+    A classifier's `head` was "carried" from the source or "fitted" to the calibration samples. `loss` describes the
+    loss where the paper does not.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ObjectiveRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a method that trains trained, on how many samples; `validation` is the accuracy on those it held back."""
+    """How the target was trained; `validation` is the accuracy on held-back samples."""
 
     learning_rate: float
     weight_decay: float
@@ -93,9 +93,9 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class ReadoutRecord:
-    """A correction of the final projection: of which strength, and the mean squared residual before and left out.
+    """A correction of the final projection: its strength, and the mean squared residual before and left out.
 
-    `copies` are how many altered copies of each sample it was found from, too.
+    `copies` counts the augmented copies of each sample that it was fitted to.
     """
 
     accepted: bool
@@ -107,11 +107,11 @@ class ReadoutRecord:
 
 @dataclass(frozen=True)
 class MethodRecord:
-    """How it was carried; `layers` are the source blocks of the target's.
+    """The method and its options; `layers` has the source block of each target block.
 
-    `matching` is absent where these are by index, else "similarity" or "given"; `steps` are those along a path,
-    `copies` how many altered copies of each sample were added, `signs` how a gradient's signs were taken, `tower` which
-    of a CLIP's towers were asked for.
+    `matching` is absent for blocks matched by index, else "similarity" or "given"; `steps` counts those along a path,
+    `copies` the augmented copies of each sample; `signs` says how gradient signs were taken, `tower` which towers of a
+    CLIP were requested.
     """
 
     name: str
@@ -131,9 +131,9 @@ class MethodRecord:
 class SiteRecord:
     """One carried site.
 
-    `energy` is the share of the task vector's energy that lies in its source's weight and bias, `unseen` the share of
-    the weight's energy that lay where calibration saw nothing. Of an adapter, `rank` is that of the weight's factors
-    (absent where it is held exactly) and `kept` the share of the carried weight's energy that they hold.
+    `energy` is the share of the task vector's energy in its source's weight and bias, `unseen` the share of the
+    weight's energy in directions that calibration did not see. In an adapter, `rank` is that of the weight's factors
+    (absent if it is exact) and `kept` the share of the carried weight's energy that they hold.
     """
 
     name: str
@@ -162,11 +162,11 @@ class LeftRecord:
 
 @dataclass(frozen=True)
 class OutputRecord:
-    """What was written, and the Hub `repo`, with the branch, that it was made for.
+    """The written files, and the Hub `repo` and branch they are for.
 
-    `rounding_lost` is the share of the change that rounding to half precision took away, `rank` what was asked of an
-    adapter (absent: as it came), `energy_kept` the share of the change that it holds, and `replaced` the tensors that
-    peft loads in place of the base's.
+    `rounding_lost` is the share of the change lost by rounding to half precision, `rank` the one requested for an
+    adapter (absent: as it came), `energy_kept` the share of the change that the adapter holds, and `replaced` the
+    tensors that peft loads in place of the base's.
     """
 
     format: str
@@ -181,13 +181,13 @@ class OutputRecord:
 
 @dataclass(frozen=True)
 class ForecastRecord:
-    """Whether the port will help, foretold from its calibration pass alone, before anything was measured.
+    """Whether the port will help, predicted from its calibration pass alone.
 
-    `first_order` is by how much the mean calibration `loss` changes to first order, by what is carried outside of MLPs
-    (of a change of MLPs alone, by all of it), `agreement` the cosine of that change and the target's own descent,
-    `headroom` the share of the calibration answers that the target gets wrong, and `unseen` that of the carried energy
-    where calibration saw nothing. The `outlook` is the least of the fall of the loss and the headroom, less what is
-    unseen: it orders ports, and is no accuracy. Of a port with a readout, it is that of what is carried.
+    `first_order` is the first-order change of the mean calibration `loss` by what is carried outside of MLPs (if only
+    MLPs change, by all of it), `agreement` the cosine of that change and the target's own descent, `headroom` the share
+    of calibration answers that the target gets wrong, and `unseen` the share of the carried energy that calibration did
+    not see. `outlook` is the lesser of the loss decrease and the headroom, less `unseen`. Use it to rank ports; it is
+    not an accuracy. It does not count a readout.
     """
 
     outlook: float
@@ -201,7 +201,7 @@ class ForecastRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One measurement: zero-shot, or by the `protocol` "probe", a linear classifier fitted to `trained_on` samples."""
+    """One measurement: zero-shot, or with `protocol` "probe" by a linear classifier fitted to `trained_on` samples."""
 
     model: str
     data: str
@@ -215,7 +215,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What differs from run to run."""
+    """Time, machine and versions of one run."""
 
     started: str
     seconds: dict[str, float]
@@ -228,21 +228,33 @@ class RunRecord:
 
 
 class _RecordBase:
-    """A record as a file."""
+    """Methods of every record; fields stay in the subclasses, because their order is that of the file."""
+
+    target: ModelRecord
+
+    @property
+    def sources(self) -> list[ModelRecord]:
+        raise NotImplementedError
+
+    @property
+    def models(self) -> list[ModelRecord]:
+        """Every model that the result was made from."""
+        sources = [model for source in self.sources for model in (source, source.base) if model is not None]
+        return [*sources, self.target]
 
     def to_json(self) -> str:
         return to_plain(self)
 
     def write(self, folder: Path) -> Path:
-        file, beside = folder / RECORD_FILE, folder / f".{RECORD_FILE}"
-        content = self.to_json().encode()  # first: what cannot be encoded leaves the old record as it is
-        beside.write_bytes(content)
-        return beside.replace(file)
+        content = self.to_json().encode()  # before the file is touched: an error leaves the old record in place
+        temporary = folder / f".{RECORD_FILE}"
+        temporary.write_bytes(content)
+        return temporary.replace(folder / RECORD_FILE)
 
 
 @dataclass(frozen=True)
 class Record(_RecordBase):
-    """Of a port."""
+    """The record of a port."""
 
     hf_bico: str
     source: ModelRecord
@@ -261,22 +273,18 @@ class Record(_RecordBase):
     schema: int = SCHEMA
 
     @property
-    def models(self) -> list[ModelRecord]:
-        """Every model that it was made from."""
-        return [model for model in (self.source, self.source.base, self.target) if model is not None]
+    def sources(self) -> list[ModelRecord]:
+        return [self.source]
 
     def value(self, model: str) -> float | None:
-        """The measured value of "target", "ported" or "source"; None when it was not evaluated.
-
-        Where there are several, the zero-shot one.
-        """
-        found = sorted((entry for entry in self.evaluation if entry.model == model), key=lambda e: e.protocol or "")
-        return found[0].value if found else None
+        """Return the value of "target", "ported" or "source", zero-shot if there are several; None if unmeasured."""
+        entries = [entry for entry in self.evaluation if entry.model == model]
+        return min(entries, key=lambda entry: entry.protocol or "").value if entries else None
 
 
 @dataclass(frozen=True)
 class Summand:
-    """One fine-tuned model, adapter or task vector, and how much of it was taken."""
+    """A fine-tuned model, adapter or task vector, and its weight in the sum."""
 
     model: ModelRecord
     weight: float = 1.0
@@ -284,9 +292,9 @@ class Summand:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One tensor that an adapter holds: its share of the change's energy, and how much of that is `kept`.
+    """A tensor that an adapter holds: its share of the change's energy, and how much of that is `kept`.
 
-    `rank` is that of its factors, absent where it is held exactly.
+    `rank` is that of its factors, absent if it is exact.
     """
 
     name: str
@@ -297,7 +305,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ArithmeticRecord:
-    """What differs from run to run."""
+    """Time and versions of one run without calibration."""
 
     started: str
     seconds: float
@@ -306,14 +314,14 @@ class ArithmeticRecord:
 
 @dataclass(frozen=True)
 class ChangeRecord(_RecordBase):
-    """Of a change that was extracted from a model, or applied to one: nothing was calibrated, and nothing measured."""
+    """The record of a change that was extracted from a model or applied to one, without calibration or evaluation."""
 
     hf_bico: str
     job: str
     """ "extract" or "apply"."""
     parts: list[Summand]
     target: ModelRecord
-    """The model that the change lies over."""
+    """The model that the change is for."""
     alpha: float
     output: OutputRecord
     run: ArithmeticRecord
@@ -324,14 +332,12 @@ class ChangeRecord(_RecordBase):
     schema: int = SCHEMA
 
     @property
-    def models(self) -> list[ModelRecord]:
-        """Every model that it was made from."""
-        parts = [model for part in self.parts for model in (part.model, part.model.base) if model is not None]
-        return [*parts, self.target]
+    def sources(self) -> list[ModelRecord]:
+        return [part.model for part in self.parts]
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a folder that a port wrote."""
+    """Read the record of a port."""
     record = read_any(folder)
     if isinstance(record, Record):
         return record
@@ -340,7 +346,7 @@ def read_record(folder: Path) -> Record:
 
 
 def read_change_record(folder: Path) -> ChangeRecord:
-    """The record of a folder that `extract` or `apply` wrote."""
+    """Read the record of an `extract` or `apply`."""
     record = read_any(folder)
     if isinstance(record, ChangeRecord):
         return record
@@ -348,27 +354,22 @@ def read_change_record(folder: Path) -> ChangeRecord:
 
 
 def read_any(folder: Path) -> Record | ChangeRecord:
-    """The record of a folder that this tool wrote."""
-    file = folder / RECORD_FILE
+    """Read the record of any folder that this tool wrote."""
+    name = folder_name(folder)
     try:
-        raw = read_json(file)
+        raw = read_json(folder / RECORD_FILE)
     except FileNotFoundError as error:
-        raise RecordError(
-            f"'{folder_name(folder)}' holds no {RECORD_FILE}", "name a folder or repo that hf-bico wrote"
-        ) from error
+        raise RecordError(f"'{name}' holds no {RECORD_FILE}", "name a folder or repo that hf-bico wrote") from error
     except (OSError, ValueError) as error:
-        raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' cannot be read: {error}", "port again") from error
+        raise RecordError(f"{RECORD_FILE} of '{name}' cannot be read: {error}", "port again") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if schema != SCHEMA:
         raise RecordError(
-            f"{RECORD_FILE} of '{folder_name(folder)}' has schema {schema!r}; this version reads {SCHEMA}",
+            f"{RECORD_FILE} of '{name}' has schema {schema!r}; this version reads {SCHEMA}",
             "use the version of hf-bico that wrote it",
         )
     try:
-        if "job" in raw:
-            made: ChangeRecord = from_plain(ChangeRecord, raw)
-            return made
-        record: Record = from_plain(Record, raw)
+        record: Record | ChangeRecord = from_plain(ChangeRecord if "job" in raw else Record, raw)
         return record
     except TypeError as error:
-        raise RecordError(f"{RECORD_FILE} of '{folder_name(folder)}' is not a record: {error}", "port again") from error
+        raise RecordError(f"{RECORD_FILE} of '{name}' is not a record: {error}", "port again") from error

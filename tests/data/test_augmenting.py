@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_bico.data.augmentation import NOISE, SHIFT, AugmentedSamples, altered
+from hf_bico.data.augmentation import NOISE, SHIFT, AugmentedSamples, augment
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import calibration_samples, open_data
 from hf_bico.settings import Settings
@@ -109,7 +109,7 @@ def test_shifts_are_up_to_a_sixteenth_in_every_direction() -> None:
     y, x = (torch.arange(64.0).expand(64, 64).T, torch.arange(64.0).expand(64, 64))
     found = []
     for seed in range(200):
-        copy = altered(torch.stack([y, x]).double(), np.random.Generator(np.random.Philox(seed)))
+        copy = augment(torch.stack([y, x]).double(), np.random.Generator(np.random.Philox(seed)))
         found.append([float((ramp - moved)[8:-8, 8:-8].mean()) for ramp, moved in zip((y, x), copy, strict=True)])
         down, right = found[-1]
         assert max(abs(down), abs(right)) < 4.2
@@ -122,18 +122,18 @@ def test_shifts_are_up_to_a_sixteenth_in_every_direction() -> None:
 
 def test_noise_of_pictures() -> None:
     grey = Image.fromarray(np.full((200, 200, 3), 128, dtype=np.uint8))
-    copy = np.asarray(altered(grey, np.random.Generator(np.random.Philox(0)))).astype(float)
+    copy = np.asarray(augment(grey, np.random.Generator(np.random.Philox(0)))).astype(float)
     assert copy.mean() == pytest.approx(128, abs=0.3)
     assert copy.std() == pytest.approx(NOISE * 255, rel=0.02)
     white = Image.fromarray(np.full((50, 50, 3), 255, dtype=np.uint8))
-    clipped = np.asarray(altered(white, np.random.Generator(np.random.Philox(0))))
+    clipped = np.asarray(augment(white, np.random.Generator(np.random.Philox(0))))
     assert clipped.min() > 150, "what is beyond white is white, and not black"
 
 
 def test_noise_of_tensors() -> None:
     image = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(1)) * 7 + 2
     image[:] = image[:, :1, :1]  # of one colour a channel: shifts do not show
-    copy = altered(image, np.random.Generator(np.random.Philox(0)))
+    copy = augment(image, np.random.Generator(np.random.Philox(0)))
     assert copy.dtype == image.dtype
     assert (copy - image).std().item() == pytest.approx(NOISE * image.std(correction=0).item(), rel=0.03)
     assert copy.shape == image.shape
@@ -141,7 +141,7 @@ def test_noise_of_tensors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_tensors_keep_their_type(dtype: torch.dtype) -> None:
-    copy = altered(torch.ones(3, 8, 8, dtype=dtype), np.random.Generator(np.random.Philox(0)))
+    copy = augment(torch.ones(3, 8, 8, dtype=dtype), np.random.Generator(np.random.Philox(0)))
     assert copy.dtype == dtype
     assert torch.allclose(copy, torch.ones_like(copy)), "without any deviation there is no noise"
 
@@ -151,18 +151,18 @@ def test_pictures_of_any_mode(mode: str) -> None:
     image = (
         Image.fromarray(ramp()).convert("L").convert(mode) if mode in "LA F" else Image.fromarray(ramp()).convert(mode)
     )
-    copy = altered(image, np.random.Generator(np.random.Philox(0)))
+    copy = augment(image, np.random.Generator(np.random.Philox(0)))
     assert (copy.mode, copy.size) == ("RGB", (24, 16))
 
 
 def test_the_original_is_left_as_it_was() -> None:
     image, tensor = Image.fromarray(ramp()), torch.ones(3, 8, 8).cumsum(1)
     before = tensor.clone()
-    altered(image, np.random.Generator(np.random.Philox(0)))
-    altered(tensor, np.random.Generator(np.random.Philox(0)))
+    augment(image, np.random.Generator(np.random.Philox(0)))
+    augment(tensor, np.random.Generator(np.random.Philox(0)))
     assert np.array_equal(np.asarray(image), ramp())
     assert torch.equal(tensor, before)
 
 
 def test_a_picture_of_one_pixel() -> None:
-    assert altered(Image.new("L", (1, 1)), np.random.Generator(np.random.Philox(0))).size == (1, 1)
+    assert augment(Image.new("L", (1, 1)), np.random.Generator(np.random.Philox(0))).size == (1, 1)

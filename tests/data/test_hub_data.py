@@ -110,7 +110,7 @@ def sample_paths(drawn: CalibrationDraw) -> list[str]:
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def test_classes_that_are_strings_are_all_found(hub: Hub, in_parts: None, monkey
     assert drawn.data.class_names == tuple(NAMES), "also those of rows that are not read"
     assert len(drawn.data.splits["train"]) < 120
     assert Counter(draw("user/x", Settings(per_class=1)).samples.labels) == dict.fromkeys(range(6), 1)
-    monkeypatch.setattr(remote_parquet, "LOOKED_AT", 5)
+    monkeypatch.setattr(remote_parquet, "MAX_SEARCHED", 5)
     with pytest.raises(ClassNamesError, match="too long"):
         draw("user/x", Settings(n=3))
     assert draw("user/x", Settings(n=3, class_names=NAMES)).data.class_names == tuple(NAMES)
@@ -566,14 +566,14 @@ def test_a_class_that_has_too_few_rows_stops_nothing(hub: Hub, in_parts: None, m
     hub.create("user/x", type="dataset").commit({"train.parquet": parquet(table("train", labels))})
     drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
     assert sorted(Counter(drawn.samples.labels).values()) == [1, 2, 2, 2, 2, 3]
-    monkeypatch.setattr(remote_parquet, "LOOKED_AT", 1)
+    monkeypatch.setattr(remote_parquet, "MAX_SEARCHED", 1)
     assert len(draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False)).samples) == 12
     with pytest.raises(SampleCountError, match="hold too few labels"):
         draw("user/x", Settings(per_class=2, evaluate=False))
 
 
 def test_evenness_stays_within_its_budget(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 1)
+    monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 1)
     monkeypatch.setattr(remote_parquet, "SHARE", 0)
     hub.create("user/x", type="dataset").commit(sorted_files("train"))
     drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))

@@ -14,7 +14,7 @@ import torch
 
 from hf_bico.data import sampling
 from hf_bico.data.draw import CalibrationDraw, draw, open_data
-from hf_bico.data.sampling import Strategy, Wanted, centroid_distances, draw_order, shared_evenly
+from hf_bico.data.sampling import RequiredRows, Strategy, centroid_distances, draw_order, even_quotas
 from hf_bico.errors import SampleCountError
 from hf_bico.settings import SAMPLINGS, Settings
 
@@ -71,10 +71,10 @@ def test_the_seed_decides_which_classes_give_one_more() -> None:
 
 
 def test_shared_evenly() -> None:
-    assert shared_evenly(7, {0: 9, 1: 9, 2: 9}) == {0: 3, 1: 2, 2: 2}
-    assert shared_evenly(2, {5: 9, 1: 9, 2: 9}) == {5: 1, 1: 1, 2: 0}
-    assert shared_evenly(9, {0: 1, 1: 0, 2: 3}) == {0: 1, 1: 0, 2: 3}, "no more than there are"
-    assert shared_evenly(5, {}) == {}
+    assert even_quotas(7, {0: 9, 1: 9, 2: 9}) == {0: 3, 1: 2, 2: 2}
+    assert even_quotas(2, {5: 9, 1: 9, 2: 9}) == {5: 1, 1: 1, 2: 0}
+    assert even_quotas(9, {0: 1, 1: 0, 2: 3}) == {0: 1, 1: 0, 2: 3}, "no more than there are"
+    assert even_quotas(5, {}) == {}
 
 
 @pytest.mark.parametrize("labels", [LABELS, [0, 2, 4] * 5, [1] * 6])
@@ -258,22 +258,22 @@ def test_more_per_class_than_some_have() -> None:
 
 
 def test_classes_that_are_wanted_evenly() -> None:
-    wanted = Strategy("class-balanced", n=10).wanted([0, 1, 2])
-    assert wanted == Wanted(10, 4, [0, 1, 2], evenly=True)
+    wanted = Strategy("class-balanced", n=10).requirement([0, 1, 2])
+    assert wanted == RequiredRows(10, 4, [0, 1, 2], evenly=True)
     assert wanted.is_met(Counter({0: 4, 1: 3, 2: 3}))
     assert not wanted.is_met(Counter({0: 40, 1: 3}))
     assert wanted.suffices(Counter({0: 40, 1: 3})), "but it need not be"
     assert not wanted.suffices(Counter({0: 4, 1: 3}))
     assert not wanted.may_be_within((0, 0), Counter({0: 40, 1: 3}))
     assert wanted.may_be_within((0, 2), Counter({0: 40, 1: 3}))
-    assert Strategy("centroid-far", n=3).wanted(list(range(9))).is_met(Counter({2: 1, 5: 1, 8: 1}))
+    assert Strategy("centroid-far", n=3).requirement(list(range(9))).is_met(Counter({2: 1, 5: 1, 8: 1}))
 
 
 def test_classes_that_are_not_known_before() -> None:
-    wanted = Strategy("one-class", n=10).wanted(NAMES)
+    wanted = Strategy("one-class", n=10).requirement(NAMES)
     assert wanted.is_met(Counter({"bee": 10}))
     assert not wanted.is_met(Counter({"bee": 9, "cat": 9}))
-    half = Strategy("half-class", n=10).wanted(NAMES)
+    half = Strategy("half-class", n=10).requirement(NAMES)
     first = NAMES[Strategy("half-class").classes({0: 1, 1: 1})[0]]
     other = "bee" if first == "ant" else "ant"
     assert half.is_met(Counter({first: 10, other: 1}))

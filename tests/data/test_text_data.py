@@ -17,7 +17,7 @@ from PIL import Image
 from hf_bico.data import loading as data_files
 from hf_bico.data import remote_parquet
 from hf_bico.data.augmentation import AugmentedSamples
-from hf_bico.data.columns import known_task, typed_texts
+from hf_bico.data.columns import format_text_columns, known_task
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import (
     CalibrationDraw,
@@ -113,7 +113,7 @@ def test_columns_that_are_named(given: str, item: Any) -> None:
     row = {"a": "1", "b": "2", "c": "3", "question": "4", "answer": "5", "d,e": "6", "talk": ASKED}
     data = opened([row], text_column=given)
     assert first_item(data) == item
-    again = opened([row], text_column=typed_texts(data.columns.parts))
+    again = opened([row], text_column=format_text_columns(data.columns.parts))
     assert again.columns == data.columns
 
 
@@ -437,7 +437,7 @@ def test_the_record_names_the_columns_and_finds_them_again(row: dict[str, Any], 
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
 
 
 def parquet(columns: dict[str, Any], path: Path) -> Path:

@@ -261,7 +261,7 @@ def test_probe_of_a_data_set_that_is_read_in_part(
     splits: tuple[str, ...], n: int | None, hub: Hub, monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
     monkeypatch.setattr(data_files, "SMALL", 0)
-    monkeypatch.setattr(remote_parquet, "LEAST_BUDGET", 4_000)
+    monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
     files = {f"data/{split}-0.parquet": parquet_of(scene, split) for split in splits}
     hub.create("user/pictures", type="dataset").commit(files)
     _, split, training, test = _probe_samples("user/pictures", hf_bico.Settings(n=n), 12, HubClient(), None, IMAGES)
