@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_bico.experiments.reproduce.run import reproduce as reproduce
     from hf_bico.hub.push import Pushed as Pushed
     from hf_bico.hub.push import PushOptions as PushOptions
+    from hf_bico.models.families import register_family as register_family
     from hf_bico.porting.evaluate import evaluate_model as evaluate_model
     from hf_bico.porting.plan import Plan as Plan
     from hf_bico.porting.planner import plan as plan
@@ -49,6 +50,7 @@ _HOMES = {
     "extract": "hf_bico.porting.task_arithmetic",
     "plan": "hf_bico.porting.planner",
     "port": "hf_bico.porting.port",
+    "register_family": "hf_bico.models.families",
     "reproduce": "hf_bico.experiments.reproduce.run",
     "register_method": "hf_bico.settings",
     "rerun": "hf_bico.porting.rerun",

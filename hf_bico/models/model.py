@@ -43,7 +43,7 @@ from hf_bico.models.checkpoints import (
     is_adapter,
     not_floats,
 )
-from hf_bico.models.families import FAMILIES, family_of
+from hf_bico.models.families import all_families, family_of
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.pretrained import require_within
@@ -309,7 +309,7 @@ def _without_pickles(place: RepoFiles, library: str) -> _Found:
     from hf_bico.models.checkpoints import convert, pickled_files
 
     layout, pickles = pickled_files(place.folder, place.sizes, library)
-    beside = [name for family in FAMILIES for name in family.side_names if name in place.sizes]
+    beside = [name for family in all_families() for name in family.side_names if name in place.sizes]
     place.fetch([*pickles, *beside])
     folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, "README.md"])
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}

@@ -81,9 +81,9 @@ def head_place(model: Model) -> HeadPlace:
     if kind not in PLACES:
         raise UnsupportedModelError(
             f"where a model of type '{kind}' keeps a classification head is not known",
-            f"use one of: {', '.join(PLACES)}",
+            f"use one of: {', '.join(name for family in all_families() for name in family.head_modules)}",
         )
-    return PLACES[kind]
+    return known[kind]
 
 
 def read_head(source: Model | Adapter, place: HeadPlace) -> ClassHead | None:
@@ -135,7 +135,7 @@ class JoinedCheckpoint:
 class WrittenHead:
     """A classification head as it is written with a target."""
 
-    place: HeadPlace
+    place: HeadModules
     head: ClassHead
     class_names: tuple[str, ...]
     origin: str

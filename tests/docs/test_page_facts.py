@@ -10,7 +10,7 @@ import hf_bico
 from hf_bico import errors
 from hf_bico.alignment.statistics import OF_TARGET, Kind
 from hf_bico.models.adapters.config import BY_PEFT
-from hf_bico.models.families import FAMILIES
+from hf_bico.models.families import all_families
 from support import ROOT
 
 pytestmark = pytest.mark.quick
@@ -38,7 +38,7 @@ def test_the_errors_that_are_named_are_the_first_below_ours() -> None:
 
 def test_every_family_is_in_the_table() -> None:
     found = {name.strip("`") for name in re.findall(r"^\| (`[^|]+`) \|", (DOCS / "families.md").read_text(), re.M)}
-    assert {family.name for family in FAMILIES} <= found
+    assert {family.name for family in all_families()} <= found
 
 
 def test_every_kind_of_adapter_that_peft_computes_is_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import hf_bico
 from hf_bico.experiments.demo.world import World
+from hf_bico.models import families
 from support import ROOT
 from support.command_reference import PAGE as REFERENCE
 from support.command_reference import command_reference
@@ -31,6 +32,11 @@ MADE_ON = STAMP.read_text()
 EXACT = measured_here(MADE_ON)
 """Whether the numbers of the pages were measured on such a machine as this."""
 PAGES = pytest.mark.parametrize("page", all_pages(), ids=shown_path)
+
+
+@pytest.fixture(autouse=True)
+def no_family_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_registered", {})
 
 
 @pytest.fixture(scope="session")

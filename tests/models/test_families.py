@@ -1,4 +1,5 @@
-"""Watching a model changes nothing: same outputs, and the model is left as it was found."""
+"""Watching a model changes nothing: same outputs, and the model is left as it was found. A family of one's own is one
+class and one call."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 
+import hf_bico
 from hf_bico.errors import (
     BicoError,
     BrokenWeightsError,
@@ -19,10 +22,18 @@ from hf_bico.errors import (
     MissingProcessorError,
     UnreadableSampleError,
     UnsupportedModelError,
+    UsageError,
 )
+from hf_bico.models import families
+from hf_bico.models.families.base import Family
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.open_clip import OpenClip
 from hf_bico.models.model import Model
+from support import ROOT
+from support.hub.hub import Hub
+from support.hub_scenes import upload
+from support.page_text import read_blocks
+from support.records import metadata, snippet
 from support.toys import WRITERS, Toy, fingerprint, random_state
 
 pytestmark = pytest.mark.quick
@@ -333,3 +344,102 @@ def test_layer_scale_runs_over_the_residual_stream() -> None:
 def test_residual_stream_under_attentional_pooling_is_not_known() -> None:
     layout = OpenClip().wrap(custom_block_model(attentional_pool=True, attn_pooler_heads=2)).layout
     assert layout.residual == ()
+
+
+# -- a family of one's own
+
+
+@pytest.fixture
+def siglip(monkeypatch: pytest.MonkeyPatch) -> Family:
+    """The family of docs/adding-a-family.md, registered as the page does it."""
+    monkeypatch.setattr(families, "_registered", {})
+    blocks = [
+        block for block in read_blocks((ROOT / "docs/adding-a-family.md").read_text()) if block.language == "python"
+    ]
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks[:2]:
+        exec(block.text, namespace)
+    (family,) = families._registered.values()
+    return family
+
+
+def siglip_folder(folder: Path, width: int, patch: int, seed: int) -> Path:
+    from transformers import SiglipConfig, SiglipForImageClassification, SiglipImageProcessor
+
+    torch.manual_seed(seed)
+    vision = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": patch,
+        "vision_use_head": False,
+    }
+    no_text = {"bos_token_id": None, "eos_token_id": None}
+    config = SiglipConfig(vision_config=vision, text_config=no_text, num_labels=3)
+    SiglipForImageClassification(config).save_pretrained(folder)
+    SiglipImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
+    return folder
+
+
+def task_loss(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch.pixels).logits, batch.labels, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("place", "format"), [("folders", "full"), ("folders", "delta"), ("Hub", "full"), ("Hub", "adapter")]
+)
+def test_a_registered_family_is_ported(
+    place: str, format: str, siglip: Family, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From folders and from the Hub, with a card that knows it, whose snippet runs."""
+    sizes = {"base": (16, 4, 0), "tuned": (16, 4, 0), "target": (24, 2, 1)}
+    folders = {name: siglip_folder(tmp_path / name, *size) for name, size in sizes.items()}
+    weights = load_file(folders["tuned"] / "model.safetensors")
+    changed = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in weights.items()}
+    save_file(changed, folders["tuned"] / "model.safetensors", {"format": "pt"})
+    names = {name: str(folder) for name, folder in folders.items()}
+    if place == "Hub":
+        names = {name: f"user/{name}" for name in folders}
+        for name, folder in folders.items():
+            upload(hub, names[name], folder)
+    samples = [{"image": torch.randn(3, 8, 8), "label": number % 3} for number in range(12)]
+    models: dict[str, Any] = {"base": names["base"], "to": names["target"]}
+    how: dict[str, Any] = {"data": samples, "n": 12, "class_names": ["a", "b", "c"], "objective": task_loss}
+    assert len(hf_bico.plan(names["tuned"], **models).pairs) == 13
+    ported = hf_bico.port(names["tuned"], **models, **how)
+    assert ported.record.target.family == siglip.name
+    out = tmp_path / "out"
+    ported.save(out, format=format)
+    card = (out / "README.md").read_text()
+    about = metadata(card)
+    libraries = {"full": "transformers", "adapter": "peft", "delta": "hf-bico"}
+    assert about["library_name"] == libraries[format]
+    assert about.get("pipeline_tag") == (None if format == "delta" else "image-classification")
+    code = snippet(card).replace("path/to/the/model", names["target"])
+    assert ("AutoModelForImageClassification" in code) is (format != "delta")
+    monkeypatch.chdir(out)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    pixels = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        expected = ported.model()(pixels).logits
+        assert torch.allclose(namespace["model"](pixels).logits, expected, atol=1e-4)
+
+
+def test_a_family_registered_again_takes_the_place_of_the_first(siglip: Family) -> None:
+    again = type(siglip)()
+    hf_bico.register_family(again)
+    assert families.family_named(siglip.name) is again
+    assert [family.name for family in families.all_families()[-2:]] == [siglip.name, "generic"]
+
+
+def test_a_family_with_the_name_of_a_built_in_one_is_refused(siglip: Family) -> None:
+    class Vit(type(siglip)):  # type: ignore[misc]
+        name = "ViT"
+
+    with pytest.raises(UsageError, match="'ViT' is the name of a built-in family"):
+        hf_bico.register_family(Vit())
+    with pytest.raises(TypeError, match="an instance"):
+        hf_bico.register_family(Vit)  # type: ignore[arg-type]

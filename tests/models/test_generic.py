@@ -50,8 +50,8 @@ CLIPS = ("open_clip ViT", "transformers CLIP")
 @pytest.fixture(autouse=True)
 def only_clip_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models below stand for those that no family knows."""
-    known = tuple(family for family in families._KNOWN if family.name in CLIPS)
-    monkeypatch.setattr(families, "_KNOWN", known)
+    known = tuple(family for family in families._BUILT_IN if family.name in CLIPS)
+    monkeypatch.setattr(families, "_BUILT_IN", known)
 
 
 def vit(width: int = 16, blocks: int = 2, classes: int = CLASSES, patch: int = 4, **more: Any) -> nn.Module:

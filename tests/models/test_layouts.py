@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico.models.families import FAMILIES
+from hf_bico.models.families import all_families
 from hf_bico.models.model import Model
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, weights_of
 
@@ -101,7 +101,7 @@ def test_vision_classes_load_and_show_their_sites(kind: str, tmp_path: Path) -> 
 def test_others_are_named_by_their_reason() -> None:
     state = random_state(SOURCE, 0)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    layout = next(family for family in FAMILIES if family.recognises(shapes)).layout(shapes, {})
+    layout = next(family for family in all_families() if family.recognises(shapes)).layout(shapes, {})
     assert layout.others["visual.ln_pre.weight"] == "LayerNorm"
     assert layout.others["visual.transformer.resblocks.0.ln_1.bias"] == "LayerNorm"
     assert layout.others["visual.class_embedding"] == "class token"

@@ -1,11 +1,11 @@
-"""The families that this tool knows, and which of them a model belongs to."""
+"""The registry of families: which there are, and which one a model belongs to. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_bico.errors import UnknownFamilyError
+from hf_bico.errors import UnknownFamilyError, UsageError
 from hf_bico.models.families.base import Family, Shapes
 from hf_bico.models.families.decoders import Decoder, Gpt2
 from hf_bico.models.families.encoders import Encoder
@@ -19,23 +19,46 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KNOWN: tuple[Family, ...] = (OpenClip(), TransformersClip(), Decoder(), Gpt2(), T5(), Encoder(), Vit())
-FAMILIES: tuple[Family, ...] = (*_KNOWN, Generic())
+_BUILT_IN: tuple[Family, ...] = (OpenClip(), TransformersClip(), Decoder(), Gpt2(), T5(), Encoder(), Vit())
+_GENERIC = Generic()
+_registered: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> None:
+    """Make a new kind of model known, for this process.
+
+    Built-in families are asked first, then registered ones in the order of their registration, the generic one last. A
+    family replaces one that was registered under the same name before, so that a notebook's cell can run again; the
+    names of built-in families are refused.
+    """
+    if not isinstance(family, Family):
+        raise TypeError(f"a family is an instance of a subclass of Family, not {family!r}")
+    if family.name in {known.name for known in (*_BUILT_IN, _GENERIC)}:
+        raise UsageError(f"'{family.name}' is the name of a built-in family", "give the new family a name of its own")
+    _registered[family.name] = family
+
+
+def all_families() -> tuple[Family, ...]:
+    """Return every family, in the order in which they are asked."""
+    return (*_BUILT_IN, *_registered.values(), _GENERIC)
+
+
+def family_named(name: str | None) -> Family | None:
+    """Return the family with the name that a record has; None if there is none."""
+    return next((family for family in all_families() if family.name == name), None)
 
 
 def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
-    """The family that recognises these tensors, else one that takes the model itself: its folder, or as it is loaded.
+    """Return the family that recognises these tensors, or else accepts the model itself: its folder, or loaded.
 
     `what` names the model in the error.
     """
-    for family in _KNOWN:
-        if family.recognises(shapes):
-            return family
-    for family in FAMILIES:
-        if family.accepts(model):
-            return family
-    known = ", ".join(family.name for family in _KNOWN)
-    raise UnknownFamilyError(
-        f"{what} is of no known family (its tensors look like '{next(iter(shapes), 'nothing')}')",
-        f"use a model of one of these families: {known}",
-    )
+    known = all_families()
+    family = next((family for family in known if family.recognises(shapes)), None)
+    family = family or next((family for family in known if family.accepts(model)), None)
+    if family is None:
+        raise UnknownFamilyError(
+            f"{what} is of no known family (its tensors look like '{next(iter(shapes), 'nothing')}')",
+            f"use a model of one of these families: {', '.join(family.name for family in known[:-1])}",
+        )
+    return family

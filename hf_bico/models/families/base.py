@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Tokens
 from hf_bico.utils.files import folder_name, read_object
+from hf_bico.utils.samples import IMAGES
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ TEXT_TOWER = "text tower"
 VISION_TOWER = "vision tower"
 """Why those of its sites that read images do, where its text side alone is carried."""
 CLIP_OBJECTIVES = ("zero-shot", "contrastive")
+ZERO_SHOT_TASK = "zero-shot-image-classification"
+"""The pipeline tag of CLIPs, whose cards show class names as prompts."""
 WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
 
 TOKENIZER_FILES = (
@@ -56,15 +59,49 @@ class DeviceSpread:
     memory: int | None = None
 
 
+@dataclass(frozen=True)
+class HeadModules:
+    """The classification head of one model type: the class that has it, and the names of its layers there."""
+
+    model_class: str
+    out: str = "classifier"
+    hidden: str | None = None
+    activation: str | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (self.out,) if self.hidden is None else (self.hidden, self.out)
+
+
 class Family(ABC):
-    """One kind of model."""
+    """One kind of model: everything that hf-bico knows about it, and the cards say."""
 
     name: ClassVar[str]
+    """Recorded in `bico.json`, by which cards find the family again."""
     library: ClassVar[str]
+    """`transformers` or `open_clip`: it names the weight files, and is the card's `library_name`."""
     config_file: ClassVar[str]
     processor_files: ClassVar[tuple[str, ...]] = ()
     can_be_spread: ClassVar[bool] = True
     """Whether `load` puts a model on several devices."""
+    reads: ClassVar[str | None] = IMAGES
+    """IMAGES or TEXTS; None where that differs from model to model."""
+    pipeline_tag: ClassVar[str | None] = None
+    """The Hub's task of such a model."""
+    auto_class: ClassVar[str] = "AutoModel"
+    """The class of transformers that loads it for that task."""
+    head_modules: ClassVar[Mapping[str, HeadModules]] = {}
+    """Classification heads that are written beside a backbone, by the `model_type` of a configuration."""
+    packed_attention: ClassVar[bool] = False
+    """Whether q, k and v are parts of one tensor, which peft saves exactly only with the whole attention."""
+
+    def task(self, objective: str | None, has_head: bool, used_loss: bool) -> str | None:
+        """Return the pipeline tag of a written model; None where it is not known what the model can do.
+
+        `objective` names the loss of the port, `used_loss` says whether its method took gradients of it, and `has_head`
+        whether a classification head was written too.
+        """
+        return self.pipeline_tag
 
     @abstractmethod
     def recognises(self, shapes: Shapes) -> bool:

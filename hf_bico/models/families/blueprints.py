@@ -177,12 +177,12 @@ class DescribedFamily(PretrainedFamily):
         return None
 
     @abstractmethod
-    def runs_as(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
+    def class_for(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
         """The class by which a folder's model is run, and what it is told when it is made."""
 
-    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+    def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
-        name, options = self.runs_as(folder, config, FileCheckpoint.in_folder(folder, self.library).shapes)
+        name, options = self.class_for(folder, config, FileCheckpoint.in_folder(folder, self.library).shapes)
         return name, config, options
 
 
@@ -192,13 +192,16 @@ class BackboneFamily(DescribedFamily):
     As the backbone where the files do not hold all of that class, or hold sites that it has no place for.
     """
 
+    def task(self, objective: str | None, has_head: bool, used_loss: bool) -> str | None:
+        return self.pipeline_tag if has_head else None
+
     @abstractmethod
     def backbone(
         self, folder: Path, config: Mapping[str, Any], shapes: Shapes, layout: Layout
     ) -> tuple[str, dict[str, Any]]:
         """The class without a head, and what it is told when it is made."""
 
-    def runs_as(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
+    def class_for(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
         from hf_bico.models.families.modules import stored_names, tied_names
 
         layout, named = self.layout(shapes, config), first_architecture(config)

@@ -58,9 +58,11 @@ class DecoderFamily(DescribedFamily):
     """What all decoders share: a class that models language, and the tie of its two embeddings."""
 
     objectives = ("language-modelling",)
+    pipeline_tag = "text-generation"
+    auto_class = "AutoModelForCausalLM"
     live = CausalModel
 
-    def runs_as(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
+    def class_for(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
         named = first_architecture(config) or ""
         if not named.endswith(CAUSAL_ENDINGS):
             named = mapped_class(config, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") or ""

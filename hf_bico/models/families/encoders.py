@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.base import HeadModules, Shapes
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
     EMBEDDINGS,
@@ -66,12 +66,21 @@ _BARE = {
     "distilbert": "DistilBert",
 }
 """The beginning of a class's name by the type of model."""
+_ROBERTA_HEAD = {"hidden": "classifier.dense", "out": "classifier.out_proj", "activation": "tanh"}
 
 
 class Encoder(BackboneFamily):
     name = "encoder"
     blueprints = (_BERT, _DISTILBERT)
     objectives = ("classification",)
+    pipeline_tag = "text-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    head_modules: ClassVar[Mapping[str, HeadModules]] = {
+        "bert": HeadModules("BertForSequenceClassification"),
+        "roberta": HeadModules("RobertaForSequenceClassification", **_ROBERTA_HEAD),
+        "xlm-roberta": HeadModules("XLMRobertaForSequenceClassification", **_ROBERTA_HEAD),
+        "distilbert": HeadModules("DistilBertForSequenceClassification", hidden="pre_classifier", activation="relu"),
+    }
     live = EncoderModel
     reasons: ClassVar[Mapping[str, str]] = {
         r"^(pre_)?classifier\.": CLASSIFICATION_HEAD,

@@ -45,6 +45,12 @@ class Generic(Family):
     config_file = "config.json"
     can_be_spread = False
     processor_files = (*PROCESSOR_FILES, *TEXT_FILES)
+    reads = None
+    pipeline_tag = "text-generation"
+    auto_class = "AutoModelForCausalLM"
+
+    def task(self, objective: str | None, has_head: bool, used_loss: bool) -> str | None:
+        return self.pipeline_tag if objective == "language-modelling" else None
 
     def recognises(self, shapes: Shapes) -> bool:
         return False

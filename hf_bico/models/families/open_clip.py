@@ -26,6 +26,7 @@ from hf_bico.models.families.base import (
     CLIP_OBJECTIVES,
     TEXT_TOWER,
     WHOLE_MODEL,
+    ZERO_SHOT_TASK,
     DeviceSpread,
     Family,
     Shapes,
@@ -278,6 +279,8 @@ class OpenClip(Family):
     library = "open_clip"
     config_file = "open_clip_config.json"
     can_be_spread = False
+    pipeline_tag = ZERO_SHOT_TASK
+    packed_attention = True
 
     def recognises(self, shapes: Shapes) -> bool:
         return _visual_prefix(shapes) is not None

@@ -343,17 +343,17 @@ class PretrainedFamily(Family):
     live: ClassVar[type[PretrainedModel]]
 
     @abstractmethod
-    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
-        """The class by which a folder's model is run, its configuration, and what the class is told when it is made."""
+    def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+        """Return the class that runs a folder's model, its configuration, and the class's options."""
 
     def skeleton(self, folder: Path) -> nn.Module:
-        name, config, options = self.known(folder)
+        name, config, options = self.model_class(folder)
         return bare_model_of(folder, name, config, FileCheckpoint.in_folder(folder).shapes, **options)
 
     def load(
         self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
     ) -> LiveModel:
-        name, _, options = self.known(folder)
+        name, _, options = self.model_class(folder)
         module = load_pretrained(folder, name, device, dtype, spread, **options)
         try:
             live = self._live(module)

@@ -50,6 +50,8 @@ class T5(DescribedFamily):
     name = "T5"
     blueprints = (_blueprint(_PLAIN), _blueprint(_GATED))
     objectives = ("text-to-text",)
+    pipeline_tag = "text2text-generation"
+    auto_class = "AutoModelForSeq2SeqLM"
     live = SequenceModel
     reasons: ClassVar[Mapping[str, str]] = {
         r"(^|\.)decoder\.": "decoder",
@@ -60,7 +62,11 @@ class T5(DescribedFamily):
         r"relative_attention_bias\.": POSITIONS,
     }
 
-    def runs_as(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
+    def task(self, objective: str | None, has_head: bool, used_loss: bool) -> str | None:
+        """Only a T5 with a decoder gives the loss of answers."""
+        return self.pipeline_tag if objective in self.objectives and used_loss else None
+
+    def class_for(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
         """The whole model where there is a decoder, whatever the configuration calls it, else the encoder."""
         whole = mapped_class({"model_type": "t5", **config}, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") or ""
         has_decoder = any(self.reason(name, config) == "decoder" for name in shapes)

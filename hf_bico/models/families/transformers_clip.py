@@ -12,6 +12,7 @@ from hf_bico.models.families.base import (
     CLIP_OBJECTIVES,
     TEXT_TOWER,
     WHOLE_MODEL,
+    ZERO_SHOT_TASK,
     Shapes,
     count_blocks,
     patch_tokens,
@@ -87,6 +88,7 @@ class TransformersClipModel(PretrainedModel, ClipModel):
 
 class TransformersClip(PretrainedFamily):
     name = "transformers CLIP"
+    pipeline_tag = ZERO_SHOT_TASK
     processor_files = PROCESSOR_FILES
     live = TransformersClipModel
 
@@ -121,7 +123,7 @@ class TransformersClip(PretrainedFamily):
             text_blocks=len({site.block for site in text_sites} - {None}),
         )
 
-    def known(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+    def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
         return _class_name(config), config, {}
 

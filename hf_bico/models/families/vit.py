@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.models.families.base import Shapes, patch_tokens
+from hf_bico.models.families.base import HeadModules, Shapes, patch_tokens
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
     EMBEDDINGS,
@@ -82,6 +82,12 @@ class Vit(BackboneFamily):
     blueprints = (_IN_FILES, _LOADED)
     reads = IMAGES
     objectives = ("classification",)
+    pipeline_tag = "image-classification"
+    auto_class = "AutoModelForImageClassification"
+    head_modules: ClassVar[Mapping[str, HeadModules]] = {
+        "vit": HeadModules("ViTForImageClassification"),
+        "deit": HeadModules("DeiTForImageClassification"),
+    }
     live = VitModel
     reasons: ClassVar[Mapping[str, str]] = {
         r"^(cls_|distillation_)?classifier\.": CLASSIFICATION_HEAD,

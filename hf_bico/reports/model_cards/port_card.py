@@ -260,12 +260,15 @@ def _usage(record: Record) -> Usage | None:
         return None
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
-    answers = method_info(record.method.name).uses_loss
-    task = card_task(record.target.family, record.objective, answers)
+    used_loss = METHODS.get(record.method.name, UNKNOWN).loss
+    task = card_task(record.target.family, record.objective, used_loss)
     shown_names = [name for name in names if 0 < len(name) <= 60][:5]
-    if record.objective.head is not None:
+    has_new_head = record.objective.head is not None
+    if has_new_head:
         shown_names = [clean(name, 60) for name in names]
-    return Usage(record.output, record.target, task, shown_names, (templates or DEFAULT_TEMPLATES)[0])
+    return Usage(
+        record.output, record.target, task, shown_names, (templates or DEFAULT_TEMPLATES)[0], has_new_head=has_new_head
+    )
 
 
 def _held(record: Record) -> AdapterContents | None:
@@ -354,7 +357,7 @@ def _index_entry(record: Record, entry: EvaluationRecord) -> dict[str, Any]:
         "revision": on_hub.commit if on_hub else None,
     }
     return {
-        "task": measured_task(record, entry).metadata,
+        "task": measured_task(record, entry),
         "dataset": {key: value for key, value in data.items() if value},
         "metrics": [{"type": entry.metric, "value": round(entry.value, 4), "name": metric_name(entry)}],
     }

@@ -15,6 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_bico.models.families import family_named
+from hf_bico.models.families.base import ZERO_SHOT_TASK
 from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB
 from hf_bico.reports.record import (
     EvaluationRecord,
@@ -27,9 +29,11 @@ from hf_bico.reports.record import (
 )
 from hf_bico.reports.results import LOSS, OTHER_ROLES, role_labels
 from hf_bico.settings import DEFAULT_TEMPLATES
+from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import clean
 
-OPEN_CLIP = "open_clip ViT"
+
+
 _EXACT = "exact"
 _MOST_NAMED = 6
 
@@ -82,7 +86,7 @@ def held_sites(
             mean = sum(kept for _, kept in known) / len(known)
             rows.append(ContentsRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
     exact = {site.role for site in sites if site.rank is None and site.kept is not None}
-    attention = family == OPEN_CLIP and any(role.startswith("attn.") for role in exact)
+    attention = _is_packed(family) and any(role.startswith("attn.") for role in exact)
     return AdapterContents("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
 
 
@@ -101,10 +105,13 @@ def held_layers(
         name = "other layers" if label == OTHER_ROLES else label
         rows.append(ContentsRow(name, count, _ranks(weights or [None]), kept, energy))
     exact = {entry.name for entry in layers if entry.rank is None}
-    attention = family == OPEN_CLIP and any(name.endswith(".attn.in_proj_weight") for name in exact)
-    return AdapterContents(
-        "layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention
-    )
+    attention = _is_packed(family) and any(name.endswith(".attn.in_proj_weight") for name in exact)
+    return AdapterContents("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+
+
+def _is_packed(name: str | None) -> bool:
+    family = family_named(name)
+    return family is not None and family.packed_attention
 
 
 def _in_place(output: OutputRecord) -> list[str]:
@@ -136,67 +143,52 @@ def _asked(output: OutputRecord, from_adapter: bool) -> str:
         return f"as factors of the rank that keeps {rank:.4g} of each one's energy"
     return f"as factors of rank {rank:,}, or less where a layer is smaller"
 
-
-CLIP = ("open_clip ViT", "transformers CLIP")
-"""The families that classify pictures by texts."""
-DECODERS = ("decoder", "GPT-2")
-TEXT_FAMILIES = (*DECODERS, "T5", "encoder")
-"""The families whose features are of texts."""
-LIBRARIES = {"open_clip ViT": "open_clip"} | dict.fromkeys(
-    ("transformers CLIP", *TEXT_FAMILIES, "ViT", "generic"), "transformers"
-)
+_CLASSIFICATION = ("text-classification", "image-classification")
+_TASK_NAMES = {
+    ZERO_SHOT_TASK: "Zero-Shot Image Classification",
+    "text2text-generation": "Text-to-Text Generation",
+}
 
 
 @dataclass(frozen=True)
 class CardTask:
-    """One of the Hub's tasks, with the class that loads a model for it, and the one that prepares what it reads."""
+    """One of the Hub's tasks, with the classes of transformers that load a model and its processor for it."""
 
     type: str
-    name: str
     model_class: str = "AutoModel"
-    reader: str = "AutoTokenizer"
+    processor_class: str = "AutoTokenizer"
 
     @property
-    def metadata(self) -> dict[str, str]:
-        return {"type": self.type, "name": self.name}
+    def classifies(self) -> bool:
+        return self.type in _CLASSIFICATION
 
 
-ZERO_SHOT = CardTask("zero-shot-image-classification", "Zero-Shot Image Classification")
-GENERATION = CardTask("text-generation", "Text Generation", "AutoModelForCausalLM")
-TEXT_TO_TEXT = CardTask("text2text-generation", "Text-to-Text Generation", "AutoModelForSeq2SeqLM")
-TEXT_CLASSES = CardTask("text-classification", "Text Classification", "AutoModelForSequenceClassification")
-IMAGE_CLASSES = CardTask(
-    "image-classification", "Image Classification", "AutoModelForImageClassification", "AutoImageProcessor"
-)
-FEATURES = CardTask("feature-extraction", "Feature Extraction")
+def card_task(family: str | None, objective: ObjectiveRecord | None = None, used_loss: bool = True) -> CardTask | None:
+    """Return the task of a model of a family; None where nothing says it.
 
-
-def card_task(family: str | None, objective: ObjectiveRecord | None = None, answers: bool = True) -> CardTask | None:
-    """What a model of a family is for; None where nothing says it.
-
-    `answers` says whether a T5 was asked for answers, which one without a decoder has not.
+    `used_loss` says whether the port's method took gradients of the objective.
     """
-    name = None if objective is None else objective.name
-    if family in CLIP:
-        return ZERO_SHOT
-    if family in DECODERS or (family == "generic" and name == "language-modelling"):
-        return GENERATION
-    if family == "T5" and name == "text-to-text" and answers:
-        return TEXT_TO_TEXT
-    if objective is None or objective.head is None:
+    known = family_named(family)
+    name, head = (None, None) if objective is None else (objective.name, objective.head)
+    tag = None if known is None else known.task(name, head is not None, used_loss)
+    if known is None or tag is None:
         return None
-    return {"encoder": TEXT_CLASSES, "ViT": IMAGE_CLASSES}.get(family or "")
+    return CardTask(tag, known.auto_class, "AutoImageProcessor" if known.reads == IMAGES else "AutoTokenizer")
 
 
-def measured_task(record: Record, entry: EvaluationRecord) -> CardTask:
-    """What a measurement is one of: by a probe, a classification of texts or of images."""
-    family, data = record.target.family, record.data
-    reads_text = family in TEXT_FAMILIES or (family == "generic" and data is not None and "image" not in data.columns)
-    if entry.protocol is not None:
-        return TEXT_CLASSES if reads_text else IMAGE_CLASSES
-    if entry.metric == LOSS and family in CLIP:
-        return FEATURES
-    return card_task(family, record.objective) or (TEXT_CLASSES if reads_text else IMAGE_CLASSES)
+def measured_task(record: Record, entry: EvaluationRecord) -> dict[str, str]:
+    """Return the task of a measurement as `model-index` has it: by a probe, a classification of texts or of images."""
+    family, data = family_named(record.target.family), record.data
+    reads = IMAGES if family is None else family.reads
+    if reads is None:
+        reads = TEXTS if data is not None and "image" not in data.columns else IMAGES
+    classification = "text-classification" if reads == TEXTS else "image-classification"
+    task = card_task(record.target.family, record.objective)
+    tag = classification if entry.protocol is not None or task is None else task.type
+    if tag == ZERO_SHOT_TASK and entry.metric == LOSS:
+        tag = "feature-extraction"
+    return {"type": tag, "name": _TASK_NAMES.get(tag, tag.replace("-", " ").title())}
+
 
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
@@ -214,6 +206,8 @@ class Usage:
     class_names: Sequence[str] = ()
     """A few, short enough for the example; of a classifier all, in the order of its head."""
     template: str = DEFAULT_TEMPLATES[0]
+    has_new_head: bool = False
+    """Whether a classification head was written too, which the target has not."""
 
     @property
     def format(self) -> str:
@@ -227,22 +221,28 @@ class Usage:
     @property
     def library(self) -> str | None:
         """The target's own."""
-        return LIBRARIES.get(self.target.family or "")
+        family = family_named(self.target.family)
+        return None if family is None else family.library
 
     @property
     def is_clip(self) -> bool:
-        return self.target.family in CLIP
+        return self.task is not None and self.task.type == ZERO_SHOT_TASK
 
     @property
     def runs_as(self) -> CardTask | None:
         """What the snippet shows beside loading, in transformers: a change of weights alone has no head."""
         task = None if self.is_clip else self.task
-        return None if self.format == "delta" and task in (TEXT_CLASSES, IMAGE_CLASSES) else task
+        return None if self.format == "delta" and task is not None and task.classifies else task
 
     @property
     def classifies(self) -> bool:
         """Whether what is loaded has a classification head."""
-        return self.runs_as in (TEXT_CLASSES, IMAGE_CLASSES)
+        return self.runs_as is not None and self.runs_as.classifies
+
+    @property
+    def resizes_head(self) -> bool:
+        """Whether the target is loaded with a head of the adapter's size."""
+        return self.classifies and self.over_target and self.has_new_head
 
     @property
     def over_target(self) -> bool:
