@@ -18,7 +18,7 @@ from hf_bico.reports.record import JOINED
 from hf_bico.reports.results import (
     Report,
     control_sentence,
-    foresight_sentence,
+    forecast_sentence,
     gain_of,
     headline,
     is_trained,

@@ -1,12 +1,6 @@
-"""Pictures: style, heat strips.
+"""Draw pictures: the style of all of them, and heat maps of how well sites align.
 
-What our pictures have in common: font, colours, frame, and how a figure becomes bytes. Not what they show.
-
-Sites to a picture of how well they line up: heat strips of roles by blocks.
-
-Knows sites and their scores; neither models nor the page around the picture. `blocks` is how many the target has.
-
-The record to the picture of its alignment that stands on its card.
+Knows records; neither models nor the page around a picture.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from io import BytesIO
 from math import ceil, inf, isfinite, isnan
@@ -30,21 +24,20 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import ImageDraw, ImageFont
 
 
 # the colours of Okabe and Ito, which the colour-blind can tell apart; their yellow is too light for a line, ours is not
-ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    *("#E69F00", "#56B4E9", "#009E73", "#C9B800", "#0072B2", "#D55E00", "#CC79A7"),
-)
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#C9B800"
+BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 INK, GRID = "#333333", "#E6E6E6"
 FONT_FAMILY = "DejaVu Sans"
-"""It comes with matplotlib: the same on every machine."""
+"""Shipped with matplotlib, so the same on every machine."""
 FONT: dict[str, Any] = {"fontfamily": FONT_FAMILY, "color": INK}
 
 
 def frame(axes: Axes) -> None:
-    """A light grid, and no line above or to the right."""
+    """Draw a light grid, and no line above or to the right."""
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=3, color=INK, labelsize=8.5, labelcolor=INK, labelfontfamily=FONT_FAMILY)
@@ -53,7 +46,7 @@ def frame(axes: Axes) -> None:
 
 
 def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
-    """What `draw` returns as PNG: the same figure gives the same bytes, whatever the user's own style is."""
+    """Render a figure as PNG: the same bytes each time, whatever the user's own style."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
@@ -70,90 +63,175 @@ def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
     return stream.getvalue()
 
 
+PICTURE_FILE = "alignment.png"
 PANELS = {
     "score_in": "score in (1 is best)",
     "score_out": "score out (1 is best)",
     "unseen": "unseen energy (0 is best)",
 }
 SIDE_BY_SIDE = 16
-"""Up to so many blocks the panels stand beside each other, above it one over the other."""
-MOST_NUMBERS = 13
-"""In so many columns the values are written too."""
-MOST_BLOCKS = 512
+"""Panels stand side by side up to so many blocks, else one above the other."""
+MAX_NUMBERED = 13
+"""Values are printed in the cells of up to so many columns."""
+MAX_BLOCKS = 512
 """No model has so many: a record that says so is not drawn."""
 _TEXT = f"{TEXT_SIDE}."
 _BLOCK = re.compile(r"(?:^|\.)(\d{1,4})$")
-_LONGEST_LABEL = 44
+_MAX_LABEL = 44
 _NOT_CARRIED = "#e4e4e4"
-_SHADES = tuple(
-    map(
-        bytes.fromhex,
-        (
-            *("440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c"),
-            *("1fa088", "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"),
-        ),
-    )
+_VIRIDIS = bytes.fromhex(
+    "440154 48186a 472d7b 424086 3b528b 33638d 2c728e 26828e 21918c"
+    "1fa088 28ae80 3fbc73 5ec962 84d44b addc30 d8e219 fde725"
 )
-"""The colours of viridis, which the colour-blind can tell apart, at every sixteenth of the way."""
+"""Colours that the colour-blind can tell apart, as red, green, blue in equal steps."""
+# sizes of the picture, its parts and its letters in pixels
 _WIDTH, _ROW, _LOW_ROW, _ABOVE, _BELOW, _BETWEEN, _BAR, _GAP = 1440, 50, 40, 48, 76, 58, 25, 11
 _TINY, _SMALL, _LARGE = 14, 21, 25
-"""In pixels: the picture and its parts, and letters."""
 
 
-def panels(sites: Sequence[SiteRecord], blocks: int) -> dict[str, str]:
-    """The values that are drawn, with their titles: a method that lines up one side only has no score of the other."""
-    drawn = _drawable(sites, blocks)
-    return {value: title for value, title in PANELS.items() if any(getattr(site, value) is not None for site in drawn)}
+def record_picture(record: Record) -> bytes | None:
+    """Draw the alignment of a port; the same record gives the same bytes."""
+    return alignment_picture(record.sites, len(record.method.layers))
+
+
+def record_panels(record: Record) -> dict[str, str]:
+    """Return the drawn values of a port with their titles; empty if calibration left nothing to draw."""
+    return HeatMap(tuple(record.sites), len(record.method.layers)).panels
 
 
 def alignment_picture(sites: Sequence[SiteRecord], blocks: int) -> bytes | None:
-    """PNG: how well each site lines up, as one heat strip of roles by target blocks for each of the three values.
+    """Draw how well each site aligns, as a PNG with a heat map of roles by target blocks for each of three values.
 
-    None where calibration left nothing to draw. The same sites give the same bytes, and are drawn once in a process.
+    Return None if calibration left nothing to draw. The same sites give the same bytes, drawn once per process.
     """
-    return _drawn(tuple(sites), blocks) if panels(sites, blocks) else None
+    return _draw(HeatMap(tuple(sites), blocks))
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Sites as cells of a table: a row per role, a column per target block and one for sites outside the blocks."""
+
+    sites: tuple[SiteRecord, ...]
+    blocks: int
+    """The number of blocks of the target's main tower."""
+
+    @cached_property
+    def drawable(self) -> list[SiteRecord]:
+        if self.blocks > MAX_BLOCKS:
+            return []
+        limits = {False: self.blocks, True: MAX_BLOCKS}
+        return [
+            site for site in self.sites if _is_outside(site) or block_of(site) in range(limits[is_of_text_tower(site)])
+        ]
+
+    @cached_property
+    def panels(self) -> dict[str, str]:
+        """The values to draw, with their titles: a method that aligns one side has no score for the other."""
+        return {
+            value: title
+            for value, title in PANELS.items()
+            if any(getattr(site, value) is not None for site in self.drawable)
+        }
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """The row of each role."""
+        return role_labels(site.role for site in self.drawable)
+
+    @cached_property
+    def roles(self) -> list[str]:
+        return list(dict.fromkeys(self.labels.values()))
+
+    @cached_property
+    def columns(self) -> list[int | None]:
+        """The target blocks, as many as the deepest tower has, then None for sites outside of them."""
+        outside = any(_is_outside(site) for site in self.drawable)
+        return [*range(max(self.blocks, _depth(self.drawable))), *([None] if outside else [])]
+
+    def values(self, value: str) -> np.ndarray[Any, Any]:
+        """Return rows by columns, the mean of several sites; NaN if none was carried, infinity if none can be there."""
+        import numpy as np
+
+        values = np.full((len(self.roles), len(self.columns)), np.inf)
+        cells: dict[tuple[int, int], list[float]] = {}
+        for row, role in enumerate(self.roles):
+            sites = [site for site in self.drawable if self.labels[site.role] == role]
+            outside = {_is_outside(site) for site in sites}
+            depth = _depth(sites) if all(is_of_text_tower(site) for site in sites) else self.blocks
+            possible = [
+                True in outside if block is None else False in outside and block < depth for block in self.columns
+            ]
+            values[row, possible] = np.nan
+            for site in sites:
+                number = getattr(site, value)
+                if number is not None and isfinite(number):
+                    cell = (row, self.columns.index(block_of(site)))
+                    cells.setdefault(cell, []).append(min(max(number, 0.0), 1.0))
+        for cell, numbers in cells.items():
+            values[cell] = sum(numbers) / len(numbers)
+        return values
+
+
+def is_of_text_tower(site: SiteRecord) -> bool:
+    """Return True for a site of a text tower beside the main one, which numbers its own blocks."""
+    return site.name.startswith(_TEXT) and site.role.startswith(_TEXT)
+
+
+def block_of(site: SiteRecord) -> int | None:
+    """Return the target block of a site, the number before its role in its name; None outside the blocks."""
+    role = site.role.removeprefix(_TEXT) if is_of_text_tower(site) else site.role
+    match = _BLOCK.search(site.name.removesuffix(f".{role}"))
+    return int(match[1]) if match and not _is_outside(site) else None
+
+
+def _is_outside(site: SiteRecord) -> bool:
+    """Return True for a site outside the blocks, as a projection or a head: its role is its whole name."""
+    return site.name == site.role
+
+
+def _depth(sites: Sequence[SiteRecord]) -> int:
+    return max((1 + (block_of(site) or 0) for site in sites if not _is_outside(site)), default=0)
 
 
 @lru_cache(maxsize=32)
-def _drawn(sites: tuple[SiteRecord, ...], blocks: int) -> bytes:
-    stream = BytesIO()
-    _draw(sites, blocks).save(stream, "png")
-    return stream.getvalue()
-
-
-def _draw(sites: Sequence[SiteRecord], blocks: int) -> Image.Image:
+def _draw(heat_map: HeatMap) -> bytes | None:
     from PIL import Image, ImageDraw
 
-    columns, roles = _columns(sites, blocks), _roles(sites, blocks)
-    drawn, labels = panels(sites, blocks), [_short(role) for role in roles]
+    panels, columns = heat_map.panels, heat_map.columns
+    if not panels:
+        return None
+    labels = [_printable(role) for role in heat_map.roles]
     beside = len(columns) - columns.count(None) <= SIDE_BY_SIDE
-    down, across = (1, len(drawn)) if beside else (len(drawn), 1)
-    height = (_ROW if beside else _LOW_ROW) * len(roles)
-    left = 2 * _GAP + max(_width(label) for label in labels)
-    right = _WIDTH - _BAR - 3 * _GAP - _width("worst")
+    down, across = (1, len(panels)) if beside else (len(panels), 1)
+    height = (_ROW if beside else _LOW_ROW) * len(labels)
+    left = 2 * _GAP + max(ceil(_font(_SMALL).getlength(label)) for label in labels)
+    right = _WIDTH - _BAR - 3 * _GAP - ceil(_font(_SMALL).getlength("worst"))
     width = (right - left + 2 * _GAP) // across - 2 * _GAP
     bottom = _ABOVE + down * (height + _BETWEEN) - _BETWEEN
     picture = Image.new("RGB", (_WIDTH, bottom + _BELOW), "white")
     pen = ImageDraw.Draw(picture)
-    for number, (value, title) in enumerate(drawn.items()):
+    for number, (value, title) in enumerate(panels.items()):
         row, column = divmod(number, across)
-        strip = _Strip(pen, left + column * (width + 2 * _GAP), _ABOVE + row * (height + _BETWEEN), width, height)
-        strip.fill(_values(sites, blocks, value, roles, columns), small_is_good=value == "unseen")
-        pen.text((strip.x, strip.y - _GAP), title, INK, _font(_LARGE), anchor="ls")
+        panel = _Panel(pen, left + column * (width + 2 * _GAP), _ABOVE + row * (height + _BETWEEN), width, height)
+        panel.fill(heat_map.values(value), small_is_good=value == "unseen")
+        panel.text(0, -_GAP, title, "ls", _LARGE)
         if column == 0:
-            strip.label_roles(labels)
+            for index, label in enumerate(labels):
+                panel.text(-_GAP, (index + 0.5) * height / len(labels), label, "rm")
         if row == down - 1:
-            strip.label_blocks(columns, "proj" if "proj" in roles else "other")
+            panel.label_blocks(columns, "proj" if "proj" in heat_map.roles else "other")
     for y in range(_ABOVE, bottom):
         pen.line((right + _GAP, y, right + _GAP + _BAR, y), _colour((bottom - y) / (bottom - _ABOVE)))
     for y, word in ((_ABOVE, "best"), (bottom, "worst")):
         pen.text((right + 2 * _GAP + _BAR, y), word, INK, _font(_SMALL), anchor="lm")
-    return picture
+    stream = BytesIO()
+    picture.save(stream, "png")
+    return stream.getvalue()
 
 
 @dataclass(frozen=True)
-class _Strip:
-    """A panel of the picture: where it stands, and what draws it."""
+class _Panel:
+    """One heat map of the picture: its place, and the pen that draws it."""
 
     pen: ImageDraw.ImageDraw
     x: int
@@ -162,7 +240,7 @@ class _Strip:
     height: int
 
     def fill(self, values: np.ndarray[Any, Any], small_is_good: bool) -> None:
-        """Draw the cells, bright where it is good; what was not carried is grey, a place where no site can be empty."""
+        """Draw the cells, bright if good, grey if not carried, empty if no site can be there."""
         from numpy import ndenumerate
 
         rows, columns = values.shape
@@ -171,45 +249,40 @@ class _Strip:
             if value == inf:
                 continue
             goodness = 1 - value if small_is_good else value
-            x, end = (self.x + at * self.width // columns for at in (column, column + 1))
-            y, below = (self.y + at * self.height // rows for at in (row, row + 1))
-            self.pen.rectangle((x, y, end - line, below - line), _NOT_CARRIED if isnan(value) else _colour(goodness))
-            if columns <= MOST_NUMBERS and not isnan(value):
+            x, right = (at * self.width // columns for at in (column, column + 1))
+            y, bottom = (at * self.height // rows for at in (row, row + 1))
+            box = (self.x + x, self.y + y, self.x + right - line, self.y + bottom - line)
+            self.pen.rectangle(box, _NOT_CARRIED if isnan(value) else _colour(goodness))
+            if columns <= MAX_NUMBERED and not isnan(value):
                 text = f"{value:.2f}" if columns <= 6 else f"{value:.2f}".lstrip("0")
                 ink = "black" if goodness > 0.6 else "white"
-                self.pen.text(((x + end - line) / 2, (y + below - line) / 2), text, ink, _font(size), anchor="mm")
-
-    def label_roles(self, labels: Sequence[str]) -> None:
-        for row, label in enumerate(labels):
-            place = (self.x - _GAP, self.y + (row + 0.5) * self.height / len(labels))
-            self.pen.text(place, label, INK, _font(_SMALL), anchor="rm")
+                self.text((x + right - line) / 2, (y + bottom - line) / 2, text, "mm", size, ink)
 
     def label_blocks(self, columns: list[int | None], outside: str) -> None:
-        """Block numbers, not more than fit, and a word for what is `outside` of them."""
-        blocks = columns[: columns.index(None)] if None in columns else columns
-        step = max(1, ceil(len(blocks) / (8 if len(blocks) <= SIDE_BY_SIDE else 16)))
-        y = self.y + self.height + _GAP
-        for place in (*range(0, len(blocks), step), *range(len(blocks), len(columns))):
-            label = outside if columns[place] is None else str(columns[place])
-            self.pen.text(
-                (self.x + (place + 0.5) * self.width / len(columns), y), label, INK, _font(_SMALL), anchor="ma"
-            )
-        self.pen.text(
-            (self.x + self.width / 2, y + 2 * _SMALL * 3 // 4), "target block", INK, _font(_SMALL), anchor="ma"
-        )
+        """Print as many block numbers as fit, and a word for the column `outside` of them."""
+        blocks = len(columns) - columns.count(None)
+        step = max(1, ceil(blocks / (8 if blocks <= SIDE_BY_SIDE else 16)))
+        for index in (*range(0, blocks, step), *range(blocks, len(columns))):
+            label = outside if columns[index] is None else str(columns[index])
+            self.text((index + 0.5) * self.width / len(columns), self.height + _GAP, label, "ma")
+        self.text(self.width / 2, self.height + _GAP + 2 * _SMALL * 3 // 4, "target block", "ma")
+
+    def text(self, x: float, y: float, text: str, anchor: str, size: int = _SMALL, ink: str = INK) -> None:
+        self.pen.text((self.x + x, self.y + y), text, ink, _font(size), anchor=anchor)
 
 
 def _colour(goodness: float) -> tuple[int, ...]:
-    """From the worst, 0, to the best, 1."""
-    place = min(max(goodness, 0.0), 1.0) * (len(_SHADES) - 1)
-    below = min(int(place), len(_SHADES) - 2)
-    pairs = zip(_SHADES[below], _SHADES[below + 1], strict=True)
-    return tuple(round(one + (place - below) * (other - one)) for one, other in pairs)
+    """Return the colour between the worst, 0, and the best, 1."""
+    steps = len(_VIRIDIS) // 3 - 1
+    position = min(max(goodness, 0.0), 1.0) * steps
+    below = min(int(position), steps - 1)
+    pairs = zip(_VIRIDIS[3 * below : 3 * below + 3], _VIRIDIS[3 * below + 3 : 3 * below + 6], strict=True)
+    return tuple(round(one + (position - below) * (other - one)) for one, other in pairs)
 
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib: the same on every machine, and nothing of matplotlib is imported."""
+    """Load DejaVu Sans from matplotlib's files, without importing matplotlib."""
     from PIL import ImageFont
 
     matplotlib = find_spec("matplotlib")
@@ -218,96 +291,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size)
 
 
-def _width(label: str) -> int:
-    return ceil(_font(_SMALL).getlength(label))
-
-
-def _short(label: str) -> str:
-    """The end of a long path, which tells more than its beginning; nothing that is not a letter."""
-    shown = "".join(letter if letter.isprintable() else "?" for letter in label)
-    return shown if len(shown) <= _LONGEST_LABEL else f"...{shown[3 - _LONGEST_LABEL :]}"
-
-
-def _drawable(sites: Sequence[SiteRecord], blocks: int) -> list[SiteRecord]:
-    if blocks > MOST_BLOCKS:
-        return []
-    main, texts = range(blocks), range(MOST_BLOCKS)
-    return [site for site in sites if _outside(site) or block_of(site) in (texts if is_of_text_tower(site) else main)]
-
-
-def is_of_text_tower(site: SiteRecord) -> bool:
-    """Whether a site is of a tower beside the main one, whose blocks have numbers of their own."""
-    return site.name.startswith(_TEXT) and site.role.startswith(_TEXT)
-
-
-def _outside(site: SiteRecord) -> bool:
-    """Whether a site stands outside the blocks, as a projection or a head does: then its role is its whole name."""
-    return site.name == site.role
-
-
-def block_of(site: SiteRecord) -> int | None:
-    """The target block of a site, which stands before its role in its name; None outside the blocks."""
-    role = site.role.removeprefix(_TEXT) if is_of_text_tower(site) else site.role
-    found = _BLOCK.search(site.name.removesuffix(f".{role}"))
-    return int(found[1]) if found and not _outside(site) else None
-
-
-def _labels(sites: Sequence[SiteRecord], blocks: int) -> dict[str, str]:
-    """The row of each role."""
-    return role_labels(site.role for site in _drawable(sites, blocks))
-
-
-def _roles(sites: Sequence[SiteRecord], blocks: int) -> list[str]:
-    return list(dict.fromkeys(_labels(sites, blocks).values()))
-
-
-def _columns(sites: Sequence[SiteRecord], blocks: int) -> list[int | None]:
-    """The target blocks, as many as the deepest tower has, then None for what stands outside of them."""
-    drawn = _drawable(sites, blocks)
-    outside = any(_outside(site) for site in drawn)
-    deepest = max([blocks, *(1 + block for site in drawn if (block := block_of(site)) is not None)])
-    return [*range(deepest), *([None] if outside else [])]
-
-
-def _values(
-    sites: Sequence[SiteRecord], blocks: int, value: str, roles: list[str], columns: list[int | None]
-) -> np.ndarray[Any, Any]:
-    """Rows by columns, the mean where several sites meet; NaN where none was carried, infinity where none can be."""
-    import numpy as np
-
-    labels, drawn = _labels(sites, blocks), _drawable(sites, blocks)
-    values = np.full((len(roles), len(columns)), np.inf)
-    for row, role in enumerate(roles):
-        here = [site for site in drawn if labels[site.role] == role]
-        places, depth = {_outside(site) for site in here}, blocks
-        if all(is_of_text_tower(site) for site in here):  # how deep that tower is, its sites show
-            depth = max(1 + (block_of(site) or 0) for site in here)
-        can_be = [True in places if block is None else False in places and block < depth for block in columns]
-        values[row, can_be] = np.nan
-    cells: dict[tuple[int, int], list[float]] = {}
-    for site in drawn:
-        number = getattr(site, value)
-        if number is not None and isfinite(number):
-            cell = (roles.index(labels[site.role]), columns.index(block_of(site)))
-            cells.setdefault(cell, []).append(min(max(number, 0.0), 1.0))
-    for cell, numbers in cells.items():
-        values[cell] = sum(numbers) / len(numbers)
-    return values
-
-
-PICTURE_FILE = "alignment.png"
-
-
-def has_alignment(record: Record) -> bool:
-    """Whether calibration left anything to draw: a method without statistics does not."""
-    return bool(record_panels(record))
-
-
-def record_panels(record: Record) -> dict[str, str]:
-    """The values that are drawn, with their titles."""
-    return panels(record.sites, len(record.method.layers))
-
-
-def record_picture(record: Record) -> bytes | None:
-    """PNG: the heat strips of the record's sites; the same record gives the same bytes."""
-    return alignment_picture(record.sites, len(record.method.layers))
+def _printable(label: str) -> str:
+    """Replace unprintable letters, and keep the end of a long path, which tells more than its beginning."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in label)
+    return printable if len(printable) <= _MAX_LABEL else f"...{printable[3 - _MAX_LABEL :]}"

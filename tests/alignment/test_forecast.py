@@ -37,7 +37,7 @@ from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.transfer import DOUBTFUL, forecast
 from hf_bico.reports.record import ForecastRecord, read_record
-from hf_bico.reports.results import foresight_sentence
+from hf_bico.reports.results import forecast_sentence
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_TEMPLATES, METHODS
 from support import reference
@@ -528,7 +528,7 @@ def test_an_objective_of_the_callers_own_has_no_answers(scene: Scene) -> None:
     assert found is not None
     assert found.headroom is None
     assert found.loss > 0
-    assert "answers wrong" not in foresight_sentence(found)
+    assert "answers wrong" not in forecast_sentence(found)
 
 
 def test_a_loss_that_stands_in_for_another_is_not_told(scene: Scene) -> None:
@@ -536,7 +536,7 @@ def test_a_loss_that_stands_in_for_another_is_not_told(scene: Scene) -> None:
     assert found is not None
     assert found.loss is None
     assert found.headroom is None
-    assert "calibration loss moves by" in foresight_sentence(found)
+    assert "calibration loss moves by" in forecast_sentence(found)
 
 
 def test_a_round_foretells_only_where_it_is_told_to(rounds: Callable[[str], Calibration]) -> None:
@@ -630,9 +630,9 @@ def test_a_small_outlook_is_doubtful() -> None:
     few = task(answers=1000, wrong=500)
     assert outlook(-1000 * DOUBTFUL, of=few).helps
     assert not outlook(-1000 * DOUBTFUL + 1, of=few).helps
-    assert "likely to help" in foresight_sentence(outlook(-3.0))
-    assert "doubtful" in foresight_sentence(outlook(3.0))
-    assert "gets 40% of the calibration answers wrong" in foresight_sentence(outlook(3.0))
+    assert "likely to help" in forecast_sentence(outlook(-3.0))
+    assert "doubtful" in forecast_sentence(outlook(3.0))
+    assert "gets 40% of the calibration answers wrong" in forecast_sentence(outlook(3.0))
 
 
 # What is printed and kept
@@ -654,7 +654,7 @@ def test_the_outlook_is_printed_before_the_results(ported: tuple[Result, Path]) 
     found = read_record(out).foresight
     assert found is not None
     first, *rest = result.stdout.splitlines()
-    assert first == foresight_sentence(found)
+    assert first == forecast_sentence(found)
     assert first.startswith("Outlook: ")
     assert "target, zero-shot" in "\n".join(rest)
     assert result.output.count("Outlook:") == 1

@@ -37,7 +37,7 @@ from hf_bico.models.families.modules import module_layout
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
 from hf_bico.models.model import Model
-from hf_bico.reports.results import MOST_ROLES, OTHER_ROLES, role_labels
+from hf_bico.reports.results import MAX_ROLES, OTHER_ROLES, role_labels
 from hf_bico.utils.samples import TEXTS
 from support.rotated_clips import random_rotation, rotation_fixing_ones
 from support.toys import WRITERS, Toy, random_rows, random_state
@@ -536,7 +536,7 @@ def test_very_many_roles_share_a_last_line() -> None:
     roles = [f"part_{letter}.{name}" for letter in "abcdefgh" for name in ("up", "gate", "down", "out")]
     labels = role_labels([*roles, "mlp.up", "not | a path"])
     lines = list(dict.fromkeys(labels.values()))
-    assert len(lines) == MOST_ROLES
+    assert len(lines) == MAX_ROLES
     assert (lines[0], lines[-1]) == ("mlp.up", OTHER_ROLES)
     assert labels["not | a path"] == labels[roles[-1]] == OTHER_ROLES
 

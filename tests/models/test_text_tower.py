@@ -291,7 +291,7 @@ def test_transfusion_looks_at_one_tower_and_refuses_two(folders: dict[str, Path]
 
 
 def test_tables_and_pictures_keep_the_towers_apart() -> None:
-    from hf_bico.reports.pictures import _columns, _roles, _values
+    from hf_bico.reports.pictures import HeatMap
     from hf_bico.reports.results import Report
     from support.records import a_record, some_sites
 
@@ -300,12 +300,11 @@ def test_tables_and_pictures_keep_the_towers_apart() -> None:
         replace(site, name=f"text.{site.name}", role=f"text.{site.role}", score_in=0.125) for site in some_sites(3)
     ]
     both = replace(alone, sites=[*alone.sites, *texts])
-    roles = _roles(alone.sites, 2)
-    assert _roles(both.sites, 2) == [*roles, *(f"text.{role}" for role in roles)]
-    assert _columns(both.sites, 2) == [0, 1, 2, None], "the text tower is the deeper one"
-    main, values = (
-        _values(sites, 2, "score_in", _roles(sites, 2), _columns(sites, 2)) for sites in (alone.sites, both.sites)
-    )
+    main_map, both_map = (HeatMap(tuple(record.sites), 2) for record in (alone, both))
+    roles = main_map.roles
+    assert both_map.roles == [*roles, *(f"text.{role}" for role in roles)]
+    assert both_map.columns == [0, 1, 2, None], "the text tower is the deeper one"
+    main, values = (heat_map.values("score_in") for heat_map in (main_map, both_map))
     assert (values[: len(roles), [0, 1, 3]] == main).all()
     assert np.isinf(values[: len(roles), 2]).all(), "the main tower has no third block"
     rest = values[len(roles) :]

@@ -520,7 +520,7 @@ def test_card_is_stable(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-        pictures._drawn.cache_clear()
+        pictures._draw.cache_clear()
         assert write_card(a_record(), folder) == folder / "README.md"
     for name in ("README.md", "alignment.png"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
@@ -530,7 +530,7 @@ def test_card_is_stable(tmp_path: Path) -> None:
 def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) -> None:
     picture = record_picture(a_record(blocks))
     assert picture is not None
-    pictures._drawn.cache_clear()
+    pictures._draw.cache_clear()
     assert picture == record_picture(a_record(blocks))
     assert picture.startswith(b"\x89PNG\r\n")
     width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))

@@ -39,7 +39,7 @@ from hf_bico.reports.model_cards.sections import (
     languages,
     measured_task,
 )
-from hf_bico.reports.pictures import PICTURE_FILE, has_alignment, record_panels
+from hf_bico.reports.pictures import PICTURE_FILE, record_panels
 from hf_bico.reports.record import EvaluationRecord, ModelRecord, Record
 from hf_bico.reports.results import (
     Report,
@@ -245,7 +245,7 @@ def gather(record: Record) -> Card:
         licences=Licences(required, () if base is None else (("base", base),)),
         use=_usage(public),
         held=_held(public),
-        picture=PICTURE_FILE if has_alignment(record) else None,
+        picture=PICTURE_FILE if record_panels(record) else None,
     )
 
 

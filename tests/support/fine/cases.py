@@ -23,7 +23,7 @@ import hf_bico
 from hf_bico.errors import BicoError
 from hf_bico.experiments.demo.world import World
 from hf_bico.porting.result import ChangeResult, Ported
-from hf_bico.reports.results import foresight_sentence
+from hf_bico.reports.results import forecast_sentence
 
 TASK = "inverted"
 FILE = "open_clip_model.safetensors"
@@ -96,7 +96,7 @@ class Stage:
 
 def outcome_of(made: Ported | ChangeResult) -> Outcome:
     foresight = getattr(made.record, "foresight", None)
-    outlook = () if foresight is None else (foresight_sentence(foresight),)
+    outlook = () if foresight is None else (forecast_sentence(foresight),)
     head = {} if made.form.head is None else {f"the head's {name}": t for name, t in made.form.head.tensors.items()}
     return Outcome({**made.form.changes, **head}, (*made.record.notices, *outlook))
 
