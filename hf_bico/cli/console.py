@@ -76,7 +76,7 @@ def _verdict(planned: Plan, needs_data: bool) -> str:
 def print_forecast(forecast: ForecastRecord, write: Callable[[str], None]) -> None:
     """Print the forecast before the measuring begins; a closed pipe does not stop the job."""
     with suppress(BrokenPipeError):
-        write(foresight_sentence(forecast) + "\n")
+        write(forecast_sentence(forecast) + "\n")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.data.dataset import Samples
@@ -50,13 +51,10 @@ class AugmentedSamples:
 
     def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
         """Yield (images, labels), `size` at a time."""
-        images: list[Any] = []
-        done = 0
-        for image in self._images():
-            images.append(image)
-            if len(images) == size or done + len(images) == len(self):
-                yield images, list(self.labels[done : done + len(images)])
-                done, images = done + len(images), []
+        images = self._images()
+        for start in range(0, len(self), size):
+            labels = list(self.labels[start : start + size])
+            yield list(islice(images, len(labels))), labels
 
     def _images(self) -> Iterator[Any]:
         for row, ([image], _) in zip(self.samples.indices, self.samples.batches(1), strict=True):

@@ -13,7 +13,7 @@ from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError, 
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
 
-Rows = Any
+RowSequence = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
 NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
 STRING, MESSAGES = "string", "messages"
@@ -121,7 +121,7 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.parts.values(), *(() if self.label is None else (self.label,)))
+        return tuple(self.by_role.values())
 
     @property
     def by_role(self) -> dict[str, str]:
@@ -304,14 +304,14 @@ def _listed(kinds: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def undecoded(rows: Rows, image: str) -> Rows:
+def undecoded(rows: RowSequence, image: str) -> RowSequence:
     """Return the rows with images as stored: bytes or a path."""
     import datasets
 
     return rows.cast_column(image, datasets.Image(decode=False))
 
 
-def column(rows: Rows, name: str) -> list[Any]:
+def column(rows: RowSequence, name: str) -> list[Any]:
     """Return all values of one column."""
     try:
         return list(rows[name][:]) if hasattr(rows, "features") else [row[name] for row in rows]
@@ -319,7 +319,7 @@ def column(rows: Rows, name: str) -> list[Any]:
         raise UnreadableSampleError(f"the column '{name}' cannot be read: {error}", "mend or remove the row") from error
 
 
-def column_kinds(rows: Rows) -> dict[str, str]:
+def column_kinds(rows: RowSequence) -> dict[str, str]:
     """Return what each column holds, by its declared type or else by its first values."""
     if hasattr(rows, "features"):
         return feature_kinds(rows.features)

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL.Image import DecompressionBombError
 
-from hf_bico.data.columns import Columns, Rows, column, column_kinds, read_messages, undecoded
+from hf_bico.data.columns import Columns, RowSequence, column, column_kinds, read_messages, undecoded
 from hf_bico.data.loading import READ_ERRORS, decode_image
 from hf_bico.data.remote_parquet import UNLABELLED
 from hf_bico.data.sampling import draw_order
@@ -36,7 +36,7 @@ class DataSet:
     """The splits of a data set, its columns and its classes."""
 
     name: str
-    splits: Mapping[str, Rows]
+    splits: Mapping[str, RowSequence]
     columns: Columns
     class_names: tuple[str, ...]
     named: bool = False
@@ -46,7 +46,7 @@ class DataSet:
     parts: Mapping[str, list[FilePart]] = field(default_factory=dict)
     """The row groups behind each split that was read in part."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
-    _sample_rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    _sample_rows: dict[str, RowSequence] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def labelled(self) -> bool:
@@ -129,7 +129,7 @@ class DataSet:
             rows, decode = undecoded(rows, image), lambda value: decode_image(value, folder)
         return Samples(rows, self.columns, tuple(indices), tuple(labels[index] for index in indices), decode)
 
-    def _rows(self, split: str) -> Rows:
+    def _rows(self, split: str) -> RowSequence:
         """Return the rows of a split with the columns of a sample alone: no other image is decoded."""
         if split not in self._sample_rows:
             rows, names = self.splits[split], list(self.columns.parts.values())
@@ -148,7 +148,7 @@ class DataSet:
 class Samples:
     """Rows of one split; they are read, and their images decoded, when a batch is taken."""
 
-    rows: Rows
+    rows: RowSequence
     columns: Columns
     indices: tuple[int, ...]
     labels: tuple[int, ...]
@@ -196,7 +196,7 @@ class Samples:
         return image
 
 
-def _row(rows: Rows, index: int) -> Any:
+def _row(rows: RowSequence, index: int) -> Any:
     try:
         return rows[index]
     except _DECODING_ERRORS as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.data.columns import (
     Columns,
-    Rows,
+    RowSequence,
     class_names,
     column_kinds,
     feature_kinds,
@@ -88,13 +88,13 @@ def draw(
     return draw_from(open_data(data, settings, hub, known_names=known_names, reads=reads), settings)
 
 
-def draw_from(opened: DataSet, settings: Settings) -> CalibrationDraw:
-    split, strategy = calibration_split(opened, settings.split), Strategy.from_settings(settings)
+def draw_from(data: DataSet, settings: Settings) -> CalibrationDraw:
+    split, strategy = calibration_split(data, settings.split), Strategy.from_settings(settings)
     return CalibrationDraw(
-        data=opened,
+        data=data,
         split=split,
-        samples=calibration_samples(opened, split, settings),
-        labels="dataset" if _uses_labels(_columns_of(opened, split, settings), settings) else "pseudo",
+        samples=calibration_samples(data, split, settings),
+        labels="dataset" if _uses_labels(_columns_of(data, split, settings), settings) else "pseudo",
         strategy=strategy,
         needs_features=strategy.needs_features,
     )
@@ -119,23 +119,23 @@ def open_data(
     settings = settings or Settings()
     reader = _Reader(settings, known_names, measure, reads)
     if not isinstance(data, str | Path | HubReference):
-        splits = _given_splits(data)
-        return reader.data_set("data", splits, task_of=_origin(splits, settings))
+        rows = _given_splits(data)
+        return reader.data_set("data", rows, task_of=_origin(rows, settings))
     reference = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
     if isinstance(reference, Path):
-        opened = open_folder(reference, reference.name, settings.config)
-        return reader.data_set(reference.name, opened.splits, named=True, config=opened.config)
+        splits, config = open_folder(reference, reference.name, settings.config)
+        return reader.data_set(reference.name, splits, named=True, config=config)
     repo = (hub or Hub()).repo(reference, "the data set", "dataset")
     files = large_parquet(repo, settings.config)
     if files is not None:
         return _open_in_part(files, reader)
-    opened = open_whole(repo, settings.config, settings.max_download)
-    return reader.data_set(repo.id, opened.splits, named=True, repo=repo, config=opened.config)
+    splits, config = open_whole(repo, settings.config, settings.max_download)
+    return reader.data_set(repo.id, splits, named=True, repo=repo, config=config)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """How to interpret the rows of a data set."""
+    """The settings that turn rows into a data set."""
 
     settings: Settings
     known_names: Sequence[str] | None
@@ -148,14 +148,14 @@ class _Reader:
         return find_columns(kinds, self.settings, self.reads, needs_labels=needs_labels, task=task)
 
     def data_set(
-        self, name: str, splits: Mapping[str, Rows], task_of: tuple[str, str | None] | None = None, **where: Any
+        self, name: str, splits: Mapping[str, RowSequence], task_of: tuple[str, str | None] | None = None, **where: Any
     ) -> DataSet:
         """Combine all splits; `task_of` is the name and configuration to recognise a known task by."""
         kinds = column_kinds(next(iter(splits.values())))
         columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
         return DataSet(name, splits, columns, self.class_names(splits.values(), columns), **where)
 
-    def class_names(self, splits: Iterable[Rows], columns: Columns) -> tuple[str, ...]:
+    def class_names(self, splits: Iterable[RowSequence], columns: Columns) -> tuple[str, ...]:
         return class_names(splits, columns, self.settings, self.known_names)
 
 
@@ -167,10 +167,12 @@ def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
     split = _choose_split(files.repo.id, files.splits, settings.split, preferred)
     kinds = feature_kinds(groups.features(split))
     columns = reader.columns(kinds, files.repo.id, files.config)
+    label = columns.label
     if measure and settings.split is None:
-        split = _labelled_split(groups, columns, split)
-    if columns.label is not None and kinds[columns.label] == "string" and settings.class_names is None:
-        settings = replace(settings, class_names=groups.names(columns.label))
+        usable = (name for name in _evaluation_splits(columns) if name in groups.splits)
+        split = next((name for name in usable if label is None or not groups.lacks_labels(name, label)), split)
+    if label is not None and kinds[label] == "string" and settings.class_names is None:
+        settings = replace(settings, class_names=groups.names(label))
         reader = replace(reader, settings=settings)
     origin: dict[str, Any] = {"named": True, "repo": files.repo, "config": files.config}
     if measure and settings.n is None:
@@ -189,13 +191,6 @@ def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
         for name, some in chosen.items()
     }
     return replace(data, splits=rows, parts={name: some.parts for name, some in chosen.items() if name not in whole})
-
-
-def _labelled_split(groups: RowGroups, columns: Columns, split: str) -> str:
-    """Return the first split to evaluate on that has labels."""
-    label = columns.label
-    usable = (name for name in _evaluation_splits(columns) if name in groups.splits)
-    return next((name for name in usable if label is None or not groups.lacks_labels(name, label)), split)
 
 
 def _evaluation_splits(columns: Columns) -> tuple[str, ...]:
@@ -348,14 +343,14 @@ def evaluation_samples(
     return others[0], data.samples(others[0], data.usable_rows(others[0], data.order(others[0], seed), most))
 
 
-def _origin(splits: Mapping[str, Rows], settings: Settings) -> tuple[str, str | None]:
+def _origin(splits: Mapping[str, RowSequence], settings: Settings) -> tuple[str, str | None]:
     """Return the name and configuration that the rows were loaded by, as far as `datasets` knows."""
     info = getattr(next(iter(splits.values())), "info", None)
     name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
     return name or "data", None if config == "default" else config
 
 
-def _given_splits(data: Any) -> Mapping[str, Rows]:
+def _given_splits(data: Any) -> Mapping[str, RowSequence]:
     if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
         return dict(data)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:

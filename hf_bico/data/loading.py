@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
@@ -25,7 +25,7 @@ from hf_bico.hub.retries import is_offline
 from hf_bico.utils.files import read_card_metadata, require_sound_json
 from hf_bico.utils.text import size_text
 
-SMALL = 64_000_000
+SMALL_REPO = 64_000_000
 """Repos of up to so many bytes are fetched whole, and then work offline."""
 MAX_CARD_BYTES = 4_000_000
 """A card may declare the columns of hundreds of configurations."""
@@ -54,16 +54,10 @@ READ_ERRORS = (
 )
 """Errors that `datasets` and the readers under it raise on files that they cannot read."""
 
+OpenedData: TypeAlias = tuple[dict[str, Any], str | None]
+"""All splits of a data set, and its configuration if that has a name."""
 Item = TypeVar("Item")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class OpenedData:
-    """All splits of a data set, and its configuration if that has a name."""
-
-    splits: dict[str, Any]
-    config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,13 +110,13 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     if not splits:
         raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
-    return OpenedData({str(split): _with_images(rows) for split, rows in splits.items()}, _named(used))
+    return {str(split): _with_images(rows) for split, rows in splits.items()}, _named(used)
 
 
 def _without_split_labels(splits: Any) -> Any:
     """Remove labels that `datasets` inferred from folders named train and test.
 
-    Recognised by one class per split, and at most one class in each split.
+    Recognised by as many classes as splits, and at most one class in each split, which no other has.
     """
     import datasets
 
@@ -148,7 +142,7 @@ def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
     folder = fetch(repo, names)
     converted = _converted_files(repo, data, config)
     if converted is not None:
-        return _open_files(folder, converted)
+        return _open_parquet(folder, converted)
     try:
         return open_folder(folder, repo.id, config, foreign=True)
     except DataNotFoundError as error:
@@ -163,7 +157,7 @@ def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:
     # beside images, a metadata.parquet holds their other columns
     names = [name for name in data if name.endswith(".parquet") and PurePosixPath(name).name != "metadata.parquet"]
     size, parquet = (sum(repo.files[name] for name in some) for some in (data, names))
-    if size <= SMALL or parquet < size / 2:
+    if size <= SMALL_REPO or parquet < size / 2:
         return None
     _require_all_shards(repo, names)
     return _converted_files(repo, data, config) or _declared_files(repo, names, config)
@@ -176,14 +170,14 @@ def _declared_files(repo: HubRepo, names: Sequence[str], config: str | None) -> 
     """
     import datasets
 
-    about = [name for name in _METADATA_FILES if name in repo.files]
-    source = fetch(repo, about)
+    metadata = [name for name in _METADATA_FILES if name in repo.files]
+    source = fetch(repo, metadata)
     with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch, readable(repo.id):
         folder = Path(scratch).resolve() / "repo"
-        for name in (*about, *names):
+        for name in (*metadata, *names):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
-        for name in about:
+        for name in metadata:
             shutil.copyfile(source / name, folder / name)
         try:
             builder = _builder(folder, repo.id, config, Path(scratch) / "cache")
@@ -205,14 +199,14 @@ def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) ->
     return ParquetFiles(repo, _named(config), configs[config])
 
 
-def _open_files(folder: Path, files: ParquetFiles) -> OpenedData:
+def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
     import datasets
 
     datasets.disable_progress_bars()
     with readable(files.repo.id):
         paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
         loaded = datasets.load_dataset("parquet", data_files=paths)
-    return OpenedData({str(split): _with_images(rows) for split, rows in loaded.items()}, files.config)
+    return {str(split): _with_images(rows) for split, rows in loaded.items()}, files.config
 
 
 def _builder(folder: Path, name: str, config: str | None, cache: Path | None = None) -> Any:

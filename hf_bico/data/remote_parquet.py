@@ -25,7 +25,7 @@ from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 
 UNLABELLED = -1
-MIN_BUDGET, SHARE, MAX_BUDGET = 8_000_000, 0.02, 200_000_000
+MIN_BUDGET, BUDGET_SHARE, MAX_BUDGET = 8_000_000, 0.02, 200_000_000
 """Bytes of a split that are read for variety: a share of it, within bounds."""
 SPREAD = 64
 """Row groups to read within the budget: data sets are often sorted by class."""
@@ -97,8 +97,15 @@ class RowGroups:
 
     def features(self, split: str) -> Any:
         """Return the types of a split's columns: as declared by the card, else by its first file."""
+        import datasets
+
+        if self._declared:
+            return self._declared
         if split not in self._features:
-            self._features[split] = self._declared or self._stored_features(split)
+            first = self._files(split)[0]
+            self._read_footers([first])
+            stored = datasets.Features.from_arrow_schema(self._footers[first].schema.to_arrow_schema())
+            self._features[split] = image_features(stored)
         return self._features[split]
 
     def choose(
@@ -202,7 +209,7 @@ class RowGroups:
             )
 
     def _budget(self, split: str, after: ChosenRowGroups | None) -> int:
-        share = int(SHARE * sum(self.repo.files[file] for file in self.splits[split]))
+        share = int(BUDGET_SHARE * sum(self.repo.files[file] for file in self.splits[split]))
         # of the limit, not of what is left to download: the cache must not change the samples
         return min(max(MIN_BUDGET, min(share, MAX_BUDGET)), self._limit - (after.size if after else 0))
 
@@ -278,13 +285,6 @@ class RowGroups:
     def _open(self, file: str) -> Any:
         path = self._cached[file]
         return RemoteFile(self.repo, file) if path is None else path.open("rb")
-
-    def _stored_features(self, split: str) -> Any:
-        import datasets
-
-        first = self._files(split)[0]
-        self._read_footers([first])
-        return image_features(datasets.Features.from_arrow_schema(self._footers[first].schema.to_arrow_schema()))
 
     def _some_features(self, split: str, names: Iterable[str]) -> Any:
         import datasets

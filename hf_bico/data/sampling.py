@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CANDIDATES = 2000
 """Rows, or 10 times as many as are needed, among which the nearest or farthest from a centroid are searched."""
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE_DISTANCE = 1e-6
 """Distances of unit features below this are rounding noise."""
 
 
@@ -221,4 +221,4 @@ def centroid_distances(features: Tensor, labels: Sequence[int]) -> list[float]:
     for label in sorted(set(labels)):
         members = classes == label
         distances[members] = (unit[members] - unit[members].mean(0)).norm(dim=1)
-    return [0.0 if distance < NEGLIGIBLE else float(f"{distance:.6g}") for distance in distances.tolist()]
+    return [0.0 if distance < NEGLIGIBLE_DISTANCE else float(f"{distance:.6g}") for distance in distances.tolist()]

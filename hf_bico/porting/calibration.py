@@ -306,10 +306,10 @@ class Calibration:
         """Yield, for each batch of this process's samples, a pass of the source and one of the target."""
         drawn = self.drawn_samples
         own = self.models.team.share(tuple(range(len(drawn))))
-        mine = self._augmented(drawn.some(own))
+        mine = self._augmented(drawn.select(own))
         both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
         if shift:
-            both = zip(self._augmented(drawn.rotated(shift).some(own)).batches(size), mine.batches(size), strict=True)
+            both = zip(self._augmented(drawn.rotated(shift).select(own)).batches(size), mine.batches(size), strict=True)
         models = (self.models.source, self.models.target)
         batches = (
             [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both

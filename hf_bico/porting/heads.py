@@ -33,6 +33,8 @@ from hf_bico.hub.repo_metadata import ADAPTER_CONFIG, only_count
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
 from hf_bico.models.deltas import Deltas
+from hf_bico.models.families import all_families
+from hf_bico.models.families.base import HeadModules
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.modules import stored_names
 from hf_bico.models.families.pretrained import bare_model
@@ -43,42 +45,17 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.settings import Settings
 
 
-@dataclass(frozen=True)
-class HeadPlace:
-    """The model class that has a classification head, and the names of the head's layers in it."""
-
-    model_class: str
-    out: str = "classifier"
-    hidden: str | None = None
-    activation: str | None = None
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return (self.out,) if self.hidden is None else (self.hidden, self.out)
-
-
-_WITH_HIDDEN = {"hidden": "classifier.dense", "out": "classifier.out_proj", "activation": "tanh"}
-PLACES = {
-    "bert": HeadPlace("BertForSequenceClassification"),
-    "roberta": HeadPlace("RobertaForSequenceClassification", **_WITH_HIDDEN),
-    "xlm-roberta": HeadPlace("XLMRobertaForSequenceClassification", **_WITH_HIDDEN),
-    "distilbert": HeadPlace("DistilBertForSequenceClassification", hidden="pre_classifier", activation="relu"),
-    "vit": HeadPlace("ViTForImageClassification"),
-    "deit": HeadPlace("DeiTForImageClassification"),
-}
-"""By the `model_type` of a configuration."""
-
-
 def _config(model: Model) -> dict[str, Any]:
     if model.folder is not None:
         return dict(model.family.read_config(model.folder))
     return dict(model.module.config.to_dict())
 
 
-def head_place(model: Model) -> HeadPlace:
-    """Return where this kind of model stores a head."""
-    kind = _config(model).get("model_type")
-    if kind not in PLACES:
+def head_modules(model: Model) -> HeadModules:
+    """Return the names of the head's layers in this type of model."""
+    kind = str(_config(model).get("model_type"))
+    known = model.family.head_modules
+    if kind not in known:
         raise UnsupportedModelError(
             f"where a model of type '{kind}' keeps a classification head is not known",
             f"use one of: {', '.join(name for family in all_families() for name in family.head_modules)}",
@@ -86,7 +63,7 @@ def head_place(model: Model) -> HeadPlace:
     return known[kind]
 
 
-def read_head(source: Model | Adapter, place: HeadPlace) -> ClassHead | None:
+def read_head(source: Model | Adapter, place: HeadModules) -> ClassHead | None:
     """Read the head of a fine-tuned model or an adapter; None if it has none."""
     by_name = {name: _layer(source.checkpoint, name) for name in place.layers}
     layers = [layer for layer in by_name.values() if layer is not None]
@@ -144,7 +121,7 @@ class WrittenHead:
     @classmethod
     def of(cls, found: TargetHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
         """Bring a head into the shape that the target's class needs."""
-        place = head_place(target)
+        place = head_modules(target)
         head = in_form(found.head, place.activation, found.head.width)
         written = cls(place, head, tuple(class_names), found.origin)
         skeleton = written.skeleton(target)
@@ -305,7 +282,7 @@ def _classification(models: ModelPair, class_names: Sequence[str], drawn: Calibr
 def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | None:
     """Read the fine-tuned source's head, with its classes in the data set's order; None if it has none."""
     lineage = models.lineage
-    head = read_head(lineage.source, head_place(lineage.base))
+    head = read_head(lineage.source, head_modules(lineage.base))
     if head is not None and _reads_a_new_pooler(lineage.source, lineage.base):
         if models.settings.fit_head:
             return None
@@ -362,7 +339,7 @@ def own_head(model: Model, holder: Model | Adapter, live: LiveModel, data: DataS
     if objective == "text-to-text":
         return AnswerHead(names)
     if objective == "classification":
-        head = read_head(holder, head_place(model))
+        head = read_head(holder, head_modules(model))
         if head is None:
             raise UnsupportedModelError(
                 f"'{holder.name}' has no classification head", "measure it by a linear probe: --probe 100"

@@ -344,7 +344,7 @@ def _trains_on_whole_split(method: Method) -> bool:
 
 def _only_captions(drawn: CalibrationDraw) -> bool:
     """Return whether samples have no labels, but texts or captions to learn from."""
-    return not drawn.data.labelled and drawn.data.columns.teaches_itself
+    return not drawn.data.labelled and drawn.data.columns.is_self_supervised
 
 
 def _hash_in_background(lineage: Lineage) -> None:

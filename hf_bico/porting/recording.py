@@ -17,7 +17,7 @@ from hf_bico.models.adapters.config import LORA
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
-from hf_bico.porting.heads import class_order_notice, head_place
+from hf_bico.porting.heads import class_order_notice, head_modules
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import TEXT_TO_TEXT
@@ -200,7 +200,7 @@ def _without_head(findings: RunFindings, base: Model) -> Overlap:
     overlap = findings.vector.overlap
     if findings.head != "carried":
         return overlap
-    layers = head_place(base).layers
+    layers = head_modules(base).layers
     extra = tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers)
     return replace(overlap, extra=extra)
 

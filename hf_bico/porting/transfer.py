@@ -186,14 +186,14 @@ def training_task(model: LiveModel, head: Head, samples: Samples) -> TrainingTas
     """Train all tensors of a model, except a CLIP's text tower, on the head's loss; without dropout."""
 
     def loss(numbers: Sequence[int]) -> Tensor:
-        [(items, labels)] = samples.some(numbers).batches(len(numbers))
+        [(items, labels)] = samples.select(numbers).batches(len(numbers))
         value = head.losses(model, LossBatch(items, labels)).task
         if value is None:
             raise ValueError("samples without labels give no loss")
         return value
 
     def accuracy(numbers: Sequence[int]) -> float:
-        return head.measure(model, samples.some(numbers), len(numbers))
+        return head.measure(model, samples.select(numbers), len(numbers))
 
     layout = model.layout
     texts = {name for name, reason in layout.others.items() if reason == TEXT_TOWER}

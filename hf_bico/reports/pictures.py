@@ -63,7 +63,7 @@ def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
     return stream.getvalue()
 
 
-PICTURE_FILE = "alignment.png"
+ALIGNMENT_FILE = "alignment.png"
 PANELS = {
     "score_in": "score in (1 is best)",
     "score_out": "score out (1 is best)",

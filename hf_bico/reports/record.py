@@ -15,7 +15,7 @@ from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that is merged with others when the model is loaded."""
-SCHEMA = 1
+RECORD_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ObjectiveRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How the target was trained; `validation` is the accuracy on held-back samples."""
+    """Training of the target; `validation` is the accuracy on held-back samples."""
 
     learning_rate: float
     weight_decay: float
@@ -181,7 +181,7 @@ class OutputRecord:
 
 @dataclass(frozen=True)
 class ForecastRecord:
-    """Whether the port will help, predicted from its calibration pass alone.
+    """A forecast of whether the port will help, from its calibration pass alone.
 
     `first_order` is the first-order change of the mean calibration `loss` by what is carried outside of MLPs (if only
     MLPs change, by all of it), `agreement` the cosine of that change and the target's own descent, `headroom` the share
@@ -270,7 +270,7 @@ class Record(_RecordBase):
     foresight: ForecastRecord | None = None
     evaluation: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    schema: int = SCHEMA
+    schema: int = RECORD_SCHEMA
 
     @property
     def sources(self) -> list[ModelRecord]:
@@ -329,7 +329,7 @@ class ChangeRecord(_RecordBase):
     layers: list[LayerRecord] = field(default_factory=list)
     left: list[LeftRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    schema: int = SCHEMA
+    schema: int = RECORD_SCHEMA
 
     @property
     def sources(self) -> list[ModelRecord]:
@@ -363,9 +363,9 @@ def read_any(folder: Path) -> Record | ChangeRecord:
     except (OSError, ValueError) as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be read: {error}", "port again") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
-    if schema != SCHEMA:
+    if schema != RECORD_SCHEMA:
         raise RecordError(
-            f"{RECORD_FILE} of '{name}' has schema {schema!r}; this version reads {SCHEMA}",
+            f"{RECORD_FILE} of '{name}' has schema {schema!r}; this version reads {RECORD_SCHEMA}",
             "use the version of hf-bico that wrote it",
         )
     try:

@@ -26,8 +26,6 @@ VALUE_NAMES = {
     "source": "source, fine-tuned",
 }
 """The name of each measured model, in the order of a table."""
-TRAINERS = ("fewshot", "finetune")
-"""The methods that train the target, for comparison, and carry nothing."""
 LOSS = "loss"
 """The metric of which less is better."""
 MAX_LEFT = 0.5
@@ -373,9 +371,9 @@ def role_labels(roles: Iterable[str]) -> dict[str, str]:
     present = dict.fromkeys(roles)
     ordered = [role for role in ROLES if role in present] + [role for role in present if role not in ROLES]
     labels = {role: _label(role) for role in ordered}
-    shown = [label for label in dict.fromkeys(labels.values()) if label != OTHER_ROLES]
-    shown = shown if len(shown) <= MAX_ROLES else shown[: MAX_ROLES - 1]
-    return {role: label if label in shown else OTHER_ROLES for role, label in labels.items()}
+    rows = [label for label in dict.fromkeys(labels.values()) if label != OTHER_ROLES]
+    rows = rows if len(rows) <= MAX_ROLES else rows[: MAX_ROLES - 1]
+    return {role: label if label in rows else OTHER_ROLES for role, label in labels.items()}
 
 
 def _label(role: str) -> str:

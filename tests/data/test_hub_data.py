@@ -109,7 +109,7 @@ def sample_paths(drawn: CalibrationDraw) -> list[str]:
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
-    monkeypatch.setattr(data_files, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 0)
     monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
 
 
@@ -263,7 +263,7 @@ def test_max_download(hub: Hub, in_parts: None) -> None:
 
 
 def test_other_formats_are_downloaded_whole_or_not_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_files, "SMALL", 100)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 100)
     hub.create("user/x", type="dataset").commit(image_files())
     with pytest.raises(DownloadTooLargeError, match="'user/x' can only be read whole") as caught:
         draw("user/x", Settings(max_download=1000))
@@ -296,7 +296,7 @@ def test_images_and_numbers_that_nothing_describes(hub: Hub, in_parts: None, mon
     assert next(drawn.samples.batches(1))[0][0].size == (4, 4)
     with pytest.raises(ClassNamesError, match="outside of the 2 classes"):
         draw("user/x", Settings(n=120), known_names=NAMES[:2])
-    monkeypatch.setattr(data_files, "SMALL", 10**6)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 10**6)
     small = draw("user/x", Settings(n=10, class_names=NAMES))
     assert next(small.samples.batches(1))[0][0].size == (4, 4)
 
@@ -340,7 +340,7 @@ def test_the_card_names_configurations_and_types(hub: Hub, in_parts: None) -> No
 
 @pytest.mark.parametrize("small", [0, 10**6])
 def test_parquet_copies_of_the_hub(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
-    monkeypatch.setattr(data_files, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL_REPO", small)
     repo = hub.create("user/x", type="dataset")
     repo.commit({"x.py": "raise SystemExit"})
     repo.branch("refs/convert/parquet")
@@ -406,7 +406,7 @@ from hf_bico.data.draw import draw
 from hf_bico.errors import BicoError
 from hf_bico.settings import Settings
 for name in sys.argv[1:]:
-    data_files.SMALL = 0 if name == "user/large" else data_files.SMALL
+    data_files.SMALL_REPO = 0 if name == "user/large" else data_files.SMALL_REPO
     try:
         print(draw(name, Settings(n=9)).samples.indices)
     except BicoError as error:
@@ -420,7 +420,7 @@ def test_what_is_in_the_cache_works_without_the_hub(hub: Hub, tmp_path: Path, mo
     for name in ("folder", "never"):
         hub.create(f"user/{name}", type="dataset").commit(image_files())
     samples = [draw(name, Settings(n=9)).samples.indices for name in ("user/folder", "user/table")]
-    monkeypatch.setattr(data_files, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 0)
     samples.append(draw("user/large", Settings(n=9)).samples.indices)
     for name in sorted_files("train"):
         hf_hub_download("user/large", name, repo_type="dataset")
@@ -472,7 +472,7 @@ def test_a_hub_that_stumbles(hub: Hub, in_parts: None, monkeypatch: pytest.Monke
 def test_broken_repos(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, small: int, files: dict[str, bytes | str], cause: str
 ) -> None:
-    monkeypatch.setattr(data_files, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL_REPO", small)
     hub.create("user/x", type="dataset").commit(files)
     with pytest.raises(BicoError, match=cause) as caught:
         draw("user/x", Settings(n=10))
@@ -500,7 +500,7 @@ def test_importing_is_light() -> None:
 def test_rows_of_strangers_open_no_address_and_no_file_of_this_machine(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, kind: str
 ) -> None:
-    monkeypatch.setattr(data_files, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL_REPO", small)
     (tmp_path / "secret.png").write_bytes(encoded(0))
     path = f"{hub.url}/track" if kind == "address" else str(tmp_path / "secret.png")
     rows = table("x", in_order(4))
@@ -574,7 +574,7 @@ def test_a_class_that_has_too_few_rows_stops_nothing(hub: Hub, in_parts: None, m
 
 def test_evenness_stays_within_its_budget(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 1)
-    monkeypatch.setattr(remote_parquet, "SHARE", 0)
+    monkeypatch.setattr(remote_parquet, "BUDGET_SHARE", 0)
     hub.create("user/x", type="dataset").commit(sorted_files("train"))
     drawn = draw("user/x", Settings(n=12, sampling="class-balanced", evaluate=False))
     assert len(drawn.data.splits["train"]) == 20, "as many as hold 12 rows"
@@ -606,7 +606,7 @@ def unlabelled_files(prefix: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("small", [0, 10**6])
 def test_a_data_set_without_labels(hub: Hub, in_parts: None, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
-    monkeypatch.setattr(data_files, "SMALL", small)
+    monkeypatch.setattr(data_files, "SMALL_REPO", small)
     hub.create("user/x", type="dataset").commit(unlabelled_files("train") | unlabelled_files("test"))
     drawn = draw("user/x", Settings(n=15, class_names=NAMES))
     assert (drawn.labels, drawn.data.labelled, drawn.samples.labels) == ("pseudo", False, (-1,) * 15)

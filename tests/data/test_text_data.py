@@ -436,7 +436,7 @@ def test_the_record_names_the_columns_and_finds_them_again(row: dict[str, Any], 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data set counts as large, and a few row groups as many."""
-    monkeypatch.setattr(data_files, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 0)
     monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
 
 

@@ -190,7 +190,7 @@ def test_data_is_the_same_whatever_its_reference(
 def test_all_of_the_training_split_is_trained_on(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the repo: a large one is else read in part."""
     publish_vision(hub, tmp_path, "1", ("mnist",))
-    monkeypatch.setattr("hf_bico.data.loading.SMALL", 0)
+    monkeypatch.setattr("hf_bico.data.loading.SMALL_REPO", 0)
     hf_bico.reproduce("1", ["mnist"], folder=tmp_path / "out", **OPTIONS)
     record = read_record(tmp_path / "out" / "fine-tuned" / "CLIP-ViT-B-16-laion2B-s34B-b88K-mnist")
     assert record.method.training is not None

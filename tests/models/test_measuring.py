@@ -260,7 +260,7 @@ def test_probe_and_test_share_no_sample(splits: tuple[str, ...], n: int | None, 
 def test_probe_of_a_data_set_that_is_read_in_part(
     splits: tuple[str, ...], n: int | None, hub: Hub, monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
-    monkeypatch.setattr(data_files, "SMALL", 0)
+    monkeypatch.setattr(data_files, "SMALL_REPO", 0)
     monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
     files = {f"data/{split}-0.parquet": parquet_of(scene, split) for split in splits}
     hub.create("user/pictures", type="dataset").commit(files)

@@ -186,7 +186,7 @@ def _publish_scene(folder: Path, libraries: tuple[str, str]) -> Scene:
 
 
 _PORT = f"port {SOURCE} --to {TARGET} -n 8 --device cpu --json --force -o {{out}}"
-_IN_PARTS = {"hf_bico.data.loading.SMALL": 0, "hf_bico.data.remote_parquet.MIN_BUDGET": 4_000}
+_IN_PARTS = {"hf_bico.data.loading.SMALL_REPO": 0, "hf_bico.data.remote_parquet.MIN_BUDGET": 4_000}
 CIRCLES = (
     Circle("port and push", publish_images, f"{_PORT} --no-eval --push-to {{pushed}}"),
     Circle(

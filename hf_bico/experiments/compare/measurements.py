@@ -237,7 +237,7 @@ def draw_samples(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Dra
     As in a port, each draw reads its own rows of a large data set, unless the same split is measured on.
     """
     split = calibration_split(data, grid.settings.split)
-    separate = split in data.parts and any(name != split and data.can_measure_on(name) for name in EVALUATION_SPLITS)
+    separate = split in data.parts and any(name != split and data.can_evaluate_on(name) for name in EVALUATION_SPLITS)
     draws = {}
     for draw in grid.draws():
         source = _open_data_set(planned, grid, draw, hub, measured=False) if separate else data

@@ -1,8 +1,6 @@
-"""Sentences on methods and objectives.
+"""Sentences about methods, objectives, heads and losses.
 
-What each method does, in a sentence, and what it looks at. Knows names; neither records nor how methods work.
-
-What each objective, each head and each loss is, in a sentence. Reads records; neither models nor losses.
+Reads records; knows neither models nor losses.
 """
 
 from __future__ import annotations
@@ -10,18 +8,18 @@ from __future__ import annotations
 from hf_bico.reports.record import DataRecord, Record
 from hf_bico.reports.results import LOSS, is_trained
 
-SIGN_SENTENCES = {
+SIGN_PHRASES = {
     "mean": "the mean gradient of the samples",
     "majority": "the sign that most of the samples' own gradients have",
 }
-SAMPLING_SENTENCES = {
+SAMPLING_PHRASES = {
     "class-balanced": "evenly from all classes",
     "centroid-near": "evenly from all classes, those nearest to the mean of their class in the base's features",
     "centroid-far": "evenly from all classes, those farthest from the mean of their class in the base's features",
     "half-class": "from half of the classes",
     "one-class": "from one class",
 }
-MATCHINGS = {
+MATCHING_PHRASES = {
     "similarity": "matched by the similarity of what the blocks read (linear CKA)",
     "given": "as they were given",
 }
@@ -34,7 +32,7 @@ _UNNAMED = "The paper, which carries encoders of T5, does not name its loss"
 
 
 def objective_sentence(record: Record) -> str | None:
-    """What the loss is whose gradients were looked at; None where its name says it, or nobody knows."""
+    """Describe the loss that was differentiated; None if its name says it, or it is unknown."""
     name, data = record.objective.name, record.data
     if name == "language-modelling":
         return f"the cross-entropy of {_learnt(data)}, summed over the tokens"
@@ -53,7 +51,7 @@ def objective_sentence(record: Record) -> str | None:
 
 
 def head_sentence(record: Record) -> str | None:
-    """How a classifier's head came about; None where there is none."""
+    """Describe how a classifier's head was made; None without one."""
     origin = record.objective.head
     if origin == "carried":
         said = (
@@ -78,7 +76,7 @@ def head_sentence(record: Record) -> str | None:
 
 
 def loss_sentence(record: Record) -> str | None:
-    """What a measured loss is; None where none was."""
+    """Describe a measured loss; None if none was measured."""
     if not any(entry.metric == LOSS and entry.protocol is None for entry in record.evaluation):
         return None
     if record.objective.name == "contrastive":
@@ -89,7 +87,7 @@ def loss_sentence(record: Record) -> str | None:
 
 
 def uses_labels(record: Record) -> bool:
-    """Whether the objective looks at classes."""
+    """Return True if the objective uses classes."""
     return record.objective.name != "language-modelling"
 
 

@@ -1,7 +1,7 @@
-"""The card of a port: only what was measured or verified, unknowns left out. Reads nothing but the record.
+"""Gather the card of a port: only what was measured or verified, unknowns left out. Reads nothing but the record.
 
-Every text of a record may be hostile: it is escaped where it is printed, and becomes metadata, a link or code only
-once it looks like what it should be. What is not a repo of the Hub is not named at all.
+Every text of a record may be hostile: it is escaped where it is printed, and becomes metadata, a link or code only if
+it has the right form. Only repos of the Hub are named.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from hf_bico.reports import results
+from hf_bico.reports.model_cards.card import Card
 from hf_bico.reports.model_cards.descriptions import (
-    MATCHINGS,
-    SAMPLING_SENTENCES,
-    SIGN_SENTENCES,
+    MATCHING_PHRASES,
+    SAMPLING_PHRASES,
+    SIGN_PHRASES,
     head_sentence,
     loss_sentence,
     objective_sentence,
@@ -21,83 +23,80 @@ from hf_bico.reports.model_cards.descriptions import (
 )
 from hf_bico.reports.model_cards.rendering import (
     WORD,
-    LinkTarget,
+    CommandWord,
     kind_of,
     public_command,
-    render,
-    shown,
-    shown_output,
-    shown_source,
+    public_entry,
+    public_output,
+    public_source,
     without_names,
 )
 from hf_bico.reports.model_cards.sections import (
-    AdapterContents,
     Licences,
     Usage,
     card_task,
-    held_sites,
-    languages,
     measured_task,
 )
-from hf_bico.reports.pictures import PICTURE_FILE, record_panels
-from hf_bico.reports.record import EvaluationRecord, ModelRecord, Record
-from hf_bico.reports.results import (
-    Report,
-    Result,
-    control_sentence,
-    gap_closed,
-    headline,
-    is_trained,
-    metric_name,
-    readout_sentence,
-    results,
-    sampling_error,
-    share_of_gain,
-    training_sentence,
-    training_steps,
-)
+from hf_bico.reports.pictures import ALIGNMENT_FILE, record_panels
+from hf_bico.reports.record import EvaluationRecord, Record
+from hf_bico.reports.results import Report, Result, is_trained, metric_name
 from hf_bico.settings import DEFAULT_TEMPLATES, MethodInfo, method_info
 from hf_bico.utils.text import clean
 
-TEMPLATE = "port.md.jinja"
-
-
-def render_port_card(record: Record) -> str:
-    """The whole card: metadata, then the body."""
-    card = gather(record)
-    return render(
-        TEMPLATE,
-        _metadata(card),
-        card=card,
-        record=card.record,
-        models=card.models,
-        licences=card.licences,
-        use=card.use,
-        held=card.held,
-        change="change" if card.trained else "carried change",
-    )
-
 
 @dataclass(frozen=True)
-class Card:
-    """What the template prints; `record` names no local folder any more."""
+class PortCard(Card):
+    """The card of a port, or of a target that was trained for comparison."""
 
+    template = "port.md.jinja"
     record: Record
-    headline: str | None
-    report: Report
-    results: tuple[Result, ...]
-    gap_closed: float | None
-    share_of_gain: float | None
-    sampling_error: float | None
-    about: MethodInfo
-    """The method."""
-    calibrated: bool
-    """Whether the samples of the record were used to make it."""
-    trained: bool
-    licences: Licences
-    use: Usage | None
-    held: AdapterContents | None
-    picture: str | None
+
+    def values(self) -> dict[str, Any]:
+        record = self.record
+        return {
+            "change": "change" if self.trained else "carried change",
+            "headline": results.headline(record),
+            "gap_closed": results.gap_closed(record),
+            "share_of_gain": results.share_of_gain(record),
+            "sampling_error": results.sampling_error(record),
+            "sentences": list(filter(None, (results.control_sentence(record), results.readout_sentence(record)))),
+            "objective": objective_sentence(record),
+            "head": head_sentence(record),
+            "loss": loss_sentence(record),
+            "training": results.training_sentence(record),
+            "steps": results.training_steps(record),
+            "sampling": SAMPLING_PHRASES.get(record.data.sampling) if record.data else None,
+            "matching": MATCHING_PHRASES.get(record.method.matching or ""),
+            "signs": SIGN_PHRASES.get(record.method.signs or ""),
+            "picture": ALIGNMENT_FILE,
+        }
+
+    @property
+    def about(self) -> MethodInfo:
+        return method_info(self.record.method.name)
+
+    @property
+    def trained(self) -> bool:
+        return is_trained(self.record)
+
+    @property
+    def calibrated(self) -> bool:
+        """True if the method, its readout or its head used the samples of the record."""
+        record = self.record
+        others = record.method.readout is not None or record.objective.head is not None
+        return record.data is not None and (self.about.uses_samples or others)
+
+    @property
+    def report(self) -> Report:
+        # a table of its own says what an adapter holds of each site
+        return Report(
+            sites=tuple(replace(site, rank=None, kept=None) for site in self.record.sites),
+            left=tuple(self.record.left),
+        )
+
+    @property
+    def results(self) -> list[Result]:
+        return results.results(self.record)
 
     @property
     def title(self) -> str:
@@ -108,243 +107,156 @@ class Card:
         return text if (target if self.trained else source).commit else "A" + text[1:]
 
     @property
-    def models(self) -> list[tuple[str, ModelRecord]]:
-        source, target = self.record.source, self.record.target
-        kind = f"source, {kind_of(source)}" + (", for comparison" if self.trained else "")
-        parts = ((kind, source), ("its base", source.base), ("target", target))
-        return [(part, model) for part, model in parts if model is not None]
-
-    @property
     def measured(self) -> list[EvaluationRecord]:
-        """The measurements of the port, one a protocol, where all of them are of the same samples."""
-        same = {(result.entry.data, result.entry.split, result.entry.n) for result in self.results}
-        return [result.entry for result in self.results if result.entry.model == "ported" and len(same) == 1]
+        """The port's measurements, one per protocol, if all results are of the same samples."""
+        entries = [result.entry for result in self.results]
+        same = len({(entry.data, entry.split, entry.n) for entry in entries}) == 1
+        return [entry for entry in entries if entry.model == "ported" and same]
 
     @property
     def probed(self) -> bool:
         return any(result.entry.protocol is not None for result in self.results)
 
     @property
-    def sentences(self) -> list[str]:
-        """What the results say of the control and of the readout."""
-        found = (control_sentence(self.record), readout_sentence(self.record))
-        return [sentence for sentence in found if sentence]
-
-    @property
-    def objective(self) -> str | None:
-        return objective_sentence(self.record)
-
-    @property
-    def head(self) -> str | None:
-        return head_sentence(self.record)
-
-    @property
-    def loss(self) -> str | None:
-        return loss_sentence(self.record)
-
-    @property
     def classes(self) -> list[str]:
-        """Those that were looked at."""
+        """The class names, if any label was used."""
         data = self.record.data
         return data.class_names if data is not None and (uses_labels(self.record) or self.probed) else []
 
     @property
-    def training(self) -> str | None:
-        """How the target was trained."""
-        return training_sentence(self.record)
-
-    @property
-    def steps(self) -> str:
-        return training_steps(self.record)
-
-    @property
     def only_predictions(self) -> bool:
-        """Whether the source's predictions were used where its task vector was not."""
+        """True if the source's predictions were used."""
         data = self.record.data
         return self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
 
     @property
     def samples_for(self) -> str | None:
-        """What the samples of the record are; None where they were drawn and not used."""
-        readout = self.record.method.readout is not None
-        if self.record.data is None or not (self.calibrated or self.probed):
+        """The use of the record's samples; None if they were drawn and not used."""
+        record = self.record
+        if record.data is None or not (self.calibrated or self.probed):
             return None
-        if self.about.trains_on == "samples":
+        if record.method.name == "fewshot":
             return "Training samples"
         if self.trained or not self.about.uses_samples:
-            found = (("readout", readout), ("head", self.head is not None), ("probe", self.probed))
-            used = [name for name, is_used in found if is_used]
+            uses = {
+                "readout": record.method.readout is not None,
+                "head": head_sentence(record) is not None,
+                "probe": self.probed,
+            }
+            used = [name for name, is_used in uses.items() if is_used]
             return f"Calibration, for the {' and the '.join(used)} alone" if used else None
         return "Calibration"
 
     @property
     def labels(self) -> str | None:
-        """Whose labels were used, in words."""
+        """The origin of the labels that were used, in words."""
         data, of_data = self.record.data, "labels of the data set"
         if data is None:
             return None
-        if self.about.trains_on == "split":  # its samples are others, and have the data set's where it has any
+        if self.about.trains_on == "split":  # trains on other samples, with the data set's labels if it has any
             return of_data if data.labels == "dataset" else None
-        looked_at = self.about.uses_labels or self.record.objective.head == "fitted"
-        if data.labels == "pseudo" and (looked_at or self.probed):
-            whose = "labels" if looked_at else "the probe's labels"
+        used = self.about.uses_labels or self.record.objective.head == "fitted"
+        if data.labels == "pseudo" and (used or self.probed):
+            whose = "labels" if used else "the probe's labels"
             own = f"{whose} are the fine-tuned source's own predictions"
-            by_class = data.per_class is not None or data.sampling in SAMPLING_SENTENCES
+            by_class = data.per_class is not None or data.sampling in SAMPLING_PHRASES
             return own if by_class else f"{own}; none of the data set's were used to make it"
         if not uses_labels(self.record):
             return f"for the probe alone, {of_data}" if data.labels == "dataset" else None
-        if not looked_at:
+        if not used:
             return "no label enters the method"
         return {"dataset": of_data, "none": "no labels"}.get(data.labels)
 
     @property
-    def sampling(self) -> str | None:
-        return SAMPLING_SENTENCES.get(self.record.data.sampling) if self.record.data else None
-
-    @property
-    def matching(self) -> str | None:
-        return MATCHINGS.get(self.record.method.matching or "")
-
-    @property
-    def signs(self) -> str | None:
-        return SIGN_SENTENCES.get(self.record.method.signs or "")
-
-    @property
     def panels(self) -> str:
-        """What the picture shows."""
-        *first, last = [
-            value.replace("_", " ").replace("unseen", "unseen energy") for value in record_panels(self.record)
-        ]
-        text = " and ".join([", ".join(first), last] if first else [last])
-        return text.capitalize()
+        """The values in the picture, as words; empty without a picture."""
+        names = [name.replace("_", " ").replace("unseen", "unseen energy") for name in record_panels(self.record)]
+        return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])).capitalize()
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """To make the port, and to measure it."""
+        """Time to make the port, and to measure it."""
         measuring = self.record.run.seconds.get("evaluate", 0.0)
         return sum(self.record.run.seconds.values()) - measuring, measuring
 
+    def metadata(self) -> dict[str, Any]:
+        record, metadata = self.record, super().metadata()
+        if self.calibrated and record.data and record.data.commit:
+            metadata["datasets"] = [record.data.id]
+        kind = () if self.trained else ("task-vector", "training-free")
+        tags = ("hf-bico", *kind, *(self.use.tags if self.use else ()), record.method.name)
+        metadata["tags"] = [tag for tag in tags if WORD.fullmatch(tag)]
+        metadata["metrics"] = sorted({row.entry.metric for row in self.results if WORD.fullmatch(row.entry.metric)})
+        metadata["model-index"] = self._model_index()
+        return metadata
 
-def gather(record: Record) -> Card:
-    public = _without_local_names(record)
-    # what an adapter holds of a site is told in a table of its own
-    sites = tuple(replace(site, rank=None, kept=None) for site in record.sites)
-    about = method_info(record.method.name)
-    required, base = (("source", public.source), ("target", public.target)), public.source.base
-    return Card(
+    def _model_index(self) -> list[dict[str, Any]]:
+        """Return the port's own results in the Hub's form, one per protocol."""
+        entries = [entry for entry in self.measured if WORD.fullmatch(entry.metric) and isfinite(entry.value)]
+        repo = self.record.output.repo if self.record.output else None
+        name = repo.rpartition("/")[2] if repo else self.title
+        return [{"name": name, "results": [_index_entry(self.record, entry) for entry in entries]}] if entries else []
+
+
+def port_card(record: Record) -> PortCard:
+    """Gather the facts of a port's card."""
+    public = _public_record(record)
+    source, target, trained = public.source, public.target, is_trained(public)
+    kind = f"source, {kind_of(source)}" + (", for comparison" if trained else "")
+    base = () if source.base is None else (source.base,)
+    return PortCard(
         record=public,
-        headline=headline(record),
-        report=Report(sites, tuple(record.left)),
-        results=tuple(results(public)),
-        gap_closed=gap_closed(record),
-        share_of_gain=share_of_gain(record),
-        sampling_error=sampling_error(record),
-        about=about,
-        calibrated=record.data is not None and (about.uses_samples or _looked_again(record)),
-        trained=is_trained(record),
-        licences=Licences(required, () if base is None else (("base", base),)),
+        models=[(kind, source), *(("its base", model) for model in base), ("target", target)],
+        licences=Licences((("source", source), ("target", target)), tuple(("base", model) for model in base)),
         use=_usage(public),
-        held=_held(public),
-        picture=PICTURE_FILE if record_panels(record) else None,
     )
 
 
-def _looked_again(record: Record) -> bool:
-    """Whether something beside the method looked at the samples."""
-    return record.method.readout is not None or record.objective.head is not None
-
-
 def _usage(record: Record) -> Usage | None:
-    """How it is used, with class names and a prompt that are short enough for an example."""
+    """Describe how to load and use the result, with class names and a prompt short enough for an example."""
     if record.output is None:
         return None
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
-    used_loss = METHODS.get(record.method.name, UNKNOWN).loss
+    used_loss = method_info(record.method.name).uses_loss
     task = card_task(record.target.family, record.objective, used_loss)
-    shown_names = [name for name in names if 0 < len(name) <= 60][:5]
     has_new_head = record.objective.head is not None
-    if has_new_head:
-        shown_names = [clean(name, 60) for name in names]
+    examples = [name for name in names if 0 < len(name) <= 60][:5]
     return Usage(
-        record.output, record.target, task, shown_names, (templates or DEFAULT_TEMPLATES)[0], has_new_head=has_new_head
+        output=record.output,
+        target=record.target,
+        task=task,
+        class_names=[clean(name, 60) for name in names] if has_new_head else examples,
+        template=(templates or DEFAULT_TEMPLATES)[0],
+        has_new_head=has_new_head,
     )
 
 
-def _held(record: Record) -> AdapterContents | None:
-    if record.output is None or record.output.format != "adapter":
-        return None
-    return held_sites(record.sites, record.output, record.source.kind == "adapter", record.target.family)
-
-
-# What may be named
-
-
-def _without_local_names(record: Record) -> Record:
-    """The record as anyone may read it: a folder of the maker's machine is "a local model" or "a local data set"."""
-    source, target, data, output = record.source, record.target, record.data, record.output
-    shown_data = None if data is None else shown(data, "a local data set")
-    if shown_data is not None and not shown_data.commit:
-        shown_data = replace(shown_data, parts=[])
-    evaluation = [
-        replace(entry, data=shown_data.id if data and shown_data and entry.data == data.id else "another data set")
-        for entry in record.evaluation
-    ]
+def _public_record(record: Record) -> Record:
+    """Replace the names of local folders by "a local model" or "a local data set"."""
+    data = None if record.data is None else public_entry(record.data, "a local data set")
+    if data is not None and not data.commit:
+        data = replace(data, parts=[])
+    names = {record.data.id: data.id} if record.data and data else {}
     public = replace(
         record,
-        source=shown_source(source),
-        target=shown(target, "a local model"),
-        data=shown_data,
-        output=None if output is None else shown_output(output),
-        evaluation=evaluation,
+        source=public_source(record.source),
+        target=public_entry(record.target, "a local model"),
+        data=data,
+        output=None if record.output is None else public_output(record.output),
+        evaluation=[replace(entry, data=names.get(entry.data, "another data set")) for entry in record.evaluation],
     )
-    pairs = (
-        (source, public.source),
-        (source.base, public.source.base),
-        (target, public.target),
-        (data, public.data),
-    )
-    notices = [without_names(notice, pairs) for notice in record.notices]
-    return replace(public, notices=notices, command=_command(public, record.command))
-
-
-def _command(public: Record, command: str | None) -> str | None:
-    options: dict[str, LinkTarget] = {
+    options: dict[str, CommandWord] = {
         "--base": (public.source.base, "BASE"),
         "--to": (public.target, "TARGET"),
-        "--data": (public.data, "DATA"),
+        "--data": (data, "DATA"),
     }
-    return public_command(command, "port", [(public.source, "SOURCE")], options)
-
-
-# Metadata
-
-
-def _metadata(card: Card) -> dict[str, Any]:
-    record, use = card.record, card.use
-    metadata: dict[str, Any] = {}
-    if record.target.commit:
-        relation = "adapter" if use and use.over_target else "finetune"
-        metadata = {"base_model": record.target.id, "base_model_relation": relation}
-    metadata |= use.metadata() if use else {"library_name": "hf-bico"}
-    metadata |= card.licences.metadata(use.repo if use else None)
-    metadata["language"] = languages(record.target)
-    if card.calibrated and record.data and record.data.commit:
-        metadata["datasets"] = [record.data.id]
-    kind = () if card.trained else ("task-vector", "training-free")
-    names = ("hf-bico", *kind, *(use.tags if use else ()), record.method.name)
-    metadata["tags"] = [name for name in names if WORD.fullmatch(name)]
-    metadata["metrics"] = sorted({row.entry.metric for row in card.results if WORD.fullmatch(row.entry.metric)})
-    metadata["model-index"] = _model_index(card)
-    return metadata
-
-
-def _model_index(card: Card) -> list[dict[str, Any]]:
-    """The port's own results in the Hub's form, one a protocol."""
-    record = card.record
-    found = [_index_entry(record, e) for e in card.measured if WORD.fullmatch(e.metric) and isfinite(e.value)]
-    repo = record.output.repo if record.output else None
-    return [{"name": repo.rpartition("/")[2] if repo else card.title, "results": found}] if found else []
+    pairs = [*zip(record.models, public.models, strict=True), (record.data, data)]
+    return replace(
+        public,
+        notices=[without_names(notice, pairs) for notice in record.notices],
+        command=public_command(record.command, "port", [(public.source, "SOURCE")], options),
+    )
 
 
 def _index_entry(record: Record, entry: EvaluationRecord) -> dict[str, Any]:

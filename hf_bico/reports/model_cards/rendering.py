@@ -1,10 +1,6 @@
-"""Public names; Jinja to text.
+"""Render templates to text, and decide what a card may name: repos of the Hub with their commits, never a local folder.
 
-What a card may name: repos of the Hub with their commits, as links; a folder of the maker's machine never.
-
-Knows models and data sets of a record; neither metadata nor templates.
-
-Templates to text: metadata, then the body, in which whatever is not known to be Markdown is escaped.
+Text that is not known to be Markdown is escaped. Knows entries of records; neither jobs nor metadata.
 """
 
 from __future__ import annotations
@@ -25,92 +21,92 @@ from hf_bico.hub.references import is_repo_id
 from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord
 from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
 
-HUB = "https://huggingface.co/"
+HUB_URL = "https://huggingface.co/"
 FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)
 WORD = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 _HEX = re.compile(r"[0-9a-f]{7,64}")
-_OWN_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
+_COMMON_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
 _LOCAL_KINDS = {"adapter": "a local adapter", "delta": "a local task vector"}
 
-Entry = TypeVar("Entry", ModelRecord, DataRecord)
-LinkTarget = tuple[ModelRecord | DataRecord | None, str]
-"""What a word of a command line names, and the word that stands for it where that is local."""
+EntryT = TypeVar("EntryT", ModelRecord, DataRecord)
+CommandWord = tuple[ModelRecord | DataRecord | None, str]
+"""The model or data set that a word of a command line names, and its placeholder if that is local."""
 
 
-def shown(entry: Entry, local: str) -> Entry:
-    """The entry as anyone may read it: what is no repo of the Hub gets the words `local` for a name."""
+def public_entry(entry: EntryT, local: str) -> EntryT:
+    """Return the entry, with `local` for a name if it is not a repo of the Hub."""
     on_hub = _HEX.fullmatch(str(entry.commit)) and is_repo_id(entry.id)
     return entry if on_hub else replace(entry, id=local, commit=None)
 
 
-def shown_source(source: ModelRecord) -> ModelRecord:
-    """The same of a fine-tuned model, adapter or task vector, and of its base."""
-    base = None if source.base is None else shown(source.base, "a local model")
-    return replace(shown(source, _LOCAL_KINDS.get(source.kind or "", "a local fine-tuned model")), base=base)
+def public_source(source: ModelRecord) -> ModelRecord:
+    """Return a fine-tuned model, adapter or task vector and its base without local names."""
+    base = None if source.base is None else public_entry(source.base, "a local model")
+    return replace(public_entry(source, _LOCAL_KINDS.get(source.kind or "", "a local fine-tuned model")), base=base)
 
 
-def shown_output(output: OutputRecord) -> OutputRecord:
+def public_output(output: OutputRecord) -> OutputRecord:
     return output if is_repo_id(output.repo or "") else replace(output, repo=None)
 
 
 def kind_of(source: ModelRecord) -> str:
-    """What a source is, in words: "an adapter (LORA)"."""
+    """Return the kind of a source in words: "an adapter (LORA)"."""
     if source.kind == "adapter":
         return f"an adapter ({clean(source.peft_type, 24)})" if source.peft_type else "an adapter"
     return "a task vector" if source.kind == "delta" else "fine-tuned"
 
 
 def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | None, ...]]) -> str:
-    """A sentence with each local name replaced by what is shown of it; `pairs` are of entries and entries as shown.
+    """Replace each local name in a sentence by its public one; `pairs` are of entries and public entries.
 
-    A folder that is called "base" gives nothing away.
+    Common words like "base" stay, unless they are quoted.
     """
-    local = {before.id: after.id for before, after in pairs if before and after and not after.commit}
-    for name, instead in local.items():
+    local = {entry.id: public.id for entry, public in pairs if entry and public and not public.commit}
+    for name, replacement in local.items():
         quoted = f"'{re.escape(name)}'"
-        bare = rf"|(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)" if name not in _OWN_WORDS else ""
-        text = re.sub(quoted + bare, instead, text)
+        bare = rf"|(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)" if name not in _COMMON_WORDS else ""
+        text = re.sub(quoted + bare, replacement, text)
     return text
 
 
 def public_command(
-    command: str | None, job: str, given: Sequence[LinkTarget], options: Mapping[str, LinkTarget]
+    command: str | None, job: str, given: Sequence[CommandWord], options: Mapping[str, CommandWord]
 ) -> str | None:
-    """The command line with a word in place of each local folder; None where its words cannot be told apart.
+    """Return the command line with a placeholder for each local folder; None if it cannot be parsed.
 
     `given` are its arguments, in order, which come before any option.
     """
     try:
-        typed = shlex.split(command or "")
+        split = shlex.split(command or "")
     except ValueError:
         return None
-    words = [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [part for word in split for part in (word.split("=", 1) if word.startswith("--") else [word])]
     arguments, rest = words[2 : 2 + len(given)], words[2 + len(given) :]
     if words[:2] != ["hf-bico", job] or len(arguments) < len(given) or any(word[:1] == "-" for word in arguments):
         return None
-    places = {**options, "-o": (None, "FOLDER")}
-    public = [_public(word, place) for word, place in zip(arguments, given, strict=True)]
+    known = {**options, "-o": (None, "FOLDER")}
+    public = [_public_word(word, meaning) for word, meaning in zip(arguments, given, strict=True)]
     for option, word in zip(["", *rest], rest, strict=False):
-        public.append(_public(word, places.get(option, (None, word))))
+        public.append(_public_word(word, known.get(option, (None, word))))
     return clean(shlex.join([*words[:2], *public]), 2000)
 
 
-def _public(word: str, place: LinkTarget) -> str:
-    entry, placeholder = place
+def _public_word(word: str, meaning: CommandWord) -> str:
+    entry, placeholder = meaning
     on_hub = entry is not None and entry.commit and word.partition("@")[0] == entry.id
     return clean(word if on_hub else placeholder, 200)
 
 
 def link(entry: ModelRecord | DataRecord) -> Markdown:
-    """A link to a repo and to its commit, or the words for a local one."""
+    """Return a link to a repo and to its commit, or the words for a local one."""
     if not entry.commit:
         return plain(entry.id)
-    address = HUB + ("datasets/" if isinstance(entry, DataRecord) else "") + entry.id
+    address = HUB_URL + ("datasets/" if isinstance(entry, DataRecord) else "") + entry.id
     return Markdown(f"[{plain(entry.id)}]({address}) at [`{entry.commit[:7]}`]({address}/tree/{entry.commit})")
 
 
 def digests(files: Mapping[str, str], most: int = 4) -> Markdown:
-    """The first digits of each file's SHA-256."""
+    """Return the first digits of each file's SHA-256."""
     known = [
         f"{code(name) if FILE_NAME.fullmatch(name) else plain(name, 60)} `{digest[:16]}`"
         for name, digest in files.items()
@@ -121,10 +117,16 @@ def digests(files: Mapping[str, str], most: int = 4) -> Markdown:
 
 
 def render(template: str, metadata: Mapping[str, Any], **values: Any) -> str:
-    """The whole card; metadata without a value is left out."""
+    """Render a whole card."""
+    return with_metadata(metadata, _environment().get_template(template).render(**values))
+
+
+def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
+    """Put metadata above a card's body, without entries that have no value."""
     known = {key: value for key, value in metadata.items() if value}
+    # not by ModelCardData: it merges the results of two protocols, reorders them and breaks long lines
     head = yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=float("inf"))
-    return f"---\n{head}---\n\n{_environment().get_template(template).render(**values)}"
+    return f"---\n{head}---\n\n{body}"
 
 
 @cache

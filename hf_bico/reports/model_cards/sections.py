@@ -1,12 +1,6 @@
-"""Adapter contents, usage, task, licences.
+"""Sections of model cards: adapter contents, task, usage, licences.
 
-What an adapter holds of a change: by role or layer, its rank and the share of the energy. Reads records alone.
-
-What a model is for, in the Hub's words, and how transformers loads it for that. Reads records; loads nothing.
-
-How a result is used: what the snippet of a card needs to know to run as it stands.
-
-The licences of what a result was made from, and the one that it can state itself.
+Reads records alone; loads nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +11,9 @@ from dataclasses import dataclass
 
 from hf_bico.models.families import family_named
 from hf_bico.models.families.base import ZERO_SHOT_TASK
-from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB
+from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB_URL
 from hf_bico.reports.record import (
+    ChangeRecord,
     EvaluationRecord,
     LayerRecord,
     ModelRecord,
@@ -32,15 +27,13 @@ from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import clean
 
-
-
 _EXACT = "exact"
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
 class ContentsRow:
-    """Layers of one kind: how many, of which ranks, and the share of their energy that is kept."""
+    """Layers of one kind: their number, their ranks, and the share of their energy that is kept."""
 
     label: str
     count: int
@@ -54,30 +47,53 @@ class ContentsRow:
 
     @property
     def is_path(self) -> bool:
-        """Whether the label is a path of modules, and no words."""
+        """True if the label is a module path."""
         return " " not in self.label and self.energy is not None
 
 
 @dataclass(frozen=True)
 class AdapterContents:
-    """What an adapter holds."""
+    """The contents of an adapter."""
 
     what: str
-    """What a row is of: "role" or "layer"."""
+    """The kind of a row: "role" or "layer"."""
     rows: Sequence[ContentsRow]
-    asked: str
-    """The rank that was asked for, in words."""
+    storage: str
+    """The storage of linear layers, in words."""
     energy_kept: float | None
-    in_place: Sequence[str] = ()
-    """Tensors that are loaded in place of the base's."""
-    whole_attention: bool = False
-    """Whether attention modules are saved whole."""
+    replaced: Sequence[str]
+    """Tensors that are loaded in place of the base's, those of all blocks as one."""
+    whole_attention: bool
+    """True if attention modules are saved whole."""
 
 
-def held_sites(
-    sites: Sequence[SiteRecord], output: OutputRecord, from_adapter: bool, family: str | None
-) -> AdapterContents:
-    """By role, of a port."""
+def adapter_contents(record: Record | ChangeRecord) -> AdapterContents | None:
+    """List what an adapter holds: of a port by role, of a change by layer; None for another format."""
+    output, family = record.output, family_named(record.target.family)
+    if output is None or output.format != "adapter":
+        return None
+    if isinstance(record, Record):
+        what, rows = "role", _rows_by_role(record.sites)
+        exact = [site.role for site in record.sites if site.rank is None and site.kept is not None]
+        exact_attention = any(role.startswith("attn.") for role in exact)
+    else:
+        what, rows = "layer", _rows_by_layer(record.layers)
+        exact = [layer.name for layer in record.layers if layer.rank is None]
+        exact_attention = any(name.endswith(".attn.in_proj_weight") for name in exact)
+    replaced = list(dict.fromkeys(role_labels(output.replaced).values()))
+    if len(replaced) > _MAX_NAMED:
+        replaced = [*replaced[: _MAX_NAMED - 1], f"{len(replaced) - _MAX_NAMED + 1} more"]
+    return AdapterContents(
+        what=what,
+        rows=rows,
+        storage=_storage(output.rank, record.sources),
+        energy_kept=output.energy_kept,
+        replaced=replaced,
+        whole_attention=exact_attention and family is not None and family.packed_attention,
+    )
+
+
+def _rows_by_role(sites: Sequence[SiteRecord]) -> list[ContentsRow]:
     labels = role_labels(site.role for site in sites)
     rows = []
     for label in dict.fromkeys(labels.values()):
@@ -85,63 +101,43 @@ def held_sites(
         if known:
             mean = sum(kept for _, kept in known) / len(known)
             rows.append(ContentsRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
-    exact = {site.role for site in sites if site.rank is None and site.kept is not None}
-    attention = _is_packed(family) and any(role.startswith("attn.") for role in exact)
-    return AdapterContents("role", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
+    return rows
 
 
-def held_layers(
-    layers: Sequence[LayerRecord], output: OutputRecord, from_adapter: bool, family: str | None
-) -> AdapterContents:
-    """By layer, whatever its block; a bias counts to its layer."""
+def _rows_by_layer(layers: Sequence[LayerRecord]) -> list[ContentsRow]:
+    """Return a row per layer of all blocks; a bias counts to its layer."""
     labels = role_labels(_layer(entry.name) for entry in layers)
     rows = []
     for label in dict.fromkeys(labels.values()):
         own = [entry for entry in layers if labels[_layer(entry.name)] == label]
         energy = sum(entry.energy for entry in own)
         kept = sum(entry.energy * entry.kept for entry in own) / energy if energy else 1.0
-        weights = [entry.rank for entry in own if not _is_bias(entry.name)]
+        weights = [entry.rank for entry in own if not entry.name.endswith((".bias", "_bias"))]
         count = len({_layer(entry.name) for entry in own})
         name = "other layers" if label == OTHER_ROLES else label
         rows.append(ContentsRow(name, count, _ranks(weights or [None]), kept, energy))
-    exact = {entry.name for entry in layers if entry.rank is None}
-    attention = _is_packed(family) and any(name.endswith(".attn.in_proj_weight") for name in exact)
-    return AdapterContents("layer", rows, _asked(output, from_adapter), output.energy_kept, _in_place(output), attention)
-
-
-def _is_packed(name: str | None) -> bool:
-    family = family_named(name)
-    return family is not None and family.packed_attention
-
-
-def _in_place(output: OutputRecord) -> list[str]:
-    """The tensors that are loaded in place of the base's, those of all blocks as one."""
-    named = list(dict.fromkeys(role_labels(output.replaced).values()))
-    return named if len(named) <= _MOST_NAMED else [*named[: _MOST_NAMED - 1], f"{len(named) - _MOST_NAMED + 1} more"]
+    return rows
 
 
 def _layer(name: str) -> str:
     return re.sub(r"\.(?:weight|bias)$", "", name)
 
 
-def _is_bias(name: str) -> bool:
-    return name.endswith((".bias", "_bias"))
-
-
 def _ranks(ranks: Sequence[int | None]) -> str:
-    """ "4", "4 to 8", "exact", or "4, or exact" where some layers are."""
+    """Return "4", "4 to 8", "exact", or "4, or exact" if some layers are."""
     known = sorted({rank for rank in ranks if rank is not None})
     span = [] if not known else [f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"]
     return ", or ".join([*span, *([_EXACT] if None in ranks else [])])
 
 
-def _asked(output: OutputRecord, from_adapter: bool) -> str:
-    rank = output.rank
+def _storage(rank: int | float | None, sources: Sequence[ModelRecord]) -> str:
     if rank is None:
-        return "as they came, sums at the sum of their ranks" if from_adapter else "exactly"
+        adapters = bool(sources) and all(source.kind == "adapter" for source in sources)
+        return "as they came, sums at the sum of their ranks" if adapters else "exactly"
     if isinstance(rank, float):
         return f"as factors of the rank that keeps {rank:.4g} of each one's energy"
     return f"as factors of rank {rank:,}, or less where a layer is smaller"
+
 
 _CLASSIFICATION = ("text-classification", "image-classification")
 _TASK_NAMES = {
@@ -190,24 +186,23 @@ def measured_task(record: Record, entry: EvaluationRecord) -> dict[str, str]:
     return {"type": tag, "name": _TASK_NAMES.get(tag, tag.replace("-", " ").title())}
 
 
-
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 NOUNS = {"adapter": "adapter", "delta": "change"}
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Where the weights are, and over which model; `target` and `output` name nothing local any more."""
+    """Where the weights are, and over which model, for a snippet that runs as it stands; names nothing local."""
 
     output: OutputRecord
     target: ModelRecord
     task: CardTask | None = None
-    """What the target is for; None where nothing says it."""
+    """The target's task, if it is known."""
     class_names: Sequence[str] = ()
     """A few, short enough for the example; of a classifier all, in the order of its head."""
     template: str = DEFAULT_TEMPLATES[0]
     has_new_head: bool = False
-    """Whether a classification head was written too, which the target has not."""
+    """True if a classification head was written that the target lacks."""
 
     @property
     def format(self) -> str:
@@ -215,12 +210,12 @@ class Usage:
 
     @property
     def noun(self) -> str:
-        """What was written, in a word."""
+        """The kind of result: "model", "adapter" or "change"."""
         return NOUNS.get(self.format, "model")
 
     @property
     def library(self) -> str | None:
-        """The target's own."""
+        """The target's library."""
         family = family_named(self.target.family)
         return None if family is None else family.library
 
@@ -230,23 +225,23 @@ class Usage:
 
     @property
     def runs_as(self) -> CardTask | None:
-        """What the snippet shows beside loading, in transformers: a change of weights alone has no head."""
+        """The task to run in the snippet with transformers; None for a change of weights without its head."""
         task = None if self.is_clip else self.task
         return None if self.format == "delta" and task is not None and task.classifies else task
 
     @property
     def classifies(self) -> bool:
-        """Whether what is loaded has a classification head."""
+        """True if the loaded model has a classification head."""
         return self.runs_as is not None and self.runs_as.classifies
 
     @property
     def resizes_head(self) -> bool:
-        """Whether the target is loaded with a head of the adapter's size."""
+        """True if the target is loaded with a head of the adapter's size."""
         return self.classifies and self.over_target and self.has_new_head
 
     @property
     def over_target(self) -> bool:
-        """Whether the target has to be loaded first."""
+        """True if the target has to be loaded first."""
         return self.noun != "model"
 
     @property
@@ -255,7 +250,7 @@ class Usage:
 
     @property
     def branch(self) -> str | None:
-        """Of the repo, where it is not the main one."""
+        """The branch of the repo, if it is not main."""
         return self.output.revision if self.repo and self.output.revision != "main" else None
 
     @property
@@ -271,11 +266,11 @@ class Usage:
 
     @property
     def base_files(self) -> list[str]:
-        """What the target's own library needs of its repo, which may hold its weights several times."""
+        """The files to download of the target's repo, which may hold its weights several times."""
         return ["*.json", "*.txt", "*.model", *(name for name in self.target.sha256 if FILE_NAME.fullmatch(name))]
 
     def metadata(self) -> dict[str, object]:
-        """The library and the task."""
+        """Return the library and the task."""
         if self.format == "adapter":
             library = "peft"
         else:
@@ -289,7 +284,7 @@ class Usage:
 
 
 def languages(target: ModelRecord) -> list[str]:
-    """Those of the target that the Hub takes."""
+    """Return the target's languages that the Hub accepts."""
     return [name for name in target.language if _LANGUAGE.fullmatch(name)]
 
 
@@ -309,7 +304,7 @@ _KNOWN = re.compile(
 class Licences:
     """The models behind a result, each with its part in it.
 
-    What one of the `also` does not state is nothing to worry about: only the difference to it was taken.
+    The models in `also` may state none: only the difference to them was taken.
     """
 
     models: Sequence[tuple[str, ModelRecord]]
@@ -324,7 +319,7 @@ class Licences:
         return len(self._names) == 1
 
     def metadata(self, repo: str | None) -> dict[str, str]:
-        """The licence that all agree on, else "other" under the names of all."""
+        """Return the licence that all agree on, else "other" under the names of all."""
         names = self._names
         if all(model.license is None for _, model in self.models):
             return {}
@@ -334,12 +329,12 @@ class Licences:
         return {
             "license": "other",
             "license_name": name or "unnamed",
-            "license_link": f"{HUB}{repo}#licences" if repo else "",
+            "license_link": f"{HUB_URL}{repo}#licences" if repo else "",
         }
 
     @property
     def _names(self) -> list[str]:
-        """The distinct licences; "unstated" is one."""
+        """The distinct licences, with "unstated" for a missing one."""
         counted = [*self.models, *((part, model) for part, model in self.also if model.license)]
         names = [
             (model.license_name or f"unnamed {part}") if model.license == "other" else model.license or "unstated"
