@@ -1,4 +1,4 @@
-"""Which source block for which target block, and which source site for which target site.
+"""Match each target block with a source block, and each target site with a source site.
 
 Works on layouts alone: no weights, no torch.
 """
@@ -13,7 +13,7 @@ from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 
 
 def blocks_by_index(source_blocks: int, target_blocks: int) -> list[int]:
-    """The source block of each target block: round(j (D_A - 1) / (D_B - 1)), halves rounded up.
+    """Return the source block of each target block: round(j (D_A - 1) / (D_B - 1)), halves rounded up.
 
     >>> blocks_by_index(2, 4)
     [0, 0, 1, 1]
@@ -30,9 +30,9 @@ def blocks_by_index(source_blocks: int, target_blocks: int) -> list[int]:
 
 
 def blocks_by_similarity(scores: Sequence[Sequence[float]]) -> list[int]:
-    """The source block of each target block, never decreasing, with the largest sum of scores.
+    """Return the source block of each target block, never decreasing, with the largest sum of scores.
 
-    scores[i][j] is how similar source block i and target block j are. Among equal sums, the one that agrees with
+    scores[i][j] is the similarity of source block i and target block j. Among equal sums, the one that agrees with
     `blocks_by_index` most often is taken, and then the lowest blocks.
 
     >>> blocks_by_similarity([[0.9, 0.8, 0.1], [0.2, 0.3, 0.9]])
@@ -59,7 +59,7 @@ def blocks_by_similarity(scores: Sequence[Sequence[float]]) -> list[int]:
 
 
 def require_blocks(blocks: Sequence[int], source_blocks: int, target_blocks: int) -> None:
-    """Refuse a list that does not name one block of the source for each block of the target."""
+    """Raise UsageError unless the list names one block of the source for each block of the target."""
     if len(blocks) != target_blocks:
         raise UsageError(
             f"--layers names {len(blocks)} block{'s' if len(blocks) != 1 else ''} and the target has {target_blocks}",
@@ -74,9 +74,9 @@ def require_blocks(blocks: Sequence[int], source_blocks: int, target_blocks: int
 
 
 def counterpart(role: str, source_gated: bool, target_gated: bool) -> str | None:
-    """The source's role for a role of the target: what an activation follows pairs with what an activation follows.
+    """Return the source's role for a role of the target; layers that feed an activation function pair.
 
-    That is the gate of a gated MLP, whose other branch has no counterpart in a plain one.
+    In a gated MLP that is the gate; its other branch has no counterpart in a plain MLP.
 
     >>> counterpart("mlp.up", True, False), counterpart("mlp.gate", False, True), counterpart("mlp.up", False, True)
     ('mlp.gate', 'mlp.up', None)
@@ -89,12 +89,12 @@ def counterpart(role: str, source_gated: bool, target_gated: bool) -> str | None
 
 
 def pair_sites(source: Layout, target: Layout, blocks: Sequence[int]) -> list[SitePair]:
-    """Every target site with the source site of the same role in the matched block.
+    """Pair every target site with the source site of the same role in the matched block.
 
-    `blocks` are those of the main tower; the blocks of a text tower beside it are matched by index. Target sites whose
-    role the source lacks are left out: nothing was learnt there.
+    `blocks` are those of the main tower; blocks of a text tower beside it are matched by index. Target sites whose role
+    the source lacks are left out.
     """
-    by_place = {(site.tower, site.block, site.role): site for site in source.sites}
+    source_sites = {(site.tower, site.block, site.role): site for site in source.sites}
     gated = tuple(any(site.role == "mlp.gate" for site in layout.sites) for layout in (source, target))
     towers = {"": blocks}
     if source.text_blocks and target.text_blocks:
@@ -105,7 +105,7 @@ def pair_sites(source: Layout, target: Layout, blocks: Sequence[int]) -> list[Si
             continue
         block = None if site.block is None else towers[site.tower][site.block]
         role = counterpart(site.role, *gated)
-        origin = None if role is None else by_place.get((site.tower, block, role))
+        origin = None if role is None else source_sites.get((site.tower, block, role))
         if origin is not None:
             pairs.append(SitePair(origin, site))
     return pairs

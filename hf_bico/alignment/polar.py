@@ -1,21 +1,14 @@
-"""The polar factor: SVD, or iterations on a GPU.
+"""Compute partial isometries U V^T over the singular values above a cut: by SVD, or by iterations on a GPU.
 
-Iterations that move the singular values of matrices: to one, or apart at a threshold, with products only.
+Knows batches of matrices of one shape; not what they were summed from, nor how maps are scored. Directions above the
+cut are called seen, the others unseen. There are three ways; a result that fails its check is computed by `svd`:
 
-Knows batches of real matrices: not what a map is, nor which answers are good enough.
-
-Partial isometries: U V^T over the singular values above a cut, without singular vectors wherever that is certain.
-
-Knows batches of matrices of one shape: not what they were summed from, nor how the maps are scored.
-
-Three ways, each checked on its own result, and the singular value decomposition for whatever fails a check:
-
-- `iterated`: two weighted Halley steps bring every value above the cut well above zero, and leave those below it lower
+- `iterated`: two weighted Halley steps raise every value above the cut well above zero, and leave those below it lower
   than all of these. Polynomials then bring them to one. Where values lie on both sides of the cut without a gap, the
-  sign of X^T X less its value at the cut, after the Halley steps, is the projector on the seen directions.
-- `reduced` (large matrices): where few directions are seen, or few are not, a block of vectors is filtered with powers
-  of the second Halley step's inverse until it spans them. The cut is then made in the block's small space.
-- `svd`: the decomposition itself.
+  sign of X^T X minus its value at the cut, after the Halley steps, gives the projector on the seen directions.
+- `reduced` (large matrices): where few directions are seen, or few are unseen, a block of vectors is filtered with
+  powers of the second Halley step's inverse until it spans them. The cut is then made in this small subspace.
+- `svd`: the singular value decomposition.
 """
 
 from __future__ import annotations
@@ -33,250 +26,69 @@ from hf_bico.errors import NonFiniteWeightsError
 
 Weights = tuple[float, float, float]
 
-STEPS = 6
-"""Lanczos steps between two looks at the residual."""
-
-MOST_STEPS = 96
-"""Lanczos steps after which the estimate is taken as it is."""
-
-KNOWN = 1e-5
-"""Lanczos stops where the largest eigenvalue is known to this share of itself."""
-
+LANCZOS_CHECK = 6
+"""Lanczos steps between two checks of the residual."""
+LANCZOS_STEPS = 96
+"""Most Lanczos steps."""
+LANCZOS_ERROR = 1e-5
+"""Relative error of the largest eigenvalue at which Lanczos stops."""
 BLOCKED = 256
-"""From which size on inverses are put together from blocks: the libraries' own are slow on GPUs."""
-
+"""Size from which inverses are assembled from blocks: the libraries' own are slow on GPUs."""
 LEAF = 192
-"""The largest of those blocks."""
-
+"""Largest of those blocks."""
 NEWTON: Weights = (15 / 8, -10 / 8, 3 / 8)
 """The odd polynomial of degree 5 that turns an error e from one into 2.5 e^3."""
-
-
-def largest(grams: Tensor) -> Tensor:
-    """The largest eigenvalue of each positive matrix, by Lanczos; the start is the same in every run."""
-    size = grams.shape[-1]
-    start = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(grams.device)
-    vector = (start / start.norm()).expand(grams.shape[0], -1, -1)
-    before = torch.zeros_like(vector)
-    below = torch.zeros_like(vector[:, :1])
-    diagonal: list[Tensor] = []
-    beside: list[Tensor] = []
-    for step in range(1, MOST_STEPS + 1):
-        image = torch.bmm(grams, vector).addcmul_(before, below, value=-1.0)
-        along = (image * vector).sum(-2, keepdim=True)
-        image.addcmul_(vector, along, value=-1.0)
-        before, below = vector, torch.linalg.vector_norm(image, dim=-2, keepdim=True)
-        vector = image / below.clamp(min=1e-300)
-        diagonal.append(along)
-        beside.append(below)
-        if step % STEPS == 0 or step == MOST_STEPS:
-            found, error = _ritz(torch.cat(diagonal, -1)[:, 0], torch.cat(beside, -1)[:, 0])
-            if bool((error <= KNOWN * found).all()) or step >= size:
-                break
-    return found.to(grams.device)
-
-
-def _ritz(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of the tridiagonal matrices, and its distance from one of the large matrix."""
-    both = torch.stack([diagonal, beside]).cpu()
-    matrix = torch.diag_embed(both[0])
-    matrix += torch.diag_embed(both[1, :, :-1], 1) + torch.diag_embed(both[1, :, :-1], -1)
-    values, vectors = torch.linalg.eigh(matrix)
-    residual = both[1, :, -1] * vectors[:, -1, -1].abs()
-    gap = (values[:, -1] - values[:, -2]).clamp(min=1e-300)
-    return values[:, -1].clamp(min=0.0), torch.minimum(residual, residual * (residual / gap))
-
-
-def halley(matrices: Tensor, inverses: Tensor, low: float) -> Tensor:
-    """One weighted Halley step, the best one for singular values in [low, 1]; `inverses` as by `halley_inverses`."""
-    a, b, c = _halley_weights(low)
-    inner = inverses * (a - b / c)
-    inner.diagonal(dim1=-2, dim2=-1).add_(b / c)
-    return torch.bmm(matrices, inner)
-
-
-def halley_inverses(grams: Tensor, low: float) -> Tensor:
-    """(1 + c X^T X)^-1, whose eigenvalues fall from one to zero as singular values grow."""
-    shifted = grams * _halley_weights(low)[2]
-    shifted.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    factors = torch.linalg.cholesky_ex(shifted)[0]
-    if factors.shape[-1] < BLOCKED:
-        return torch.cholesky_inverse(factors)
-    del shifted
-    halves = _triangular_inverses(factors)
-    return torch.bmm(halves.mT, halves)
-
-
-def _triangular_inverses(factors: Tensor) -> Tensor:
-    """The inverses of lower triangular matrices, from those of small blocks on the diagonal by products."""
-    size = factors.shape[-1]
-    count = 2 ** math.ceil(math.log2(size / LEAF))
-    leaf = -(-size // count)
-    if leaf * count > size:
-        factors = F.pad(factors, (0, leaf * count - size, 0, leaf * count - size))
-        factors.diagonal(dim1=-2, dim2=-1)[:, size:] = 1.0
-
-    def blocks(row: int, column: int, step: int, width: int) -> Tensor:
-        starts = range(0, factors.shape[-1], step)
-        cut = [factors[:, at + row : at + row + width, at + column : at + column + width] for at in starts]
-        return torch.stack(cut, 1).flatten(0, 1)
-
-    one = torch.eye(leaf, dtype=factors.dtype, device=factors.device)
-    found: Tensor = torch.linalg.solve_triangular(blocks(0, 0, leaf, leaf), one, upper=False)
-    while leaf < factors.shape[-1]:
-        upper, lower = found[0::2], found[1::2]
-        corner = torch.bmm(lower, torch.bmm(blocks(leaf, 0, 2 * leaf, leaf), upper)).neg_()
-        found = torch.cat([F.pad(upper, (0, leaf)), torch.cat([corner, lower], -1)], -2)
-        leaf *= 2
-    return found[:, :size, :size]
-
-
-def halley_image(value: float, low: float) -> float:
-    """Where the Halley step for [low, 1] takes a singular value.
-
-    Those of [low, 1] stay between the image of `low` and one, and below `low` the images fall to zero.
-
-    >>> [round(halley_image(value, 1e-3), 3) for value in (1e-4, 1e-3, 1e-2, 1.0)]
-    [0.025, 0.248, 0.975, 1.0]
-    """
-    a, b, c = _halley_weights(low)
-    square = value * value
-    return value * (a + b * square) / (1 + c * square)
-
-
-def halley_inverse_image(value: float, low: float) -> float:
-    """The eigenvalue of `halley_inverses` at a singular value."""
-    return 1 / (1 + _halley_weights(low)[2] * value * value)
-
-
-def _halley_weights(low: float) -> Weights:
-    square = low * low
-    root = math.sqrt(1 + (4 * (1 - square) / square**2) ** (1 / 3))
-    a = root + 0.5 * math.sqrt(8 - 4 * (root * root - 1) + 8 * (2 - square) / (square * root))
-    b = (a - 1) ** 2 / 4
-    return a, b, a + b - 1
-
-
-def to_one(matrices: Tensor, grams: Tensor, low: float, error: float = 1e-15) -> Tensor:
-    """Singular values of [low, 1] to one, by odd polynomials of degree 5; zero stays zero. `grams` are X^T X.
-
-    None of the values comes out above one, and none of them more than `error` below it, but for rounding.
-    """
-    for index, weights in enumerate(polynomials(low, error)):
-        matrices = quintic(matrices, torch.bmm(matrices.mT, matrices) if index else grams, weights)
-    return matrices
-
-
-def quintic(matrices: Tensor, grams: Tensor, weights: Weights) -> Tensor:
-    """a X + b X X^T X + c X (X^T X)^2, of which `grams` are X^T X."""
-    a, b, c = weights
-    inner = torch.baddbmm(grams, grams, grams, beta=b, alpha=c)
-    inner.diagonal(dim1=-2, dim2=-1).add_(a)
-    return torch.bmm(matrices, inner)
-
-
-@lru_cache
-def polynomials(low: float, error: float) -> tuple[Weights, ...]:
-    """The polynomials that bring [low, 1] to within the error from one, the best one first."""
-    found: list[Weights] = []
-    while low < 0.98:
-        weights, low = _best_quintic(low)
-        found.append(weights)
-    left = 1.0 - low
-    while left > error or not found:
-        found.append(NEWTON)
-        left = 2.5 * left**3
-    return tuple(found)
-
-
-def _best_quintic(low: float) -> tuple[Weights, float]:
-    """The odd polynomial of degree 5 that is nearest to one over [low, 1], scaled to stay at one or below (Remez)."""
-    points = [low, low + (1 - low) * 0.25, low + (1 - low) * 0.75, 1.0]
-    for _ in range(50):
-        powers = [[x, x**3, x**5, (-1.0) ** index] for index, x in enumerate(points)]
-        a, b, c, error = torch.linalg.solve(
-            torch.tensor(powers, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-        ).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        moved = sorted(math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1, 1))
-        if max(abs(old - new) for old, new in zip(points[1:3], moved, strict=True)) < 1e-12:
-            break
-        points = [low, *moved, 1.0]
-    top = 1 + abs(error)
-    return (a / top, b / top, c / top), (1 - abs(error)) / top
-
-
 SMALLEST = {"cuda": 96}
-"""From which smaller side on a device iterates. Below it the decomposition is quicker; on one core of a CPU it is
-quicker at every size that was measured, 48 to 1536, by 1.3 to 13 times."""
-
+"""Smaller side from which a device iterates. Below it the SVD is faster; on one core of a CPU it is faster at every
+measured size, 48 to 1536, by 1.3 to 13 times."""
 LARGE = 1500
-"""From which smaller side a matrix is solved alone, and in a small space where that can be: a batch of large
-factorisations is slower than one after the other."""
-
+"""Smaller side from which a matrix is solved alone, and in a subspace if possible: a batch of large factorisations is
+slower than one after the other."""
 CUTS = (1e-7, 1e-2)
-"""The cuts that the iterations are made for; others take the decomposition."""
-
+"""Range of cuts that the iterations support; others take the SVD."""
 TOLERANCE = 1e-10
-"""How far the trace of a projector may be from the square of its norm: a value s away from zero adds s^2."""
-
+"""Largest difference of a projector's trace and its squared norm: a value s away from zero adds s^2."""
 MISFIT = 1e-8
-"""How far the squared norm of a result may be from its rank."""
-
+"""Largest difference of a result's squared norm and its rank."""
 LEAK = 1e-5
-"""How far the directions of a small space may be from the matrix's own."""
-
-FEW_ERROR = 1e-10
-"""How far from one a value may stay where the unseen directions were taken out before."""
-
-FEW_MISFIT = 1e-6
-"""How far the squared norm of such a result may be from its rank."""
-
+"""Largest part of the subspace's directions that lies outside of it."""
+REDUCED_ERROR = 1e-10
+"""Largest distance of a value from one where the unseen directions were removed before."""
+REDUCED_MISFIT = 1e-6
+"""The same as MISFIT for such a result."""
 FIRST_MARGIN = 8.0
-"""The first Halley step is made for values from this many times the cut: all larger ones stay far from its image, and
-its rounding errors are small."""
-
+"""The first Halley step is optimal from this many times the cut: all larger values stay far from its image, and its
+rounding errors are small."""
 MARGIN = 1.25
-"""The same for later steps: all larger ones stay clear of the cut's image."""
-
+"""The same for later steps: all larger values stay clear of the cut's image."""
 ENOUGH = 0.3
-"""From where polynomials are quicker than Halley steps."""
-
+"""Value from which polynomials are faster than Halley steps."""
 DOUBT = 1e-6
-"""Values this close to the cut, as a share of it, are left to the decomposition. The cut itself is as exact as the
-largest value, half of `iterations.KNOWN`."""
-
+"""Values this close to the cut, as a share of it, are left to the SVD. The cut itself is as exact as the largest
+value, half of LANCZOS_ERROR."""
 NEAR = 3e-4
-"""Values this close to the cut, as a share of it, are told apart without more steps than planned."""
-
+"""Values this close to the cut, as a share of it, are separated without extra steps."""
 EXTRA_STEPS = 16
-"""How many more polynomials a sign may take for values that are still closer."""
-
+"""Most extra polynomials of a sign iteration, for values that are still closer."""
 DAMPING = 1e-5
-"""What a filter leaves of the unwanted directions at least: it keeps the columns of a block well apart."""
-
+"""Least that a filter leaves of other directions, so that the columns of a block stay independent."""
 COUNT_SQUARINGS = 3
-"""How often the inverse is squared before its trace counts directions: those up to about three times the cut."""
-
+"""Squarings of the inverse before its trace counts directions: those up to about three times the cut."""
 CLOSER_SQUARINGS = 1
-"""How often more where few are unseen: those up to about twice the cut, as many more may lie beyond."""
-
+"""More of them where few are unseen: its trace then counts those up to about twice the cut."""
 FILTER_SQUARINGS = 2
-"""How often more for the filter of the unseen directions: twice the cut is then four decades below the cut."""
-
-SPARE = 32
-"""How many columns a block has above twice the directions that it is for."""
-
+"""More of them for the filter of unseen directions: twice the cut is then damped by four decades."""
+SPARE_COLUMNS = 32
+"""Columns of a block above twice the number of directions to find."""
 SHARE = 6
-"""A block may have the smaller side over this many columns."""
-
+"""A block has at most the smaller side over this number of columns."""
 ROUNDS = 3
-"""How often a block is filtered before the small space is given up."""
+"""How often a block is filtered before the subspace is given up."""
 
 
 @dataclass(frozen=True)
-class SeenPart:
-    """U V^T over the singular values above the cut, their number, their sum, and the way that it was found."""
+class PartialIsometry:
+    """U V^T over the singular values above the cut, their number, their sum, and how it was computed."""
 
     matrix: Tensor
     rank: int
@@ -286,7 +98,7 @@ class SeenPart:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A batch on its way, with its Gram matrices: the values of the cut and above have come to [edge, 1]."""
+    """A batch during iteration, with its Gram matrices: values at or above the cut have come to [edge, 1]."""
 
     matrices: Tensor
     grams: Tensor
@@ -297,8 +109,8 @@ class _Stage:
 class _Converged:
     """A batch whose singular values above the cut were brought to one.
 
-    `halfway` are the Gram matrices from before the last polynomials: their eigenvalues are above `threshold` exactly
-    where the values are above the cut. `clean` says that nothing else is left: the matrices are the answer.
+    `halfway` are the Gram matrices before the last polynomials: their eigenvalues are above `threshold` exactly where
+    the values are above the cut. `clean` matrices have no other values left: they are the result.
     """
 
     matrices: Tensor
@@ -309,7 +121,7 @@ class _Converged:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidates:
     """Partial isometries with their ranks, and which of them passed every check."""
 
     matrices: Tensor
@@ -318,12 +130,14 @@ class _Found:
     way: str = "iterated"
 
 
-def seen_parts(batch: Tensor, cut: float, smallest: int | None = None, large: int = LARGE) -> list[SeenPart]:
-    """The seen parts of a batch of matrices of one shape, in order; the batch is overwritten.
+def partial_isometries(
+    batch: Tensor, cut: float, smallest: int | None = None, large: int = LARGE
+) -> list[PartialIsometry]:
+    """Solve a batch of matrices of one shape, which is overwritten.
 
     >>> matrix = torch.diag(torch.tensor([2.0, 1.0, 1e-9], dtype=torch.float64))
-    >>> [found] = seen_parts(matrix[None], 1e-6)
-    >>> found.matrix.diagonal().tolist(), found.rank, found.nuclear, found.way
+    >>> [part] = partial_isometries(matrix[None], 1e-6)
+    >>> part.matrix.diagonal().tolist(), part.rank, part.nuclear, part.way
     ([1.0, 1.0, 0.0], 2, 3.0, 'svd')
     """
     scales = batch.abs().amax((-2, -1))
@@ -336,29 +150,28 @@ def seen_parts(batch: Tensor, cut: float, smallest: int | None = None, large: in
     if smallest is None:
         smallest = SMALLEST.get(batch.device.type, sys.maxsize)
     if min(batch.shape[-2:]) < smallest or not CUTS[0] <= cut <= CUTS[1]:
-        parts = decomposed(batch, cut)[0]
+        parts = isometries_by_svd(batch, cut)[0]
     elif batch.shape[-2] < batch.shape[-1]:
-        parts = [replace(part, matrix=part.matrix.mT) for part in _without_vectors(batch.mT, cut, large)]
+        parts = [replace(part, matrix=part.matrix.mT) for part in _isometries_by_iteration(batch.mT, cut, large)]
     else:
-        parts = _without_vectors(batch, cut, large)
+        parts = _isometries_by_iteration(batch, cut, large)
     return [replace(part, nuclear=part.nuclear * scale) for part, scale in zip(parts, on_host, strict=True)]
 
 
-def decomposed(batch: Tensor, cut: float) -> tuple[list[SeenPart], Tensor, Tensor]:
-    """The seen parts by singular value decomposition, and all left and right vectors."""
+def isometries_by_svd(batch: Tensor, cut: float) -> tuple[list[PartialIsometry], Tensor, Tensor]:
+    """Solve a batch by SVD, and return all left and right singular vectors too."""
     left, values, right = torch.linalg.svd(batch, full_matrices=False)
-    # a zero matrix has seen nothing: its singular values are not above a cut of zero
-    kept = values > cut * values[:, :1]
+    kept = values > cut * values[:, :1]  # strictly, so that a zero matrix has rank 0
     matrices = (left * kept.unsqueeze(-2)) @ right
     ranks, sums = torch.stack([kept.sum(-1), (values * kept).sum(-1)]).tolist()
-    facts = zip(matrices, ranks, sums, strict=True)
-    return [SeenPart(matrix, int(rank), total, "svd") for matrix, rank, total in facts], left, right
+    solved = zip(matrices, ranks, sums, strict=True)
+    return [PartialIsometry(matrix, int(rank), total, "svd") for matrix, rank, total in solved], left, right
 
 
-def _without_vectors(batch: Tensor, cut: float, large: int) -> list[SeenPart]:
-    """At least as many rows as columns; the batch is scaled to a largest singular value of one."""
+def _isometries_by_iteration(batch: Tensor, cut: float, large: int) -> list[PartialIsometry]:
+    """Solve matrices with at least as many rows as columns; scales the batch to largest singular values of one."""
     grams = torch.bmm(batch.mT, batch)
-    squares = largest(grams)
+    squares = largest_eigenvalues(grams)
     squares = torch.where(squares > 0, squares, 1.0)
     batch.div_(squares.sqrt()[:, None, None])
     grams.div_(squares[:, None, None])
@@ -371,59 +184,60 @@ def _without_vectors(batch: Tensor, cut: float, large: int) -> list[SeenPart]:
     return [replace(part, nuclear=part.nuclear * top) for part, top in zip(parts, tops, strict=True)]
 
 
-def _checked(batch: Tensor, found: _Found, cut: float) -> list[SeenPart]:
-    """What was found where it passed its checks, the decomposition where not."""
-    facts = torch.stack([found.ranks, _inner(found.matrices, batch), found.sure.double()]).tolist()
-    return [
-        SeenPart(matrix, round(rank), total, found.way) if sure else decomposed(batch[index : index + 1], cut)[0][0]
-        for index, (matrix, rank, total, sure) in enumerate(zip(found.matrices, *facts, strict=True))
-    ]
+def _checked(batch: Tensor, candidates: _Candidates, cut: float) -> list[PartialIsometry]:
+    """Return the candidates that passed their checks, and solve the others by SVD."""
+    sums = _inner(candidates.matrices, batch)
+    facts = torch.stack([candidates.ranks, sums, candidates.sure.double()]).tolist()
+    checked: list[PartialIsometry] = []
+    for index, (matrix, rank, total, sure) in enumerate(zip(candidates.matrices, *facts, strict=True)):
+        if sure:
+            checked.append(PartialIsometry(matrix, round(rank), total, candidates.way))
+        else:
+            checked += isometries_by_svd(batch[index : index + 1], cut)[0]
+    return checked
 
 
-def _iterated(unit: Tensor, grams: Tensor, cut: float) -> _Found:
-    return _separated(_converged(_started(unit, grams, cut)))
+def _iterated(unit: Tensor, grams: Tensor, cut: float) -> _Candidates:
+    return _separated(_converged(_halley_step(_Stage(unit, grams, cut), FIRST_MARGIN)))
 
 
-def _started(unit: Tensor, grams: Tensor, cut: float) -> _Stage:
-    return _stepped(_Stage(unit, grams, cut), FIRST_MARGIN)
-
-
-def _stepped(stage: _Stage, margin: float = MARGIN) -> _Stage:
+def _halley_step(stage: _Stage, margin: float = MARGIN) -> _Stage:
     low = margin * stage.edge
     matrices = halley(stage.matrices, halley_inverses(stage.grams, low), low)
     return _Stage(matrices, torch.bmm(matrices.mT, matrices), halley_image(stage.edge, low))
 
 
 def _converged(stage: _Stage) -> _Converged:
-    """Every singular value of [edge, 1] to one; those below the edge end anywhere between zero and one."""
+    """Bring singular values of [edge, 1] to one; those below the edge end anywhere between zero and one."""
     while stage.edge < ENOUGH:
-        stage = _stepped(stage)
+        stage = _halley_step(stage)
     threshold = stage.edge**2
     matrices = to_one(stage.matrices, stage.grams, stage.edge)
     grams = torch.bmm(matrices.mT, matrices)
-    # positive exactly where all that is left was above the edge: halfway - threshold on the rows, one beside them
+    # positive definite exactly where all values left were above the edge: halfway - threshold on the row space, one
+    # on its complement
     above = stage.grams - (threshold * (1 + DOUBT) + 1) * grams
     above.diagonal(dim1=-2, dim2=-1).add_(1.0)
     clean = (_openness(grams) < TOLERANCE) & (torch.linalg.cholesky_ex(above)[1] == 0)
     return _Converged(matrices, grams, stage.grams, threshold, clean)
 
 
-def _separated(state: _Converged) -> _Found:
-    """Drops what lies below the cut, by the sign of `halfway - threshold`; clean matrices stay as they are."""
-    found = _Found(state.matrices, _trace(state.grams), state.clean.clone())
+def _separated(state: _Converged) -> _Candidates:
+    """Project matrices that are not clean on the directions above the cut, by the sign of `halfway - threshold`."""
+    result = _Candidates(state.matrices, _trace(state.grams), state.clean.clone())
     left = [index for index, clean in enumerate(state.clean.tolist()) if not clean]
     if left:
-        projectors = _above(state.halfway[left], state.threshold)
+        projectors = _projectors_above(state.halfway[left], state.threshold)
         ranks = _trace(projectors)
         fit = (ranks - _inner(projectors, state.grams[left])).abs() < MISFIT
-        found.matrices[left] = torch.bmm(state.matrices[left], projectors)
-        found.ranks[left] = ranks
-        found.sure[left] = fit & (_openness(projectors) < TOLERANCE)
-    return found
+        result.matrices[left] = torch.bmm(state.matrices[left], projectors)
+        result.ranks[left] = ranks
+        result.sure[left] = fit & (_openness(projectors) < TOLERANCE)
+    return result
 
 
-def _above(symmetric: Tensor, threshold: float) -> Tensor:
-    """The projectors on the eigenvectors above the threshold, for eigenvalues of [0, 1]; the input is consumed."""
+def _projectors_above(symmetric: Tensor, threshold: float) -> Tensor:
+    """Return the projectors on the eigenvectors above the threshold, for eigenvalues of [0, 1]; overwrite the input."""
     symmetric.diagonal(dim1=-2, dim2=-1).sub_(threshold)
     symmetric.div_(max(threshold, 1 - threshold))
     signs = halley(symmetric, halley_inverses(torch.bmm(symmetric, symmetric), NEAR), NEAR)
@@ -437,60 +251,62 @@ def _above(symmetric: Tensor, threshold: float) -> Tensor:
     return signs
 
 
-def _large(unit: Tensor, gram: Tensor, cut: float) -> _Found:
-    """One large matrix: in the space of its few seen directions, or of its few unseen ones, or iterated as it is."""
-    stage = _started(unit, gram, cut)
+def _large(unit: Tensor, gram: Tensor, cut: float) -> _Candidates:
+    """Solve one large matrix in the subspace of its few seen or few unseen directions, or else iterate."""
+    stage = _halley_step(_Stage(unit, gram, cut), FIRST_MARGIN)
     low = MARGIN * stage.edge
     inverse = halley_inverses(stage.grams, low)
-    few = _few(stage, inverse, halley_inverse_image(stage.edge, low))
-    if few is not None and few.of_seen:
-        return few.alone(stage)
+    subspace = _find_subspace(stage, inverse, halley_inverse_image(stage.edge, low))
+    if subspace is not None and subspace.of_seen:
+        return subspace.isometry(stage)
     matrices, edge = halley(stage.matrices, inverse, low), halley_image(stage.edge, low)
     del inverse, stage
-    if few is not None:
-        return few.removed(matrices, edge)
+    if subspace is not None:
+        return subspace.complement_isometry(matrices, edge)
     return _separated(_converged(_Stage(matrices, torch.bmm(matrices.mT, matrices), edge)))
 
 
 @dataclass(frozen=True)
-class _Few:
-    """The right singular vectors above the cut, or those below it, whichever are few, with their values squared."""
+class _Subspace:
+    """The right singular vectors above the cut, or those below it, whichever are few, with their squared values."""
 
     vectors: Tensor
     squares: Tensor
     of_seen: bool
 
-    def alone(self, stage: _Stage) -> _Found:
-        """The answer where these are all that is seen."""
+    def isometry(self, stage: _Stage) -> _Candidates:
+        """Return the isometry of exactly these directions."""
         images = torch.bmm(stage.matrices, self.vectors).div_(self.squares.sqrt()[:, None])
         ranks = torch.full_like(stage.matrices[:, 0, 0], self.vectors.shape[-1])
-        return _Found(torch.bmm(images, self.vectors.mT), ranks, torch.ones_like(ranks, dtype=torch.bool), "reduced")
+        return _Candidates(
+            torch.bmm(images, self.vectors.mT), ranks, torch.ones_like(ranks, dtype=torch.bool), "reduced"
+        )
 
-    def removed(self, matrices: Tensor, edge: float) -> _Found:
-        """The answer where these are all that is unseen, from matrices with all else at [edge, 1]."""
+    def complement_isometry(self, matrices: Tensor, edge: float) -> _Candidates:
+        """Return the isometry of all other directions, from matrices whose other values are in [edge, 1]."""
         if self.vectors.shape[-1]:
             matrices = torch.baddbmm(matrices, torch.bmm(matrices, self.vectors), self.vectors.mT, alpha=-1.0)
-        matrices = to_one(matrices, torch.bmm(matrices.mT, matrices), edge, FEW_ERROR)
+        matrices = to_one(matrices, torch.bmm(matrices.mT, matrices), edge, REDUCED_ERROR)
         ranks = torch.full_like(matrices[:, 0, 0], matrices.shape[-1] - self.vectors.shape[-1])
-        return _Found(matrices, ranks, (ranks - _inner(matrices, matrices)).abs() < FEW_MISFIT, "reduced")
+        return _Candidates(matrices, ranks, (ranks - _inner(matrices, matrices)).abs() < REDUCED_MISFIT, "reduced")
 
 
-def _few(stage: _Stage, inverse: Tensor, at_cut: float) -> _Few | None:
-    """The few directions on one side of the cut, where one side has few.
+def _find_subspace(stage: _Stage, inverse: Tensor, at_cut: float) -> _Subspace | None:
+    """Return the directions on one side of the cut, if one side has few.
 
-    The inverse has eigenvalues from one (unseen) over `at_cut` to nearly zero (seen). Powers of it, or what they are
-    short of one, are the filter; the trace of a power tells how many directions are unseen or nearly so.
+    The inverse has eigenvalues from one (unseen) over `at_cut` to nearly zero (seen). Its powers P, or 1 - P, are the
+    filter; the trace of P counts the directions that are unseen or nearly so.
     """
     side = inverse.shape[-1]
     filters = _squared(inverse, COUNT_SQUARINGS)
     unseen = float(_trace(filters))
     if unseen < 0.99 * at_cut ** (2**COUNT_SQUARINGS):
-        return _Few(filters[..., :0], filters[:, 0, :0], of_seen=False)
+        return _Subspace(filters[..., :0], filters[:, 0, :0], of_seen=False)
     of_seen = unseen > side / 2
     if not of_seen:
         filters = _squared(filters, CLOSER_SQUARINGS)
         unseen = float(_trace(filters))
-    width = math.ceil(2 * (side - unseen if of_seen else unseen)) + SPARE
+    width = math.ceil(2 * (side - unseen if of_seen else unseen)) + SPARE_COLUMNS
     if not width <= side // SHARE:
         return None
     if of_seen:
@@ -503,32 +319,32 @@ def _few(stage: _Stage, inverse: Tensor, at_cut: float) -> _Few | None:
     for _ in range(ROUNDS):
         for _ in range(3):
             vectors = _orthonormal(torch.bmm(filters, vectors))
-        few = _within(stage, vectors, of_seen)
-        if few is not None:
-            return few
+        subspace = _cut_within(stage, vectors, of_seen)
+        if subspace is not None:
+            return subspace
     return None
 
 
-def _within(stage: _Stage, basis: Tensor, of_seen: bool) -> _Few | None:
-    """The directions of one side of the cut in the span of the basis, where it holds them all."""
+def _cut_within(stage: _Stage, basis: Tensor, of_seen: bool) -> _Subspace | None:
+    """Return the directions on one side of the cut in the span of the basis, if it contains them all."""
     images = torch.bmm(stage.matrices, basis)
     small = torch.bmm(images.mT, images)
     if not bool(small.isfinite().all()):
         return None
-    squares, turns = torch.linalg.eigh(small)
+    squares, rotations = torch.linalg.eigh(small)
     square = stage.edge**2
     on_host = squares[0].tolist()
     below = sum(one <= square for one in on_host)
     chosen = slice(below, None) if of_seen else slice(0, below)
     doubtful = any(abs(one - square) < 2 * DOUBT * square for one in on_host)
     spare = below if of_seen else len(on_host) - below
-    if doubtful or spare < SPARE / 2:
+    if doubtful or spare < SPARE_COLUMNS / 2:
         return None
-    vectors, squares = torch.bmm(basis, turns[..., chosen]), squares[:, chosen]
+    vectors, squares = torch.bmm(basis, rotations[..., chosen]), squares[:, chosen]
     back = torch.bmm(stage.grams, vectors)
     outside = torch.baddbmm(back, basis, torch.bmm(basis.mT, back), alpha=-1.0)
     leak = outside.div_(squares.clamp(min=square)[:, None]).norm()
-    return _Few(vectors, squares, of_seen) if bool(leak < LEAK) else None
+    return _Subspace(vectors, squares, of_seen) if bool(leak < LEAK) else None
 
 
 def _squared(matrices: Tensor, times: int) -> Tensor:
@@ -538,7 +354,7 @@ def _squared(matrices: Tensor, times: int) -> Tensor:
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    """Cholesky orthogonalisation, twice: for columns that are not nearly dependent."""
+    """Orthonormalise columns that are not nearly dependent, by Cholesky, twice."""
     for _ in range(2):
         factor = torch.linalg.cholesky_ex(torch.bmm(vectors.mT, vectors))[0]
         vectors = torch.linalg.solve_triangular(factor, vectors.mT, upper=False).mT
@@ -554,5 +370,159 @@ def _inner(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _openness(grams: Tensor) -> Tensor:
-    """Zero for projectors, and more with every eigenvalue between zero and one."""
+    """Return zero for projectors, and more with every eigenvalue between zero and one."""
     return (_trace(grams) - _inner(grams, grams)).abs()
+
+
+def largest_eigenvalues(grams: Tensor) -> Tensor:
+    """Return the largest eigenvalue of each positive matrix, by Lanczos from a fixed start."""
+    size = grams.shape[-1]
+    start = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(grams.device)
+    vector = (start / start.norm()).expand(grams.shape[0], -1, -1)
+    previous = torch.zeros_like(vector)
+    beta = torch.zeros_like(vector[:, :1])
+    alphas: list[Tensor] = []
+    betas: list[Tensor] = []
+    for step in range(1, LANCZOS_STEPS + 1):
+        image = torch.bmm(grams, vector).addcmul_(previous, beta, value=-1.0)
+        alpha = (image * vector).sum(-2, keepdim=True)
+        image.addcmul_(vector, alpha, value=-1.0)
+        previous, beta = vector, torch.linalg.vector_norm(image, dim=-2, keepdim=True)
+        vector = image / beta.clamp(min=1e-300)
+        alphas.append(alpha)
+        betas.append(beta)
+        if step % LANCZOS_CHECK == 0 or step == LANCZOS_STEPS:
+            values, error = _ritz_values(torch.cat(alphas, -1)[:, 0], torch.cat(betas, -1)[:, 0])
+            if bool((error <= LANCZOS_ERROR * values).all()) or step >= size:
+                break
+    return values.to(grams.device)
+
+
+def _ritz_values(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest eigenvalue of each tridiagonal matrix, and its error for the full matrix."""
+    both = torch.stack([alphas, betas]).cpu()
+    matrix = torch.diag_embed(both[0])
+    matrix += torch.diag_embed(both[1, :, :-1], 1) + torch.diag_embed(both[1, :, :-1], -1)
+    values, vectors = torch.linalg.eigh(matrix)
+    residual = both[1, :, -1] * vectors[:, -1, -1].abs()
+    gap = (values[:, -1] - values[:, -2]).clamp(min=1e-300)
+    return values[:, -1].clamp(min=0.0), torch.minimum(residual, residual * (residual / gap))
+
+
+def halley(matrices: Tensor, inverses: Tensor, low: float) -> Tensor:
+    """Take the weighted Halley step that is best for singular values in [low, 1], by `halley_inverses`."""
+    a, b, c = _halley_weights(low)
+    inner = inverses * (a - b / c)
+    inner.diagonal(dim1=-2, dim2=-1).add_(b / c)
+    return torch.bmm(matrices, inner)
+
+
+def halley_inverses(grams: Tensor, low: float) -> Tensor:
+    """Return (1 + c X^T X)^-1, whose eigenvalues fall from one to zero as singular values grow."""
+    shifted = grams * _halley_weights(low)[2]
+    shifted.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    factors = torch.linalg.cholesky_ex(shifted)[0]
+    if factors.shape[-1] < BLOCKED:
+        return torch.cholesky_inverse(factors)
+    del shifted
+    halves = _triangular_inverses(factors)
+    return torch.bmm(halves.mT, halves)
+
+
+def _triangular_inverses(factors: Tensor) -> Tensor:
+    """Invert lower triangular matrices, from the inverses of small diagonal blocks by products."""
+    size = factors.shape[-1]
+    count = 2 ** math.ceil(math.log2(size / LEAF))
+    leaf = -(-size // count)
+    if leaf * count > size:
+        factors = F.pad(factors, (0, leaf * count - size, 0, leaf * count - size))
+        factors.diagonal(dim1=-2, dim2=-1)[:, size:] = 1.0
+
+    def blocks(row: int, column: int, step: int, width: int) -> Tensor:
+        starts = range(0, factors.shape[-1], step)
+        parts = [factors[:, at + row : at + row + width, at + column : at + column + width] for at in starts]
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    identity = torch.eye(leaf, dtype=factors.dtype, device=factors.device)
+    inverses: Tensor = torch.linalg.solve_triangular(blocks(0, 0, leaf, leaf), identity, upper=False)
+    while leaf < factors.shape[-1]:
+        upper, lower = inverses[0::2], inverses[1::2]
+        corner = torch.bmm(lower, torch.bmm(blocks(leaf, 0, 2 * leaf, leaf), upper)).neg_()
+        inverses = torch.cat([F.pad(upper, (0, leaf)), torch.cat([corner, lower], -1)], -2)
+        leaf *= 2
+    return inverses[:, :size, :size]
+
+
+def halley_image(value: float, low: float) -> float:
+    """Return the image of a singular value under the Halley step for [low, 1].
+
+    Values of [low, 1] stay between the image of `low` and one; below `low` the images fall to zero.
+
+    >>> [round(halley_image(value, 1e-3), 3) for value in (1e-4, 1e-3, 1e-2, 1.0)]
+    [0.025, 0.248, 0.975, 1.0]
+    """
+    a, b, c = _halley_weights(low)
+    square = value * value
+    return value * (a + b * square) / (1 + c * square)
+
+
+def halley_inverse_image(value: float, low: float) -> float:
+    """Return the eigenvalue of `halley_inverses` at a singular value."""
+    return 1 / (1 + _halley_weights(low)[2] * value * value)
+
+
+def _halley_weights(low: float) -> Weights:
+    square = low * low
+    root = math.sqrt(1 + (4 * (1 - square) / square**2) ** (1 / 3))
+    a = root + 0.5 * math.sqrt(8 - 4 * (root * root - 1) + 8 * (2 - square) / (square * root))
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
+
+
+def to_one(matrices: Tensor, grams: Tensor, low: float, error: float = 1e-15) -> Tensor:
+    """Bring singular values of [low, 1] to one by odd polynomials of degree 5; zero stays zero. `grams` are X^T X.
+
+    Up to rounding, no value ends above one or more than `error` below it.
+    """
+    for index, weights in enumerate(polynomials(low, error)):
+        matrices = quintic(matrices, torch.bmm(matrices.mT, matrices) if index else grams, weights)
+    return matrices
+
+
+def quintic(matrices: Tensor, grams: Tensor, weights: Weights) -> Tensor:
+    """Return a X + b X X^T X + c X (X^T X)^2; `grams` are X^T X."""
+    a, b, c = weights
+    inner = torch.baddbmm(grams, grams, grams, beta=b, alpha=c)
+    inner.diagonal(dim1=-2, dim2=-1).add_(a)
+    return torch.bmm(matrices, inner)
+
+
+@lru_cache
+def polynomials(low: float, error: float) -> tuple[Weights, ...]:
+    """Return the polynomials that in turn bring [low, 1] to within the error from one."""
+    weights: list[Weights] = []
+    while low < 0.98:
+        best, low = _best_quintic(low)
+        weights.append(best)
+    distance = 1.0 - low
+    while distance > error or not weights:
+        weights.append(NEWTON)
+        distance = 2.5 * distance**3
+    return tuple(weights)
+
+
+def _best_quintic(low: float) -> tuple[Weights, float]:
+    """Return the odd polynomial of degree 5 nearest to one over [low, 1], scaled to at most one (Remez)."""
+    points = [low, low + (1 - low) * 0.25, low + (1 - low) * 0.75, 1.0]
+    for _ in range(50):
+        powers = [[x, x**3, x**5, (-1.0) ** index] for index, x in enumerate(points)]
+        a, b, c, error = torch.linalg.solve(
+            torch.tensor(powers, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+        ).tolist()
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        moved = sorted(math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1, 1))
+        if max(abs(old - new) for old, new in zip(points[1:3], moved, strict=True)) < 1e-12:
+            break
+        points = [low, *moved, 1.0]
+    top = 1 + abs(error)
+    return (a / top, b / top, c / top), (1 - abs(error)) / top

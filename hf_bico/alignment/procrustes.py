@@ -1,6 +1,6 @@
-"""The polar factor of cross-covariances: the orthogonal map that best lines up two sets of rows.
+"""Solve orthogonal Procrustes problems: the maps that best align two sets of rows, from their cross-covariances.
 
-Knows covariances and rows only: not where they come from, nor what the maps are used for.
+Knows covariances and rows; not where they come from, nor what the maps are used for.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from hf_bico.alignment.memory import BATCH_BYTES
-from hf_bico.alignment.polar import SeenPart, decomposed, seen_parts
+from hf_bico.alignment.polar import PartialIsometry, isometries_by_svd, partial_isometries
 
 CUT = 1e-6
-"""Singular values below this share of the largest count as unseen."""
+"""Singular values below this share of the largest count as zero: their directions are unseen."""
 
 
 @dataclass(frozen=True)
 class OrthogonalMap:
     """R with X_A R ~ X_B: the polar factor of C = X_A^T X_B, float64.
 
-    `seen` is U V^T over the singular values above the cut, a partial isometry that is unique; `matrix` is what
-    is applied: `seen` itself, or its arbitrary completion by the null space (`svd`). `score` is the sum of those
-    singular values over |X_A| |X_B|: 1 when an orthogonal map carries the rows of A onto those of B exactly, up to
-    scale. `way` says how it was found, in the words of `hf_bico.alignment.polar`.
+    `seen` is U V^T over the singular values above the cut, a unique partial isometry; `matrix` is what is applied:
+    `seen`, or its arbitrary completion by the null space (`svd`). `score` is the sum of those singular values over
+    |X_A| |X_B|: 1 if an orthogonal map carries the rows of A onto those of B exactly, up to scale. `way` names the
+    algorithm, in the words of `hf_bico.alignment.polar`.
     """
 
     matrix: Tensor
@@ -37,8 +37,8 @@ class OrthogonalMap:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """X_A and X_B themselves, in place of their covariance: the small space where the rows are few."""
+class PairedRows:
+    """X_A and X_B in place of their covariance: few rows are solved in the small space that they span."""
 
     source: Tensor
     target: Tensor
@@ -49,11 +49,11 @@ class Rows:
 
     @property
     def few(self) -> bool:
-        """Fewer rows than either side is wide."""
+        """Whether there are fewer rows than either side is wide."""
         return len(self.source) < min(self.source.shape[1], self.target.shape[1])
 
 
-Statistic = Tensor | Rows
+Statistic = Tensor | PairedRows
 
 
 def polar(
@@ -62,15 +62,15 @@ def polar(
     completion: str = "drop",
     cut: float = CUT,
 ) -> list[OrthogonalMap]:
-    """The maps of many cross-covariances, on their device; those of equal shape are solved in one batch.
+    """Solve many cross-covariances on their device, those of equal shape in one batch.
 
-    `norms` are |X_A| |X_B|, one a covariance.
+    `norms` are |X_A| |X_B|, one per covariance.
 
     >>> rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
     >>> rows = torch.randn(9, 3, dtype=torch.float64)
     >>> other = rows @ rotation
-    >>> [found] = polar([rows.T @ other], [float(rows.norm() * other.norm())])
-    >>> torch.allclose(found.matrix, rotation), found.rank, round(found.score, 6)
+    >>> [solved] = polar([rows.T @ other], [float(rows.norm() * other.norm())])
+    >>> torch.allclose(solved.matrix, rotation), solved.rank, round(solved.score, 6)
     (True, 3, 1.0)
     """
     waiting = dict(enumerate(covariances))
@@ -85,47 +85,44 @@ def polar(
 
 
 def _batches(waiting: dict[int, Statistic]) -> list[list[int]]:
-    """Indices of equal shape; small matrices many at a time, large ones one by one."""
-    alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
-    sizes: dict[tuple[torch.Size, ...], int] = {}
+    """Group indices by shape; small matrices many at a time, large ones one by one."""
+    by_shapes: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
     for index, one in waiting.items():
-        tensors = [one.source, one.target] if isinstance(one, Rows) else [one]
-        shapes = tuple(tensor.shape for tensor in tensors)
-        alike[shapes].append(index)
-        sizes[shapes] = 8 * sum(tensor.numel() for tensor in tensors)
+        tensors = [one.source, one.target] if isinstance(one, PairedRows) else [one]
+        by_shapes[tuple(tensor.shape for tensor in tensors)].append(index)
     batches = []
-    for shapes, indices in alike.items():
-        count = max(1, BATCH_BYTES // sizes[shapes])
+    for shapes, indices in by_shapes.items():
+        count = max(1, BATCH_BYTES // (8 * sum(shape.numel() for shape in shapes)))
         batches += [indices[start : start + count] for start in range(0, len(indices), count)]
     return batches
 
 
-def _dropped(batch: list[Statistic], cut: float) -> list[tuple[SeenPart, Tensor]]:
-    """The seen parts, applied as they are."""
-    few = all(isinstance(one, Rows) and one.few for one in batch)
-    parts = _of_few_rows(batch, cut) if few else seen_parts(_stacked(batch), cut)
+def _dropped(batch: list[Statistic], cut: float) -> list[tuple[PartialIsometry, Tensor]]:
+    """Solve a batch without completion: the partial isometry is the map."""
+    few = all(isinstance(one, PairedRows) and one.few for one in batch)
+    parts = _of_few_rows(batch, cut) if few else partial_isometries(_stacked(batch), cut)
     return [(part, part.matrix) for part in parts]
 
 
-def _of_few_rows(batch: list[Statistic], cut: float) -> list[SeenPart]:
-    """C = Q_A (T_A T_B^T) Q_B^T with orthonormal Q: its seen part lies between the bases."""
-    rows = [one for one in batch if isinstance(one, Rows)]
+def _of_few_rows(batch: list[Statistic], cut: float) -> list[PartialIsometry]:
+    """Solve in the span of the rows: C = Q_A (T_A T_B^T) Q_B^T with orthonormal Q."""
+    rows = [one for one in batch if isinstance(one, PairedRows)]
     batch.clear()
     source, inner = torch.linalg.qr(torch.stack([one.source.double() for one in rows]).mT)
     target, outer = torch.linalg.qr(torch.stack([one.target.double() for one in rows]).mT)
-    parts = seen_parts(inner @ outer.mT, cut)
+    parts = partial_isometries(inner @ outer.mT, cut)
     bases = zip(parts, source, target, strict=True)
     return [replace(part, matrix=left @ part.matrix @ right.mT) for part, left, right in bases]
 
 
-def _completed(batch: list[Statistic], cut: float) -> list[tuple[SeenPart, Tensor]]:
-    """The seen parts, and U V^T over all singular values, which is arbitrary where there are none."""
-    parts, left, right = decomposed(_stacked(batch), cut)
+def _completed(batch: list[Statistic], cut: float) -> list[tuple[PartialIsometry, Tensor]]:
+    """Solve a batch with U V^T over all singular values as the map; it is arbitrary in the null space."""
+    parts, left, right = isometries_by_svd(_stacked(batch), cut)
     return list(zip(parts, left @ right, strict=True))
 
 
 def _stacked(batch: list[Statistic]) -> Tensor:
-    """One tensor of all covariances, which takes their place."""
-    covariances = torch.stack([one.covariance if isinstance(one, Rows) else one.double() for one in batch])
+    """Stack all covariances in one tensor, and drop the originals."""
+    covariances = torch.stack([one.covariance if isinstance(one, PairedRows) else one.double() for one in batch])
     batch.clear()
     return covariances

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.procrustes import Rows
+from hf_bico.alignment.procrustes import PairedRows
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
@@ -81,12 +81,12 @@ class CrossCovariance:
         return self._total
 
     @property
-    def evidence(self) -> Tensor | Rows:
+    def evidence(self) -> Tensor | PairedRows:
         """Input of the solver: the sum, or its few rows."""
         if not self._rows:
             return self.total
         source, target = zip(*self._rows, strict=True)
-        return Rows(torch.cat(source), torch.cat(target))
+        return PairedRows(torch.cat(source), torch.cat(target))
 
     def less(self, other: CrossCovariance) -> CrossCovariance:
         """Return the difference, whose energies are those of the rows of both."""
@@ -124,7 +124,7 @@ class CrossCovariance:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
 
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE_GRADIENT = 1e-6
 """Below this share of a weight's largest gradient, a gradient of its site counts as zero."""
 
 
@@ -149,7 +149,7 @@ class ParameterGradient:
             weight, bias = rows.T @ x.reshape(-1, x.shape[-1]), rows.sum(0)
             self.weight += weight
             self.bias += bias
-            least = NEGLIGIBLE * weight.abs().max()
+            least = NEGLIGIBLE_GRADIENT * weight.abs().max()
             self.weight_votes += signs(weight, least)
             self.bias_votes += signs(bias, least)
 
@@ -160,7 +160,7 @@ class ParameterGradient:
     @property
     def mean_signs(self) -> tuple[Tensor, Tensor]:
         """Signs of the mean over the samples: weight and bias."""
-        least = NEGLIGIBLE * self.weight.abs().max()
+        least = NEGLIGIBLE_GRADIENT * self.weight.abs().max()
         return signs(self.weight, least), signs(self.bias, least)
 
     @property
@@ -256,20 +256,20 @@ class Statistics:
     ) -> Statistics:
         """Return empty sums of these pairs; with descents of the target sites in `descents_of`, or of all."""
         # processes add their sums to each other in this order, and the order of a set differs between them
-        found = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
+        statistics = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
         if Kind.DESCENT in kinds:
-            found.task = TaskLossTotals.zeros(device)
+            statistics.task = TaskLossTotals.zeros(device)
         for pair in pairs:
-            for kind, sums in found.sums.items():
+            for kind, sums in statistics.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
                 if key_of(kind, pair) not in sums:
                     widths = pair.source.shape[axis], pair.target.shape[axis]
                     sums[key_of(kind, pair)] = CrossCovariance(widths, device)
             if Kind.TARGET_GRADIENTS in kinds:
-                found.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
+                statistics.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
             if Kind.DESCENT in kinds and (descents_of is None or pair.target.name in descents_of):
-                found.descents[pair.target.name] = LossGradient.zeros(*pair.target.shape, device)
-        return found
+                statistics.descents[pair.target.name] = LossGradient.zeros(*pair.target.shape, device)
+        return statistics
 
     @property
     def kinds(self) -> set[Kind]:

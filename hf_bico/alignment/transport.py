@@ -76,7 +76,7 @@ def _joined(parts: Sequence[TransportedSite]) -> TransportedSite:
     return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None, descent=descent)
 
 
-def gather(
+def assemble_changes(
     carried: Mapping[str, TransportedSite], pairs: Iterable[SitePair], target: Checkpoint, alpha: float
 ) -> Deltas:
     """Assemble alpha times the carried changes into the target's tensors."""

@@ -30,7 +30,7 @@ from hf_bico.alignment.methods.base import Pretrained, TransportedSite
 from hf_bico.alignment.objectives.base import Classifier, Heads
 from hf_bico.alignment.similarity import linear_cka
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, Kind
-from hf_bico.alignment.transport import gather, site_delta
+from hf_bico.alignment.transport import assemble_changes, site_delta
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError
@@ -234,7 +234,7 @@ class ModelPair:
 
     def gather_changes(self, carried: dict[str, TransportedSite], alpha: float) -> Deltas:
         """Turn changes of sites into changes of the target's tensors."""
-        return gather(carried, self.pairs, self.lineage.target.checkpoint, alpha)
+        return assemble_changes(carried, self.pairs, self.lineage.target.checkpoint, alpha)
 
 
 def similar_blocks(models: ModelPair, samples: Samples) -> list[int]:

@@ -21,7 +21,7 @@ from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.readout import Readout
 from hf_bico.alignment.statistics import TaskLossTotals
-from hf_bico.alignment.transport import changed_part, gather
+from hf_bico.alignment.transport import assemble_changes, changed_part
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnsuitableMethodError
 from hf_bico.models.checkpoints import digest_of
@@ -79,7 +79,7 @@ def with_readout(result: TransferResult, calibration: Calibration) -> TransferRe
     target = calibration.models.lineage.target
     site = target.layout.site("proj")
     readout = calibration.readout(result.changes)
-    correction = gather(
+    correction = assemble_changes(
         {site.name: TransportedSite(SiteDelta(readout.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
     )
     changes = result.changes + correction if readout.accepted else result.changes

@@ -390,7 +390,7 @@ def test_altered_copies_are_samples_too(seen: Case, monkeypatch: pytest.MonkeyPa
         tasks.append(task)
         return forecast(sites, task, *others)
 
-    monkeypatch.setattr(transfer, "foresee", noted)
+    monkeypatch.setattr(transfer, "forecast", noted)
     found, plain = seen.foresight(augment=2), seen.foresight()
     assert [task.answers for task in tasks] == [3 * SAMPLES, SAMPLES]
     assert found.loss != plain.loss

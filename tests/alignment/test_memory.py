@@ -25,15 +25,15 @@ from hf_bico.alignment.memory import (
     BATCH,
     BATCH_ON_CPU,
     LEAST_ACTIVATIONS,
+    MEMORY_MODES,
     MOST_SAMPLES,
-    SPARE,
-    WAYS,
+    SPARE_SHARE,
     MemoryLimits,
     MemoryMode,
     MemoryNeeds,
     MemoryPlan,
     ModelFootprint,
-    Sample,
+    SampleBytes,
     needs_of,
     plan_memory,
     solved_together,
@@ -60,7 +60,7 @@ NEEDS = MemoryNeeds(
     sums=(50_000,) * 8,
     solver=80_000,
     carried=40_000,
-    samples=(Sample(20_000, 4_000, 1_000, 1_000), Sample(30_000, 5_000, 1_000, 1_000)),
+    samples=(SampleBytes(20_000, 4_000, 1_000, 1_000), SampleBytes(30_000, 5_000, 1_000, 1_000)),
 )
 """Of a sample 31 kB at the peak, 6 kB with checkpointing; models and all sums are 700 kB."""
 
@@ -114,7 +114,7 @@ def test_a_batch_size_that_is_asked_for_is_kept_while_it_fits() -> None:
 
 def test_mlps_run_once_more_where_batches_would_be_small() -> None:
     whole = LEAST_ACTIVATIONS // 5
-    large = Sample(whole, whole, 1, 1, lean=whole // 2)
+    large = SampleBytes(whole, whole, 1, 1, lean=whole // 2)
     found = plan_memory(replace(NEEDS, samples=(large, large)))
     assert (found.lean, found.batch_size) == (True, 9)
     small = replace(large, graph=whole // 8, lean=whole // 16)
@@ -123,17 +123,17 @@ def test_mlps_run_once_more_where_batches_would_be_small() -> None:
 
 def test_both_graphs_are_there_at_once_where_they_are_small_beside_what_is_shown() -> None:
     most = LEAST_ACTIVATIONS // 10
-    sample = Sample(2 * most, most // 20, most, most)
+    sample = SampleBytes(2 * most, most // 20, most, most)
     found = plan_memory(replace(NEEDS, samples=(sample, sample)))
     assert (found.checkpointing, found.at_once, found.batch_size) == (True, True, 9)
     assert not plan_memory(replace(NEEDS, samples=(sample, sample)), turns=[True]).at_once, "only one model is there"
-    loss = replace(sample, thrifty=most)
+    loss = replace(sample, checkpointed=most)
     assert not plan_memory(replace(NEEDS, samples=(loss, loss))).at_once, "two graphs take more than what is shown"
 
 
 def test_nothing_is_run_again_where_small_batches_cost_little() -> None:
     whole = LEAST_ACTIVATIONS // 5
-    large = Sample(whole, whole // 8, 1, 1, lean=whole // 2)
+    large = SampleBytes(whole, whole // 8, 1, 1, lean=whole // 2)
     usual, on_cpu = (
         plan_memory(replace(NEEDS, samples=(large, large)), batch_cost=cost) for cost in (BATCH, BATCH_ON_CPU)
     )
@@ -143,7 +143,7 @@ def test_nothing_is_run_again_where_small_batches_cost_little() -> None:
 
 def test_batches_are_not_larger_than_is_quick() -> None:
     assert plan_memory(NEEDS).batch_size == MOST_SAMPLES
-    heavy = replace(NEEDS, samples=(Sample(*[2 * LEAST_ACTIVATIONS] * 2, 1, 1),) * 2)
+    heavy = replace(NEEDS, samples=(SampleBytes(*[2 * LEAST_ACTIVATIONS] * 2, 1, 1),) * 2)
     assert plan_memory(heavy).batch_size == 1
 
 
@@ -157,7 +157,7 @@ def sizes(most: int) -> st.SearchStrategy[int]:
     return st.integers(0, most)
 
 
-samples = st.builds(lambda thrifty, more, *shown: Sample(thrifty + more, thrifty, *shown), *([sizes(50)] * 4))
+samples = st.builds(lambda thrifty, more, *shown: SampleBytes(thrifty + more, thrifty, *shown), *([sizes(50)] * 4))
 made_up = st.builds(
     MemoryNeeds,
     weights=st.tuples(sizes(300), sizes(300)),
@@ -176,7 +176,7 @@ def test_more_memory_never_means_more_work(needs: MemoryNeeds, limit: int, more:
     for one, own in ((found, limit), (roomy, limit + more)):
         assert sum(one.groups) == len(needs.sums)
         assert all(one.groups)
-        assert one.fits == (one.bytes <= int(own * (1 - SPARE)))
+        assert one.fits == (one.bytes <= int(own * (1 - SPARE_SHARE)))
         assert plan_memory(needs, max(own, one.limit + 1), batch_size).fits
         assert batch_size is None or one.batch_size <= batch_size
     if not found.fits:
@@ -261,7 +261,7 @@ def test_a_lora_is_carried_as_factors() -> None:
     ranks = {pair.source.weight.tensor: 2 for pair in pairs}
     factors = needs_of(pairs, held[0], held[1], ranks=ranks)
     assert factors.carried == 4 * (6 * 2 * 100 + 2 * 53)
-    assert whole.samples[1].thrifty < whole.samples[1].graph
+    assert whole.samples[1].checkpointed < whole.samples[1].graph
     assert whole.weights == (400, 400)
 
 
@@ -297,7 +297,7 @@ def allocated(run: Callable[[], object], place: Path) -> int:
 
 
 @pytest.mark.parametrize("kinds", [PAIRED, PAIRED | {Kind.DESCENT}], ids=["carried", "foretold"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", MEMORY_MODES, ids=str)
 def test_a_batch_takes_what_the_budget_says(way: MemoryMode, kinds: frozenset[Kind], tmp_path: Path) -> None:
     """A GPU takes a little more than can be counted, which the budget reckons with."""
     source, target = (tower(*sizes) for sizes in TOWERS)
@@ -317,7 +317,7 @@ def test_a_batch_takes_what_the_budget_says(way: MemoryMode, kinds: frozenset[Ki
         return collect(pairs, *sides, batches, kinds, at_once=way.at_once, descents_of=descent_sites(pairs))
 
     taken = allocated(run, tmp_path / "trace.json") - sum(needs.sums)
-    assert 0.75 < taken / (4 * needs.of_sample(*way)) < 1
+    assert 0.75 < taken / (4 * needs.of_sample(way)) < 1
 
 
 def carrier(calibration: Calibration) -> Carrier:

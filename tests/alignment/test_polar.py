@@ -12,10 +12,10 @@ from hf_bico.alignment.polar import (
     halley_image,
     halley_inverse_image,
     halley_inverses,
-    largest,
+    largest_eigenvalues,
+    partial_isometries,
     polynomials,
     quintic,
-    seen_parts,
 )
 from hf_bico.errors import NonFiniteWeightsError
 
@@ -75,7 +75,7 @@ def made(values: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tenso
 def test_equals_the_decomposition(name: str, large: int) -> None:
     values = torch.cat(SPECTRA[name])
     matrix, seen, far = made(values, 340, SIDE)
-    [found] = seen_parts(matrix[None].clone(), CUT, smallest=2, large=large)
+    [found] = partial_isometries(matrix[None].clone(), CUT, smallest=2, large=large)
     assert found.way == ("reduced" if large == 2 and name in REDUCED else "iterated")
     kept = values > CUT * values.max()
     assert found.rank == int(kept.sum())
@@ -90,23 +90,23 @@ def test_equals_the_decomposition(name: str, large: int) -> None:
 @pytest.mark.parametrize("shape", [(300, 340), (300, 300), (340, 300)])
 def test_wide_square_and_tall(shape: tuple[int, int], large: int) -> None:
     matrix, seen, _ = made(torch.cat(SPECTRA["nearly full"]), *shape)
-    [found] = seen_parts(matrix[None].clone(), CUT, smallest=2, large=large)
+    [found] = partial_isometries(matrix[None].clone(), CUT, smallest=2, large=large)
     assert found.way != "svd"
     assert (found.matrix - seen).norm() < 1e-6
 
 
 def test_one_column_is_its_direction() -> None:
     column = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None]
-    [found] = seen_parts(column[None].clone(), CUT, smallest=1)
+    [found] = partial_isometries(column[None].clone(), CUT, smallest=1)
     assert (found.way, found.rank) == ("iterated", 1)
     assert torch.allclose(found.matrix, column / column.norm(), atol=1e-14)
 
 
 def test_a_mixed_batch_is_each_alone() -> None:
     matrices = [made(torch.cat(parts), 310, SIDE)[0] for parts in SPECTRA.values()]
-    together = seen_parts(torch.stack(matrices), CUT, smallest=2, large=ALONE)
+    together = partial_isometries(torch.stack(matrices), CUT, smallest=2, large=ALONE)
     for matrix, found in zip(matrices, together, strict=True):
-        [alone] = seen_parts(matrix[None].clone(), CUT, smallest=2, large=ALONE)
+        [alone] = partial_isometries(matrix[None].clone(), CUT, smallest=2, large=ALONE)
         assert found.rank == alone.rank
         assert (found.matrix - alone.matrix).norm() < 1e-6
 
@@ -117,7 +117,7 @@ def test_a_value_at_the_cut_is_left_to_the_decomposition(side: float, large: int
     values = torch.cat([level(1, 1), falling(-1, -3, 198), level(CUT * side, 1)])
     sure, seen, _ = made(falling(0, -3, 200), 220, 200)
     doubtful, _, _ = made(values, 220, 200)
-    found, beside = seen_parts(torch.stack([doubtful, sure]), CUT, smallest=2, large=large)
+    found, beside = partial_isometries(torch.stack([doubtful, sure]), CUT, smallest=2, large=large)
     assert found.way == "svd"
     assert found.rank == 199 + (side > 1)
     assert beside.way != "svd"
@@ -129,7 +129,7 @@ def test_other_cuts_are_honoured() -> None:
     matrix = made(values, 90, 80)[0]
     ways = {}
     for cut in (1e-10, 1e-7, 1e-4, 1e-2, 0.3):
-        [found] = seen_parts(matrix[None].clone(), cut, smallest=2)
+        [found] = partial_isometries(matrix[None].clone(), cut, smallest=2)
         assert found.rank == int((values > cut).sum())
         ways[cut] = found.way
     assert ways == {1e-10: "svd", 1e-7: "iterated", 1e-4: "iterated", 1e-2: "iterated", 0.3: "svd"}
@@ -138,7 +138,7 @@ def test_other_cuts_are_honoured() -> None:
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_scale_goes_into_the_sum_only(scale: float) -> None:
     matrix, seen, _ = made(torch.cat(SPECTRA["rank 40"]), 310, SIDE)
-    [found] = seen_parts(scale * matrix[None], CUT, smallest=2)
+    [found] = partial_isometries(scale * matrix[None], CUT, smallest=2)
     assert (found.matrix - seen).norm() < 1e-6
     assert found.nuclear / scale == pytest.approx(float(torch.cat(SPECTRA["rank 40"]).sum()))
 
@@ -148,7 +148,7 @@ def test_values_that_are_no_numbers_are_refused(bad: float) -> None:
     matrix = torch.ones(1, 8, 8, dtype=torch.float64)
     matrix[0, 3, 3] = bad
     with pytest.raises(NonFiniteWeightsError, match="cross-covariance"):
-        seen_parts(matrix, CUT, smallest=2)
+        partial_isometries(matrix, CUT, smallest=2)
 
 
 @pytest.mark.parametrize("size", [130, 1500])
@@ -167,7 +167,7 @@ def test_largest_eigenvalue_of_spectra_with_and_without_gaps() -> None:
     turn = frame(120, 120, 4)
     spectra = [falling(0, -8, 120), level(1, 120), torch.linspace(1, 0, 120, dtype=torch.float64)]
     grams = torch.stack([(turn * values) @ turn.T for values in spectra])
-    assert torch.allclose(largest(grams), torch.ones(3, dtype=torch.float64), rtol=2e-5)
+    assert torch.allclose(largest_eigenvalues(grams), torch.ones(3, dtype=torch.float64), rtol=2e-5)
 
 
 @pytest.mark.parametrize("low", [0.05, 0.3, 0.99])

@@ -6,7 +6,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from hf_bico.alignment.procrustes import Rows, polar
+from hf_bico.alignment.procrustes import PairedRows, polar
 
 pytestmark = pytest.mark.quick
 
@@ -109,7 +109,7 @@ def test_rows_are_worth_their_covariance(count: int, completion: str) -> None:
     target = torch.randn(count, 11, dtype=torch.float64, generator=generator)
     norm = float(source.norm() * target.norm())
     [whole] = polar([source.T @ target], [norm], completion)
-    [found] = polar([Rows(source, target)], [norm], completion)
+    [found] = polar([PairedRows(source, target)], [norm], completion)
     assert found.rank == whole.rank
     assert found.score == pytest.approx(whole.score)
     assert torch.allclose(found.seen, whole.seen, atol=1e-9)
@@ -122,7 +122,7 @@ def test_few_rows_are_exact_where_their_covariance_is_rounded() -> None:
     generator = torch.Generator().manual_seed(6)
     frames = [torch.linalg.qr(torch.randn(40, 4, dtype=torch.float64, generator=generator))[0].T for _ in range(2)]
     scales = torch.tensor([1.0, 1e-2, 2e-6, 1e-8], dtype=torch.float64)[:, None]
-    [found] = polar([Rows(scales * frames[0], frames[1])], [1.0])
+    [found] = polar([PairedRows(scales * frames[0], frames[1])], [1.0])
     assert found.rank == 3
     assert torch.allclose(found.seen, frames[0][:3].T @ frames[1][:3], atol=1e-9)
 
@@ -130,7 +130,7 @@ def test_few_rows_are_exact_where_their_covariance_is_rounded() -> None:
 def test_rows_and_covariances_mix_and_come_back_in_order() -> None:
     generator = torch.Generator().manual_seed(7)
     source, target = (torch.randn(3, size, dtype=torch.float64, generator=generator) for size in (6, 5))
-    mixed = [source.T @ target, Rows(source, target), target.T @ source, Rows(target, source)]
+    mixed = [source.T @ target, PairedRows(source, target), target.T @ source, PairedRows(target, source)]
     found = polar(mixed, [1.0] * 4)
     assert [one.matrix.shape for one in found] == [(6, 5), (6, 5), (5, 6), (5, 6)]
     assert torch.allclose(found[0].matrix, found[1].matrix, atol=1e-10)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.alignment.objectives.clip import ZeroShotHead
-from hf_bico.alignment.readout import STRENGTHS, Readout, left_out_residuals, solve_readout, wanted_moves
+from hf_bico.alignment.readout import READOUT_STRENGTHS, Readout, desired_shifts, left_out_residuals, solve_readout
 from hf_bico.errors import NonFiniteWeightsError
 
 pytestmark = pytest.mark.quick
@@ -91,7 +91,7 @@ def test_moves_are_those_of_the_pseudo_inverse_of_autograds_jacobian(classes: in
     """Few classes, of which some of each feature cannot be seen, and many, which see all of it."""
     scene = Scene(e=e, classes=classes, seed=10 * classes + e)
     features = scene.hidden @ scene.weight.T
-    found = wanted_moves(features, scene.head, scene.wanted)
+    found = desired_shifts(features, scene.head, scene.wanted)
     for feature, wanted, move in zip(features, scene.wanted, found, strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda at: centred(scene.head.logits(at)), feature)
         residual = centred(wanted - scene.head.logits(feature))
@@ -105,7 +105,7 @@ def test_classes_that_are_equal_but_for_rounding_do_not_count_twice() -> None:
     rounded = classes + 1e-8 * scene.normal(*classes.shape)
     features = scene.hidden @ scene.weight.T
     exact, close = (
-        wanted_moves(features, ZeroShotHead(each, scene.head.scale, None), wanted) for each in (classes, rounded)
+        desired_shifts(features, ZeroShotHead(each, scene.head.scale, None), wanted) for each in (classes, rounded)
     )
     assert torch.allclose(exact, close, atol=1e-5)
 
@@ -116,9 +116,9 @@ def test_criterion_is_that_of_the_literal_loop(origins: Sequence[int]) -> None:
     scene = Scene()
     found = scene.solve(origins)
     features = scene.hidden @ scene.weight.T
-    moves = wanted_moves(features, scene.head, scene.wanted)
+    moves = desired_shifts(features, scene.head, scene.wanted)
     criteria = {}
-    for strength in STRENGTHS:
+    for strength in READOUT_STRENGTHS:
         foreseen = foreseen_by_solving_again(scene.hidden, moves, strength, origins)
         criteria[strength] = float(centred(scene.wanted - scene.head.logits(features + foreseen)).square().mean())
     assert found.before == pytest.approx(float(centred(scene.wanted - scene.head.logits(features)).square().mean()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, linear_cka, turned_away
+from hf_bico.alignment.similarity import ActivationDrift, Likeness, RunningMean, cosine_distances, linear_cka
 
 pytestmark = pytest.mark.quick
 
@@ -181,8 +181,8 @@ def test_one_row_is_no_evidence_for_cka() -> None:
 # What moved
 
 
-def moved(before: Tensor, now: Tensor, size: int = 7) -> Moved:
-    found = Moved()
+def moved(before: Tensor, now: Tensor, size: int = 7) -> ActivationDrift:
+    found = ActivationDrift()
     for start in range(0, len(before), size):
         found.add(before[start : start + size], now[start : start + size])
     return found
@@ -192,7 +192,7 @@ def test_rows_that_did_not_move_have_moved_by_exactly_nothing() -> None:
     x = random(1000, 7, 0).float() * torch.logspace(-20, 15, 1000)[:, None]
     found = moved(x, x.clone())
     assert (found.direction, found.magnitude) == (0.0, 0.0)
-    assert turned_away(x, x.clone()).abs().max() == 0
+    assert cosine_distances(x, x.clone()).abs().max() == 0
 
 
 def test_moved_is_the_mean_over_rows_of_the_two_formulas() -> None:
@@ -219,7 +219,7 @@ def test_small_turns_are_told_to_the_last_digit() -> None:
     angle = 1e-7
     x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     y = torch.tensor([[1.0, angle]], dtype=torch.float64)
-    assert turned_away(x, y).item() == pytest.approx(angle**2 / 2, rel=1e-6)
+    assert cosine_distances(x, y).item() == pytest.approx(angle**2 / 2, rel=1e-6)
 
 
 def test_rows_that_began_as_zeros_are_left_out_of_both() -> None:
@@ -238,7 +238,7 @@ def test_a_row_that_became_zero_has_lost_all_of_its_length() -> None:
 
 
 def test_the_mean_of_numbers_that_come_some_at_a_time() -> None:
-    mean = MeanOfRows()
+    mean = RunningMean()
     assert mean.value == 0.0
     for some in ([1.0, 2.0], [], [6.0]):
         mean.add(torch.tensor(some))

@@ -20,7 +20,7 @@ from hf_bico.alignment.calibration_pass import Side, collect
 from hf_bico.alignment.matching import pair_sites
 from hf_bico.alignment.methods.base import MethodInputs, Pretrained
 from hf_bico.alignment.methods.transfusion import TransFusion
-from hf_bico.alignment.objectives.clip import PairGradients, contrastive_losses, mean_contrastive_loss
+from hf_bico.alignment.objectives.clip import PairGradients, contrastive_losses
 from hf_bico.alignment.statistics import Kind
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
 from hf_bico.experiments.demo.digits import CONTEXT_LENGTH, build_tokenizer
@@ -426,7 +426,7 @@ def test_losses_are_those_of_the_formula(bias: float | None) -> None:
     found = contrastive_losses(images, texts, torch.tensor(3.0), given, CAPTIONS)
     literal = literal_losses(images.double(), texts.double(), 3.0, bias, CAPTIONS)
     assert found.tolist() == pytest.approx(literal, rel=1e-9)
-    mean = mean_contrastive_loss(images, texts, torch.tensor(3.0), given, CAPTIONS)
+    mean = float(contrastive_losses(images, texts, torch.tensor(3.0), given, CAPTIONS).mean())
     assert mean == pytest.approx(sum(literal) / len(literal))
 
 

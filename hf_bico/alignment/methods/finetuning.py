@@ -34,7 +34,7 @@ CHECKPOINT_ENTRY = "hf_bico_training"
 VALIDATION_PART = 10
 """One sample in this many is held out for validation."""
 
-RECIPE = ("train_steps", "train_batch", "warmup", "learning_rate", "weight_decay", "seed")
+TRAINING_RECIPE = ("train_steps", "train_batch", "warmup", "learning_rate", "weight_decay", "seed")
 """The settings that define a training; the micro-batch size does not."""
 
 
@@ -118,7 +118,7 @@ class SavedTraining:
     @classmethod
     def of(cls, training_task: TrainingTask, settings: Settings) -> SavedTraining:
         """Return the checkpoint of this task and recipe, and create its folder."""
-        recipe = {name: getattr(settings, name) for name in RECIPE}
+        recipe = {name: getattr(settings, name) for name in TRAINING_RECIPE}
         saved = cls(Path(str(settings.checkpoint)), training_task.identity, {**recipe, "samples": training_task.size})
         try:
             saved.folder.mkdir(parents=True, exist_ok=True)

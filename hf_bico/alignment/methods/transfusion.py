@@ -224,7 +224,7 @@ def _terms(source: Pretrained, target: Pretrained) -> dict[str, Term]:
 
 
 def _matrices(model: Pretrained, whose: str) -> dict[str, Tensor]:
-    layout, found = model.layout, {}
+    layout, matrices = model.layout, {}
     sites = layout.main_sites
     names = {slot.tensor for site in sites for slot in site.slots} | {axis.tensor for axis in layout.residual}
     tensors = {name: model.checkpoint.tensor(name).detach().cpu() for name in sorted(names)}
@@ -234,13 +234,13 @@ def _matrices(model: Pretrained, whose: str) -> dict[str, Tensor]:
                 f"'{name}' of {whose} holds NaN or infinite values", "use a checkpoint from before training diverged"
             )
     for site in sites:
-        found[site.name] = site.weight.view(tensors[site.weight.tensor])
+        matrices[site.name] = site.weight.view(tensors[site.weight.tensor])
         if site.bias is not None:
-            found[f"{site.name}.bias"] = site.bias.view(tensors[site.bias.tensor])[:, None]
+            matrices[f"{site.name}.bias"] = site.bias.view(tensors[site.bias.tensor])[:, None]
     for axis in layout.residual:
         stream = tensors[axis.tensor].movedim(axis.axis, 0)
-        found[axis.name] = stream.reshape(len(stream), -1)
-    return found
+        matrices[axis.name] = stream.reshape(len(stream), -1)
+    return matrices
 
 
 def _sizes(terms: Iterable[Term]) -> dict[str, int]:

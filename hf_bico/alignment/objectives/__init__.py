@@ -1,1 +1,1 @@
-"""The task losses that calibration differentiates, one file an objective."""
+"""The task losses that calibration differentiates, one file per objective."""

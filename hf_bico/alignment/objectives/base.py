@@ -1,10 +1,6 @@
-"""Losses and heads; the caller's own.
-
-What every objective gives: for each model a head, which asks it about samples and measures it in the end.
+"""Define an objective: a head per model, which computes the loss on a batch, and the metric at the end.
 
 Knows live models, samples and labels; not files, sites or how samples are drawn.
-
-The caller's own objective: a function of the model and a prepared batch that gives a loss.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from hf_bico.models.tokenization import TokenBatch
 from hf_bico.runtime.environment import to_device
 
 MOST_LABELS = 10
-"""So many labels of each sample are differentiated, one backward pass each."""
+"""Most labels of a sample that are differentiated, one backward pass each."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +35,9 @@ class LikelyLabels:
 
     @classmethod
     def of(cls, logits: Tensor) -> LikelyLabels:
-        """All labels of few classes; of many, the likeliest."""
-        found = logits.double().softmax(-1).topk(min(logits.shape[-1], MOST_LABELS), dim=-1)
-        return cls(found.indices, found.values)
+        """Return the labels that the logits find likely, at most MOST_LABELS per sample."""
+        top = logits.double().softmax(-1).topk(min(logits.shape[-1], MOST_LABELS), dim=-1)
+        return cls(top.indices, top.values)
 
     def __getitem__(self, samples: slice) -> LikelyLabels:
         return LikelyLabels(self.labels[samples], self.probabilities[samples])
@@ -49,10 +45,10 @@ class LikelyLabels:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """One batch of samples to ask a model about; unknown labels are -1.
+    """A batch of samples to compute the loss on; unknown labels are -1.
 
-    `likely` are the labels that the fine-tuned source finds likely, where they are asked for, and `first` is the number
-    of the first sample among all that are asked about.
+    `likely` are the labels that the fine-tuned source finds likely, if requested; `first` is the number of the first
+    sample among all calibration samples.
     """
 
     samples: Sequence[Any]
@@ -62,10 +58,10 @@ class LossBatch:
 
 
 class Head(ABC):
-    """How one model is asked about samples: a loss to differentiate, and a value to measure."""
+    """Loss and metric of one model."""
 
     looks_inside: ClassVar[bool] = False
-    """Whether the loss may be of what the model's blocks do not return, as attention weights."""
+    """Whether the loss may depend on tensors inside the model's blocks, such as attention weights."""
 
     @property
     def metric(self) -> str:
@@ -73,39 +69,38 @@ class Head(ABC):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What tells it from other heads."""
+        """Parameters that identify the head."""
         return ()
 
     @abstractmethod
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
-        """One forward pass over one batch. Losses are SUMS, so that batches add up."""
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        """Run one forward pass over a batch. Losses are SUMS, so that batches add up."""
 
     @abstractmethod
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        """The value of `metric` on the samples."""
+        """Return the value of `metric` on the samples."""
 
 
 class Classifier(Head):
-    """A head that tells classes apart by the features of samples."""
+    """A head that classifies samples by their features."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
-        """(samples, classes)."""
+        """Return logits of shape (samples, classes)."""
 
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
-        logits = self.logits(model.features(asked.samples))
-        found = class_losses(logits, asked.labels, asked.likely)
-        return replace(found, text=model.text_rows(asked.samples))
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        logits = self.logits(model.features(batch.samples))
+        losses = class_losses(logits, batch.labels, batch.likely)
+        return replace(losses, text=model.text_rows(batch.samples))
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        """The share of samples whose most likely class is their label."""
         predicted = logits_of(model, self, samples, batch_size).argmax(-1)
         return accuracy(predicted.tolist(), samples.labels)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Those of the two pretrained models, and of the fine-tuned source."""
+    """Heads of the two pretrained models, and of the fine-tuned source."""
 
     source: Head
     target: Head
@@ -113,29 +108,26 @@ class Heads:
 
 
 def class_losses(logits: Tensor, labels: Sequence[int], likely: LikelyLabels | None) -> Losses:
-    """Cross-entropies summed over the samples: with the labels, where all are known, and with the likely ones."""
-    found = Losses()
+    """Return cross-entropies summed over the samples: with the labels, if all are known, and with the likely ones."""
+    losses = Losses()
     if min(labels) >= 0:
-        wanted = to_device(torch.tensor(labels), logits.device)
-        task = functional.cross_entropy(logits, wanted, reduction="sum")
-        found = Losses(task, answers=torch.tensor(len(labels)), wrong=(logits.argmax(-1) != wanted).sum())
+        classes = to_device(torch.tensor(labels), logits.device)
+        task = functional.cross_entropy(logits, classes, reduction="sum")
+        losses = Losses(task, answers=torch.tensor(len(labels)), wrong=(logits.argmax(-1) != classes).sum())
     if likely is None:
-        return found
+        return losses
     ranks = to_device(likely.labels, logits.device).T
     roots = to_device(likely.probabilities.sqrt(), logits.device, logits.dtype).T
     each = (
         (root * functional.cross_entropy(logits, label, reduction="none")).sum()
         for label, root in zip(ranks, roots, strict=True)
     )
-    return replace(found, expected=tuple(each))
+    return replace(losses, expected=tuple(each))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What an objective of the caller's own gets, on the model's device: `labels`, and `pixels` or `tokens`.
-
-    Images are `pixels`, prepared for the model; texts are `tokens` with their mask.
-    """
+    """A batch for a custom objective, on the model's device: `labels`, and `pixels` or `tokens` with their mask."""
 
     pixels: Tensor | None
     labels: Tensor
@@ -144,15 +136,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class OwnHead(Head):
-    """Asks by the caller's function; what it would measure is not known."""
+    """Computes the loss by the caller's function of the model and a batch; has no metric."""
 
     objective: Callable[..., Any]
     looks_inside: ClassVar[bool] = True
 
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
-        pixels = model.pixels(asked.samples) if isinstance(model, ImageModel) else None
-        tokens = model.tokens(asked.samples) if isinstance(model, TextModel) else None
-        value = self.objective(model.module, Batch(pixels, to_device(torch.tensor(asked.labels), model.device), tokens))
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        pixels = model.pixels(batch.samples) if isinstance(model, ImageModel) else None
+        tokens = model.tokens(batch.samples) if isinstance(model, TextModel) else None
+        labels = to_device(torch.tensor(batch.labels), model.device)
+        value = self.objective(model.module, Batch(pixels, labels, tokens))
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ObjectiveError(
                 f"the objective gave {type(value).__name__} of shape {getattr(value, 'shape', '-')}, not one loss",

@@ -1,22 +1,14 @@
-"""Zero-shot and contrastive.
+"""Compute the zero-shot and the contrastive objective of CLIP-like models.
 
-The contrastive loss of images and their captions, over all pairs at once however they are batched.
-
-Every pair's loss depends on all the others, so that the losses of batches do not add up. The gradient of the whole loss
-with respect to each pair's features does: it is found once, from features alone, and the features of a batch times
-their gradients then have the whole loss's gradients at every layer below. Knows matrices of features and captions;
-neither models nor samples.
-
-The zero-shot objective of CLIP-like models: classes are what the model's own text tower makes of their names.
-
-The contrastive objective of CLIP-like models: images with their captions, each pair against all the others.
-
-Where a data set has classes and no captions, a class's prompt is the caption of its images.
+Zero-shot classes are the text tower's embeddings of their prompts. In the contrastive loss every pair of image and
+caption depends on all others, so that losses of batches do not add up. The gradient of the whole loss with respect to
+each pair's features is therefore computed once, from features alone; a batch's features times these gradients then have
+the whole loss's gradients at every layer below. Knows live models; not sites or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +27,7 @@ from hf_bico.utils.samples import Captioned
 
 @dataclass(frozen=True)
 class PairGradients:
-    """The gradients of the summed contrastive loss with respect to the features, (pairs, width), in float64."""
+    """Gradients of the summed contrastive loss with respect to the features, (pairs, width), in float64."""
 
     images: Tensor
     texts: Tensor
@@ -44,19 +36,19 @@ class PairGradients:
     def of(
         cls, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, captions: Sequence[str]
     ) -> PairGradients:
-        """From the features of all pairs, as the model gives them, and the model's own logit scale and bias."""
+        """Differentiate the loss of all pairs, from their features and the model's logit scale and bias."""
         leaves = [features.detach().double().requires_grad_() for features in (images, texts)]
         with torch.enable_grad():
             total = contrastive_losses(leaves[0], leaves[1], scale, bias, captions).sum()
             return cls(*torch.autograd.grad(total, leaves))
 
     def surrogate(self, images: Tensor, texts: Tensor, numbers: Sequence[int]) -> Tensor:
-        """For a batch of the pairs, by their numbers among all: one value whose gradients are those of the whole loss.
+        """Return a value of some pairs, by their numbers, that has the gradients of the whole loss.
 
         The value itself means nothing.
         """
-        some = to_device(torch.tensor(numbers), self.images.device)
-        sides = ((images, self.images[some]), (texts, self.texts[some]))
+        rows = to_device(torch.tensor(numbers), self.images.device)
+        sides = ((images, self.images[rows]), (texts, self.texts[rows]))
         forth, back = ((features * gradient.to(features)).sum() for features, gradient in sides)
         return forth + back
 
@@ -64,26 +56,19 @@ class PairGradients:
 def contrastive_losses(
     images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, captions: Sequence[str]
 ) -> Tensor:
-    """One loss for each pair, in float64; features are not normalised yet.
+    """Return one loss per pair, in float64, from features before normalisation.
 
-    Half of it is the cross-entropy of the image over all captions, half that of the caption over all images; equal
-    captions are right alike. A model with a bias has learnt by SigLIP's loss: each image with each caption is a
-    question of its own, right or wrong, and an image's loss is the sum over all captions.
+    It is the mean of the cross-entropies of the image over all captions and of the caption over all images; equal
+    captions are equally right. A model with a bias has SigLIP's loss instead: a binary one for each image and caption,
+    summed over the captions.
     """
     logits = _logits(images, texts, scale, bias)
-    right = _right(captions, logits.device)
+    matches = _matches(captions, logits.device)
     if bias is not None:
-        return -functional.logsigmoid(torch.where(right, logits, -logits)).sum(1)
-    share = right / right.sum(1, keepdim=True)
+        return -functional.logsigmoid(torch.where(matches, logits, -logits)).sum(1)
+    share = matches / matches.sum(1, keepdim=True)
     forth, back = (-(share * one.log_softmax(1)).sum(1) for one in (logits, logits.T))
     return (forth + back) / 2
-
-
-def mean_contrastive_loss(
-    images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, captions: Sequence[str]
-) -> float:
-    """The loss of an average pair among all of these: lower is better, and more pairs are harder."""
-    return float(contrastive_losses(images, texts, scale, bias, captions).mean())
 
 
 def _logits(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,11 +77,11 @@ def _logits(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -
     return logits if bias is None else logits + bias.detach().to(first)
 
 
-def _right(captions: Sequence[str], device: torch.device) -> Tensor:
-    """Which captions, in columns, are right for which images, in rows."""
+def _matches(captions: Sequence[str], device: torch.device) -> Tensor:
+    """Return which captions (columns) are right for which images (rows)."""
     numbers = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
-    kinds = torch.tensor([numbers[caption] for caption in captions], device=device)
-    return kinds[:, None] == kinds[None, :]
+    ids = torch.tensor([numbers[caption] for caption in captions], device=device)
+    return ids[:, None] == ids[None, :]
 
 
 PROMPT_BATCH = 256
@@ -104,7 +89,7 @@ PROMPT_BATCH = 256
 
 @dataclass(frozen=True)
 class ZeroShotHead(Classifier):
-    """Class embeddings of a model's own text tower, with its logit scale and bias."""
+    """Class embeddings of a model's text tower, with its logit scale and bias."""
 
     classes: Tensor
     scale: Tensor
@@ -121,7 +106,7 @@ class ZeroShotHead(Classifier):
 
 @torch.no_grad()
 def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequence[str]) -> ZeroShotHead:
-    """Each class as the normalised mean, over the templates, of its normalised prompt embeddings."""
+    """Embed each class as the normalised mean, over the templates, of its normalised prompt embeddings."""
     if not isinstance(model, ClipModel):
         raise UnsupportedModelError(
             "this model has no text side to be asked by class names",
@@ -129,7 +114,8 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
         )
     prompts = [template.replace("{}", name) for name in class_names for template in templates]
     with model.quiet():
-        features = torch.cat([model.text_features(batch) for batch in _chunks(prompts, PROMPT_BATCH)])
+        starts = range(0, len(prompts), PROMPT_BATCH)
+        features = torch.cat([model.text_features(prompts[start : start + PROMPT_BATCH]) for start in starts])
     by_class = functional.normalize(features, dim=-1).unflatten(0, (len(class_names), len(templates)))
     classes = functional.normalize(by_class.mean(1), dim=-1)
     if len(set(class_names)) > 1 and bool((classes == classes[0]).all()):
@@ -141,33 +127,28 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
     return ZeroShotHead(classes, scale.detach(), None if bias is None else bias.detach())
 
 
-def _chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
 @dataclass(frozen=True)
 class ContrastHead(Head):
-    """Measures by the contrastive loss of a pair among all of them; what it would teach depends on all pairs."""
+    """Measures the mean contrastive loss of a pair; gives no loss, which depends on all pairs."""
 
     @property
     def metric(self) -> str:
         return "loss"
 
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
         raise ObjectiveError("the contrastive loss of a batch depends on all pairs", "make a head for all of them")
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         clip = require_clip(model)
         images, texts, captions = all_features(clip, samples, batch_size, (), ())
-        return mean_contrastive_loss(images, texts, *clip.logit_scale_and_bias(), captions)
+        return float(contrastive_losses(images, texts, *clip.logit_scale_and_bias(), captions).mean())
 
 
 @dataclass(frozen=True)
 class CaptionHead(ContrastHead):
-    """Asks by what all calibration pairs together would teach each of them.
+    """Gives each batch the gradients of the contrastive loss of all calibration pairs.
 
-    With classes, a model is measured zero-shot by its own text side as it then is; else by the contrastive loss of a
-    held-out pair among all of them.
+    With classes, it measures zero-shot accuracy with the model's current text tower; else the contrastive loss.
     """
 
     gradients: PairGradients
@@ -182,11 +163,11 @@ class CaptionHead(ContrastHead):
     def tensors(self) -> Sequence[Tensor]:
         return [self.gradients.images, self.gradients.texts]
 
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
-        images, captions = split(asked.samples, asked.labels, self.class_names, self.templates)
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        images, captions = images_and_captions(batch.samples, batch.labels, self.class_names, self.templates)
         clip = require_clip(model)
         text = TextRows(*clip.text_tokens(captions))
-        numbers = range(asked.first, asked.first + len(captions))
+        numbers = range(batch.first, batch.first + len(captions))
         features = clip.image_features(clip.pixels(images)), clip.text_features(captions)
         return Losses(self.gradients.surrogate(*features, numbers), text=text, stands_in=True)
 
@@ -201,7 +182,7 @@ class CaptionHead(ContrastHead):
 def caption_head(
     model: LiveModel, samples: Batched, batch_size: int, class_names: Sequence[str], templates: Sequence[str]
 ) -> CaptionHead:
-    """The head of a pretrained model for these samples, all of whose features are looked at once."""
+    """Return the head of a pretrained model for these samples, from the features of all of them."""
     clip = require_clip(model)
     images, texts, captions = all_features(clip, samples, batch_size, class_names, templates)
     gradients = PairGradients.of(images, texts, *clip.logit_scale_and_bias(), captions)
@@ -211,26 +192,26 @@ def caption_head(
 def all_features(
     model: ClipModel, samples: Batched, batch_size: int, class_names: Sequence[str], templates: Sequence[str]
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """The features of all images and of all captions, and the captions."""
+    """Return the features of all images and of all captions, and the captions."""
 
     def run(size: int) -> tuple[Tensor, Tensor, list[str]]:
-        rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-        said: list[str] = []
-        for some, labels in samples.batches(size):
-            images, captions = split(some, labels, class_names, templates)
-            rows[0].append(model.image_features(model.pixels(images)))
-            rows[1].append(model.text_features(captions))
-            said += captions
-        return torch.cat(rows[0]), torch.cat(rows[1]), said
+        image_rows, text_rows = list[Tensor](), list[Tensor]()
+        all_captions: list[str] = []
+        for batch, labels in samples.batches(size):
+            images, captions = images_and_captions(batch, labels, class_names, templates)
+            image_rows.append(model.image_features(model.pixels(images)))
+            text_rows.append(model.text_features(captions))
+            all_captions += captions
+        return torch.cat(image_rows), torch.cat(text_rows), all_captions
 
     with torch.no_grad(), model.quiet():
         return halving_batches(batch_size, run)
 
 
-def split(
+def images_and_captions(
     samples: Sequence[Any], labels: Sequence[int], class_names: Sequence[str], templates: Sequence[str]
 ) -> tuple[list[Any], list[str]]:
-    """Images and captions of a batch; a sample without a caption has its class's first prompt."""
+    """Split a batch into images and captions; a sample without a caption has its class's first prompt."""
     images, captions = [], []
     for sample, label in zip(samples, labels, strict=True):
         if isinstance(sample, Captioned):

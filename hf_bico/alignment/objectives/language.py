@@ -1,6 +1,7 @@
-"""Objectives of models that write text: language modelling, and answering in words through an own decoder.
+"""Compute the objectives of generative models: language modelling, and text-to-text.
 
-Cross-entropies over label tokens, summed for calibration and averaged over the tokens when measured.
+Cross-entropies over label tokens, summed for calibration and averaged over the tokens when measured. Knows live models
+and tokens; not sites or files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hf_bico.utils.samples import Answered, Text
 
 
 class TokenHead(Head):
-    """A head whose loss is over tokens."""
+    """A head whose loss is a sum over tokens."""
 
     @property
     def metric(self) -> str:
@@ -34,23 +35,23 @@ class TokenHead(Head):
 
     @abstractmethod
     def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
-        """Logits (samples, tokens, vocabulary), the labels that they should give, and what was read."""
+        """Return logits (samples, tokens, vocabulary), their labels, and the tokens that were read."""
 
-    def losses(self, model: LiveModel, asked: LossBatch) -> Losses:
-        logits, wanted, read = self.run(model, asked.samples, asked.labels)
-        learnt = wanted != UNLEARNT
-        wrong = learnt & (logits.argmax(-1) != wanted)
-        return Losses(_summed(logits, wanted), text=read.rows, answers=learnt.sum(), wrong=wrong.sum())
+    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        logits, labels, tokens = self.run(model, batch.samples, batch.labels)
+        counted = labels != UNLEARNT
+        wrong = counted & (logits.argmax(-1) != labels)
+        return Losses(_summed(logits, labels), text=tokens.rows, answers=counted.sum(), wrong=wrong.sum())
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        """The mean loss of a label token."""
+        """Return the mean loss of a label token."""
 
         def run(size: int) -> float:
             total, count = 0.0, 0
-            for some, labels in samples.batches(size):
-                logits, wanted, _ = self.run(model, some, labels)
-                total += float(_summed(logits, wanted))
-                count += int((wanted != UNLEARNT).sum())
+            for batch, classes in samples.batches(size):
+                logits, labels, _ = self.run(model, batch, classes)
+                total += float(_summed(logits, labels))
+                count += int((labels != UNLEARNT).sum())
             if not count:
                 raise UnreadableSampleError(
                     "no token of the samples to measure on is predicted from another",
@@ -64,20 +65,20 @@ class TokenHead(Head):
 
 @dataclass(frozen=True)
 class LanguageHead(TokenHead):
-    """Every label token is predicted from those before it."""
+    """Predicts every label token from those before it."""
 
     def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
         if not isinstance(model, CausalModel):
             raise ObjectiveError(f"a {type(model.module).__name__} does not model language", "choose another objective")
         batch = model.tokens(samples)
         # the first token of a text is predicted from nothing, also where padding stands before it
-        wanted = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)
-        return model.logits(batch)[:, :-1], wanted, batch
+        next_tokens = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)
+        return model.logits(batch)[:, :-1], next_tokens, batch
 
 
 @dataclass(frozen=True)
 class AnswerHead(TokenHead):
-    """The decoder says the word of a sample's class, or its answer, from what the encoder has read."""
+    """Decodes a sample's answer, or the word of its class."""
 
     words: tuple[str, ...]
 

@@ -21,7 +21,7 @@ from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier
 from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.procrustes import polar
-from hf_bico.alignment.similarity import Likeness, MeanOfRows, Moved, turned_away
+from hf_bico.alignment.similarity import ActivationDrift, Likeness, RunningMean, cosine_distances
 from hf_bico.alignment.statistics import Kind, key_of
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.experiments.diagnose.diagnosis import Diagnosis
@@ -250,9 +250,11 @@ class _Measurement:
             self.watch.progress("outputs", number, 1 + len(carriers))
             changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], calibrations[name]).changes
 
-            def begin() -> tuple[dict[str, MeanOfRows], RowConsumer]:
-                means = {site.name: MeanOfRows() for site in sites}
-                return means, lambda _, pair, x, y: means[pair.target.name].add(1 - turned_away(x.double(), y.double()))
+            def begin() -> tuple[dict[str, RunningMean], RowConsumer]:
+                means = {site.name: RunningMean() for site in sites}
+                return means, lambda _, pair, x, y: means[pair.target.name].add(
+                    1 - cosine_distances(x.double(), y.double())
+                )
 
             both = (changes.renamed(layout.own_names), tuned_changes)
             means = self._compare_changes(target, self.heads.target, sites, both, Kind.OUTPUTS, begin)
@@ -278,8 +280,8 @@ class _Measurement:
         """Measure how far the inputs of the source's sites move from the base to a checkpoint."""
         sites = list({pair.source.input: pair.source for pair in reversed(self.models.pairs)}.values())[::-1]
 
-        def begin() -> tuple[dict[str, Moved], RowConsumer]:
-            moved = {site.input: Moved() for site in sites}
+        def begin() -> tuple[dict[str, ActivationDrift], RowConsumer]:
+            moved = {site.input: ActivationDrift() for site in sites}
             return moved, lambda _, pair, x, y: moved[pair.target.input].add(x, y)
 
         both = (Deltas({}), self.models.source_names(checkpoint.vector))
