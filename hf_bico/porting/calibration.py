@@ -85,16 +85,12 @@ class Calibration:
 
     @property
     def heads(self) -> Heads:
-        if self._heads is None:
-            raise _no_data()
-        return self._heads
+        return _required(self._heads)
 
     @property
     def drawn_samples(self) -> Samples:
         """The samples without augmented copies."""
-        if self._drawn is None:
-            raise _no_data()
-        return self._drawn.samples
+        return _required(self._drawn).samples
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -343,8 +339,11 @@ class Calibration:
         return LikelyLabels.of(self.predictions.roll(-shift * (1 + self.copies), 0))
 
 
-def _no_data() -> DataUnknownError:
-    return DataUnknownError("no calibration data was given", "name it with --data")
+def _required(value: Result | None) -> Result:
+    """Return what exists only with samples, or refuse to do without."""
+    if value is None:
+        raise DataUnknownError("no calibration data was given", "name it with --data")
+    return value
 
 
 def no_predictions(what: str) -> UnsuitableMethodError:

@@ -5,7 +5,7 @@ Measures by a model's own objective or by a linear probe; does not know how a ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
-from hf_bico.hub.client import Hub, RepoFiles, locate
+from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
 from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
@@ -74,11 +74,11 @@ def evaluate_model(
     data = _known_data(model, record, hub) if data is None else data
     whole, vector, name, holder = _open(model, base, hub, allow_pickle)
     settings = with_model_defaults(settings, whole.layout, whole.layout) if probe is None else settings
-    reads = whole.layout.reads
     known_names = holder.origin.class_names or whole.origin.class_names or None
+    open_with = partial(open_data, data, hub=hub, known_names=known_names, reads=whole.layout.reads)
     training: Samples | None = None
     if probe is None:
-        measured = open_data(data, settings, hub, known_names=known_names, measure=True, reads=reads)
+        measured = open_with(settings, measure=True)
         probe = DEFAULT_SAMPLES if settings.evaluation == PROBE and measured.labelled else None
     if probe is None:
         if settings.objective == "classification" and not measured.labelled:
@@ -89,7 +89,7 @@ def evaluate_model(
         count = len(unused) if settings.n is None else settings.n
         samples = measured.samples(split, measured.usable_rows(split, unused, count))
     else:
-        measured, split, training, samples = _probe_samples(data, settings, probe, hub, known_names, reads)
+        measured, split, training, samples = _probe_samples(open_with, settings, probe)
     if settings.memory is not None or settings.device_map is not None:
         raise UsageError("memory and device_map are of ports", "leave them out, or use a smaller batch_size")
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
@@ -125,7 +125,7 @@ def _order(data: DataSet, split: str, settings: Settings) -> list[int]:
 
 
 def _probe_samples(
-    data: Any, settings: Settings, probe: int, hub: Hub, known_names: Sequence[str] | None, reads: str
+    open_with: Callable[..., DataSet], settings: Settings, probe: int
 ) -> tuple[DataSet, str, Samples, Samples]:
     """Return data set and split to evaluate on, the samples to fit the probe to, and those to evaluate on.
 
@@ -134,20 +134,23 @@ def _probe_samples(
     # a probe has no text side: classes that are numbers need no names
     settings = replace(settings, objective=probe_accuracy, per_class=None, sampling="random", labels="dataset")
 
-    def measured_on(n: int | None) -> tuple[DataSet, str, list[int]]:
-        opened = open_data(data, replace(settings, n=n), hub, known_names=known_names, measure=True, reads=reads)
-        split = evaluation_split(opened, settings.split)
-        return opened, split, _order(opened, split, settings)
+    def open_split(n: int | None) -> tuple[DataSet, str, list[int]]:
+        measured = open_with(replace(settings, n=n), measure=True)
+        split = evaluation_split(measured, settings.split)
+        return measured, split, _order(measured, split, settings)
 
-    measured, split, order = measured_on(settings.n)
+    measured, split, order = open_split(settings.n)
     if split != "train":
-        training = _training_samples(
-            data, replace(settings, n=probe, split=None, evaluate=False), hub, known_names, reads
-        )
-        if training is not None:
-            return measured, split, training, measured.samples(split, order[: settings.n])
+        of_training = replace(settings, n=probe, split=None, evaluate=False)
+        try:
+            data = open_with(of_training)
+            if "train" in data.splits:
+                training = calibration_samples(data, "train", of_training)
+                return measured, split, training, measured.samples(split, order[: settings.n])
+        except SampleCountError as error:
+            raise SampleCountError(error.cause, error.remedy.replace("-n", "--probe")) from error
     if settings.n is not None:
-        measured, split, order = measured_on(probe + settings.n)
+        measured, split, order = open_split(probe + settings.n)
     if len(order) <= probe:
         raise SampleCountError(
             f"--probe is {probe} and split '{split}' of '{measured.name}', to be measured on too, has {len(order)} "
@@ -156,19 +159,6 @@ def _probe_samples(
         )
     rest = order[probe:][: settings.n]
     return measured, split, measured.samples(split, order[:probe]), measured.samples(split, rest)
-
-
-def _training_samples(
-    data: Any, settings: Settings, hub: Hub, known_names: Sequence[str] | None, reads: str
-) -> Samples | None:
-    """Return the samples to fit a probe to; None without a split `train`."""
-    try:
-        opened = open_data(data, settings, hub, known_names=known_names, reads=reads)
-        if "train" not in opened.splits:
-            return None
-        return calibration_samples(opened, "train", settings)
-    except SampleCountError as error:
-        raise SampleCountError(error.cause, error.remedy.replace("-n", "--probe")) from error
 
 
 def _port_record(model: ModelReference, hub: Hub) -> Record | None:
@@ -188,8 +178,8 @@ def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
     if not isinstance(model, str | Path):
         raise DataUnknownError("no data was given", "name a data set")
     if record is not None and record.data is not None:
-        known = record.data
-        return recorded_folder(known.id) if known.commit is None else HubReference(known.id, known.commit)
+        id, commit = record.data.id, record.data.commit
+        return recorded_folder(id) if commit is None else HubReference(id, commit)
     place = locate(model, "the model", hub)
     named = data_of(read_metadata(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
@@ -211,9 +201,6 @@ def _open(
 ) -> tuple[Model, TaskVector | None, str, Model | Adapter]:
     """Download, and return the model to load, what to add to it, its name, and the repo that may store a head."""
 
-    def opened(reference: ModelReference | RepoFiles, what: str, library: str = "transformers") -> Model:
-        return Model.open(reference, what, library, hub, allow_pickle).fetched()
-
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
     if place is not None and DELTA_FILE in place.sizes:
         place.fetch([DELTA_FILE])
@@ -225,10 +212,10 @@ def _open(
         whole = vector.base_model()
         vector.require_made_for(whole)
         return whole, vector, place.name, Adapter.open(place, allow_pickle).fetched()
-    tuned = opened(place or model, "the model")
+    tuned = Model.open(place or model, "the model", "transformers", hub, allow_pickle).fetched()
     if base is None:
         return tuned, None, tuned.name, tuned
-    whole = opened(base, "the base", tuned.family.library)
+    whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
     return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name, tuned
 
 

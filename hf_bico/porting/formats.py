@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_bico.errors import NonFiniteWeightsError, OutputError
+from hf_bico.errors import NonFiniteWeightsError, OutputError, UsageError
 from hf_bico.models.adapters.writing import BaseName, Fitted, kept_of, write_adapter
 from hf_bico.models.checkpoints import Checkpoint, FileCheckpoint, tensor_offsets
 from hf_bico.models.deltas import Deltas, add_delta
@@ -22,6 +22,7 @@ from hf_bico.models.low_rank import Change, energy, is_finite
 from hf_bico.models.model import Model
 from hf_bico.porting.heads import JoinedCheckpoint, WrittenHead
 from hf_bico.porting.task_vector import TaskVector, fit_to
+from hf_bico.settings import FORMATS, require_rank
 
 
 def write_full(target: FileCheckpoint, vector: Deltas, folder: Path) -> list[Path]:
@@ -80,6 +81,14 @@ class WrittenChange:
         exact, held = self.fitted.asked.change(name), self.fitted.changes.change(name)
         kept = 1.0 if held is exact else kept_of(site.weight.view(exact), site.weight.view(held))
         return self.fitted.ranks.get(name), kept
+
+
+def require_format(format: str, rank: int | float | None) -> None:
+    """Refuse a format that does not exist, and a rank for one that has none."""
+    if format not in FORMATS:
+        raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
+    if require_rank(rank) is not None and format != "adapter":
+        raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
 
 
 def format_change(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,20 @@ def _write_json(content: dict[str, Any], file: Path) -> None:
 def make_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """Make the heads of both pretrained models and of the fine-tuned source, by the objective of the settings."""
     objective = models.settings.objective
+    if objective == "zero-shot":
+        return _zero_shot_heads(models, class_names)
+    if objective in ("contrastive", "classification"):
+        if drawn is None:
+            raise ValueError(f"{objective} heads are made from samples")
+        make = _caption_heads if objective == "contrastive" else _classification_heads
+        return make(models, class_names, drawn)
+    shared: Head = AnswerHead(tuple(class_names)) if objective == "text-to-text" else LanguageHead()
     if not isinstance(objective, str):
-        own = OwnHead(objective)
-        return Heads(own, own, own)
-    return _BUILDERS[objective](models, class_names, drawn)
+        shared = OwnHead(objective)
+    return Heads(shared, shared, shared)
 
 
-def _zero_shot(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
+def _zero_shot_heads(models: ModelPair, class_names: Sequence[str]) -> Heads:
     """Embed the class names; the fine-tuned source has its own text side, which may differ."""
     if not class_names:
         raise ClassNamesError(
@@ -235,10 +242,7 @@ def _zero_shot(models: ModelPair, class_names: Sequence[str], drawn: Calibration
         return Heads(source, target, zero_shot_head(models.source, class_names, templates))
 
 
-def _captions(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    """Contrast all pairs of a draw."""
-    if drawn is None:
-        raise ValueError("the contrastive objective is asked about samples")
+def _caption_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw) -> Heads:
     settings, names = models.settings, class_names if drawn.data.labelled else ()
     source, target = (
         caption_head(model, drawn.samples, settings.batch, names, settings.templates)
@@ -247,20 +251,8 @@ def _captions(models: ModelPair, class_names: Sequence[str], drawn: CalibrationD
     return Heads(source, target, source)
 
 
-def _language(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    head = LanguageHead()
-    return Heads(head, head, head)
-
-
-def _answers(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
-    head = AnswerHead(tuple(class_names))
-    return Heads(head, head, head)
-
-
-def _classification(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
+def _classification_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw) -> Heads:
     """Fit ridge heads to the pretrained models' features; the fine-tuned source keeps its own head."""
-    if drawn is None:
-        raise ValueError("the heads of classifiers are fitted to samples")
     size, samples = models.settings.batch, drawn.samples
     source, target = (features_of(model, samples, size) for model in (models.source, models.target))
     own = source_head(models, class_names)
@@ -290,7 +282,7 @@ def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | No
             "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
             "fit a head to the calibration samples with --probe",
         )
-    return None if head is None else _in_class_order(head, lineage.source.origin.class_names, class_names)
+    return None if head is None else _in_class_order(head, lineage.class_names, class_names)
 
 
 def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
@@ -403,12 +395,3 @@ def tuned_target_head(models: ModelPair, class_names: Sequence[str], pretrained:
     if isinstance(pretrained, ZeroShotHead):
         return zero_shot_head(models.target, class_names, models.settings.templates)
     return pretrained
-
-
-_BUILDERS: dict[str, Callable[[ModelPair, Sequence[str], CalibrationDraw | None], Heads]] = {
-    "zero-shot": _zero_shot,
-    "contrastive": _captions,
-    "language-modelling": _language,
-    "text-to-text": _answers,
-    "classification": _classification,
-}

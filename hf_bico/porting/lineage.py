@@ -6,7 +6,7 @@ Asks the Hub and reads small files, and weights only where a folder holds two mo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -67,6 +67,16 @@ class Lineage:
     def layouts(self) -> tuple[Layout, Layout]:
         """Layouts of base and target."""
         return self.base.layout, self.target.layout
+
+    @property
+    def reads(self) -> str:
+        """What the models read: images or texts."""
+        return self.base.layout.reads
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Class names that the source's configuration gives; empty if there are none."""
+        return self.source.origin.class_names
 
     @property
     def _hub_repos(self) -> list[HubRepo]:
@@ -185,13 +195,10 @@ def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
     try:
         # a card names a Hub repo, even where a local folder has the same name
         return fetch_small_files(hub.repo(_reference(base), "the base"))
-    except _NO_REPO as error:
-        raise BaseUnknownError(
-            f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}",
-            "name the model that was fine-tuned with --base",
-        ) from error
-    except (HubUnavailableError, NotCachedError) as error:
+    except (*_NO_REPO, HubUnavailableError, NotCachedError) as error:
         cause = f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}"
+        if isinstance(error, _NO_REPO):
+            raise BaseUnknownError(cause, "name the model that was fine-tuned with --base") from error
         raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
 
 

@@ -69,7 +69,40 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""
-        return _rows(self)
+        lineage, base, target = self.lineage, *self.lineage.layouts
+        rows = [
+            ("source", _known(lineage.source)),
+            ("base", _known(lineage.base)),
+            ("target", _known(lineage.target)),
+            ("data", _data(lineage)),
+            *(("note", notice) for notice in lineage.notices),
+            ("blocks", f"{base.blocks} -> {target.blocks}, taken from {list(self.blocks)}"),
+        ]
+        if base.tokens is not None and target.tokens is not None:
+            grids = [" x ".join(map(str, tokens.grid)) for tokens in (base.tokens, target.tokens)]
+            rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
+        if self.main_pairs:
+            rows += [("carried", _sites(self.main_pairs)), ("shapes", _shapes(self.main_pairs))]
+        if self.text_pairs:
+            condition = "" if self.changed is not None else ", if the source changed them"
+            rows.append(("text", f"{_sites(self.text_pairs)}; carried with captions{condition}"))
+        reasons = Counter(self.left.values())
+        left = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        rows.append(("left", left or "nothing"))
+        if self.missing:
+            rows.append(
+                ("missing", f"{len(self.missing)} tensors of the base are not in the source: taken as unchanged")
+            )
+        if self.extra:
+            named = ", ".join(self.extra[:3])
+            rows.append(("extra", f"{len(self.extra)} tensors of the source are not in the base: {named}"))
+        samples = ", and samples" if lineage.data_repo else ""
+        return [
+            *rows,
+            ("fetches", f"{size_text(self.download_bytes)} of models{samples}"),
+            ("memory", _memory(self)),
+            ("writes", _written_form(self)),
+        ]
 
     def _repr_markdown_(self) -> str:
         """Return the table that a notebook shows."""
@@ -266,43 +299,6 @@ class Plan:
         }
 
 
-def _rows(planned: Plan) -> list[tuple[str, str]]:
-    lineage, taken = planned.lineage, f"taken from {list(planned.blocks)}"
-    rows = [
-        ("source", _known(lineage.source)),
-        ("base", _known(lineage.base)),
-        ("target", _known(lineage.target)),
-        ("data", _data(planned)),
-        *(("note", notice) for notice in lineage.notices),
-        ("blocks", f"{lineage.base.layout.blocks} -> {lineage.target.layout.blocks}, {taken}"),
-    ]
-    tokens = [model.layout.tokens for model in (lineage.base, lineage.target)]
-    grids = [" x ".join(map(str, known.grid)) for known in tokens if known is not None]
-    if len(grids) == 2:
-        rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
-    reasons = Counter(planned.left.values())
-    left = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-    if planned.main_pairs:
-        rows += [("carried", _sites(planned.main_pairs)), ("shapes", _shapes(planned.main_pairs))]
-    if planned.text_pairs:
-        known = "" if planned.changed is not None else ", if the source changed them"
-        rows.append(("text", f"{_sites(planned.text_pairs)}; carried with captions{known}"))
-    rows.append(("left", left or "nothing"))
-    if planned.missing:
-        rows.append(
-            ("missing", f"{len(planned.missing)} tensors of the base are not in the source: taken as unchanged")
-        )
-    if planned.extra:
-        named = ", ".join(planned.extra[:3])
-        rows.append(("extra", f"{len(planned.extra)} tensors of the source are not in the base: {named}"))
-    return [
-        *rows,
-        ("fetches", f"{size_text(planned.download_bytes)} of models{', and samples' if lineage.data_repo else ''}"),
-        ("memory", _memory(planned)),
-        ("writes", _written_form(planned)),
-    ]
-
-
 def _memory(planned: Plan) -> str:
     estimate, limit = planned.memory_estimate, planned.limits.memory
     ways = [
@@ -340,8 +336,7 @@ def _known(model: Model | Adapter) -> str:
     return f"{model.name}{commit} ({kind}{licence})"
 
 
-def _data(planned: Plan) -> str:
-    lineage = planned.lineage
+def _data(lineage: Lineage) -> str:
     if lineage.data_repo is not None:
         return f"{lineage.data_repo.id} at {lineage.data_repo.commit[:12]}"
     if lineage.data is None:

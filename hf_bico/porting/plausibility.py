@@ -68,16 +68,14 @@ def implausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint) -> Impl
         )
     strays = [move for move in whole if FURTHEST < move.ratio < inf]  # what was zero may become anything
     if strays:
+        more = f" and {len(strays) - 3} more sites" if len(strays) > 3 else ""
+        names = ", ".join(move.site.name for move in strays[:3]) + more
         return ImplausibleTaskVectorError(
-            f"the fine-tuned model's weights at {_listed([move.site.name for move in strays])} have nothing in common "
+            f"the fine-tuned model's weights at {names} have nothing in common "
             f"with its base's: they differ by up to {max(move.ratio for move in strays):.0%} of their norm",
             "check how these layers were saved; where they were made anew on purpose, insist with --force",
         )
     return None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more sites" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

@@ -95,13 +95,6 @@ class PreparedPort:
         # a T5 reads a prompt as it is, and generates the answer
         return any(isinstance(model, CausalModel) and _has_template(model.tokenizer) for model in both)
 
-    def require_readable(self) -> None:
-        """Refuse samples that the models cannot read, to calibrate or to evaluate on."""
-        if self.drawn is not None:
-            require_readable(self.models, self.drawn.split, self.drawn.samples)
-        if self.held_out is not None and self.evaluates:
-            require_readable(self.models, *self.held_out)
-
 
 def prepare(
     planned: Plan,
@@ -126,8 +119,7 @@ def prepare(
     drawn: CalibrationDraw | None = None
     with watch("sample"):
         if lineage.data is not None:
-            known_names = lineage.source.origin.class_names or None
-            drawn = draw(lineage.data, settings, hub, known_names=known_names, reads=lineage.base.layout.reads)
+            drawn = draw(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
             if _only_captions(drawn):
                 settings = without_labels(settings, requested.evaluation)
             if settings.control:
@@ -142,8 +134,11 @@ def prepare(
         return PreparedPort(_choose_sites(models, method, None, requested), method)
     models.use_common_length()
     drawn = models.choose_samples(drawn)
-    prepared = PreparedPort(models, method, drawn, held_out=_held_out(drawn, method, settings))
-    prepared.require_readable()
+    held_out = _held_out(drawn, method, settings)
+    prepared = PreparedPort(models, method, drawn, held_out=held_out)
+    require_readable(models, drawn.split, drawn.samples)
+    if prepared.evaluates:
+        require_readable(models, *held_out)
     models = _choose_sites(models, method, drawn, requested)
     heads = make_heads(models, drawn.data.class_names, drawn)
     return replace(prepared, models=models, drawn=models.pseudo_label(drawn, heads), heads=heads)
@@ -181,7 +176,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
             f"--control mispairs the two models' samples, and {name} does not pair any",
             "leave --control out, or use a method that aligns, such as bico",
         )
-    if settings.control and lineage.base.layout.reads == TEXTS:
+    if settings.control and lineage.reads == TEXTS:
         raise UnsuitableMethodError(
             "--control mispairs samples, and texts of different lengths have no rows to pair", "leave --control out"
         )
@@ -211,7 +206,7 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw]) -> No
     The texts of CLIPs need not pair, so only a fine-tune whose tokenizer is not its base's is refused.
     """
     _require_base_tokens(lineage)
-    if lineage.base.layout.reads != TEXTS:
+    if lineage.reads != TEXTS:
         return
     models = (lineage.base, lineage.target)
     source, target = tokenizers = [_tokenizer(model) for model in models]

@@ -182,7 +182,7 @@ def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
         if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
             notices.append("Several classes have the same name and cannot be told apart.")
         if findings.head == "carried":
-            paired = class_order_notice(lineage.source.origin.class_names, drawn.data.class_names)
+            paired = class_order_notice(lineage.class_names, drawn.data.class_names)
             notices += [] if paired is None else [paired]
         notices += chance_notice(findings.evaluation, known)
     if settings.evaluate and not findings.evaluation:

@@ -22,7 +22,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions
 from hf_bico.models.adapters.writing import NOT_LINEAR
 from hf_bico.models.model import Model
-from hf_bico.porting.formats import WrittenChange, format_change, write_change
+from hf_bico.porting.formats import WrittenChange, format_change, require_format, write_change
 from hf_bico.porting.publish import push_folder
 from hf_bico.porting.recording import model_record, rounding_notices, with_output
 from hf_bico.porting.task_vector import TaskVector
@@ -43,7 +43,6 @@ from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import installed_versions
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import atomic_folder
-from hf_bico.settings import FORMATS, require_rank
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
 from hf_bico.utils.text import markdown_table, plain
@@ -60,13 +59,6 @@ class BaseResult(Generic[AnyRecord]):
     form: WrittenChange
     """The change as it is written; a port is evaluated in this format, and saved in it unless another is requested."""
     record: AnyRecord
-
-    def __repr__(self) -> str:
-        return f"{self._title} {self.target.name}, as {self.form!r}"
-
-    @property
-    def _title(self) -> str:
-        raise NotImplementedError
 
     @property
     def energy_kept(self) -> float | None:
@@ -119,9 +111,8 @@ class Ported(BaseResult[Record]):
 
     report: Report
 
-    @property
-    def _title(self) -> str:
-        return f"Ported of {self.record.source.id} to"
+    def __repr__(self) -> str:
+        return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
 
     def _repr_markdown_(self) -> str:
         """Return what a notebook shows: the results, or what this is if nothing was evaluated."""
@@ -185,10 +176,7 @@ class Ported(BaseResult[Record]):
         """Return the change in the format in which it was evaluated, unless another is requested."""
         if format is None:
             format = self.form.format if rank is None else "adapter"
-        if format not in FORMATS:
-            raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
-        if require_rank(rank) is not None and format != "adapter":
-            raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
+        require_format(format, rank)
         if format == self.form.format and rank in (None, self.form.rank):
             return self.form
         return format_change(self.task_vector, self.target, format, rank, head=self.form.head)
@@ -208,9 +196,8 @@ def with_adapter_ranks(sites: Iterable[SiteRecord], form: WrittenChange, target:
 class ChangeResult(BaseResult[ChangeRecord]):
     """A change over a model, in the format in which it will be written."""
 
-    @property
-    def _title(self) -> str:
-        return f"Making of {self.record.job} over"
+    def __repr__(self) -> str:
+        return f"Making of {self.record.job} over {self.target.name}, as {self.form!r}"
 
     @translate_errors()
     def save(
@@ -237,6 +224,7 @@ def make_change_record(
     started: datetime,
     seconds: float,
     command: Sequence[str] | None,
+    notices: Sequence[str],
 ) -> ChangeRecord:
     """Record a job; `command` are the words of its command line, None if no command line does the same."""
     layers, left = _layers_and_left(form, target)
@@ -251,7 +239,7 @@ def make_change_record(
         command=None if command is None else shlex.join(["hf-bico", job, *command]),
         layers=layers,
         left=left,
-        notices=rounding_notices(form.rounding_lost, form.format),
+        notices=[*notices, *rounding_notices(form.rounding_lost, form.format)],
     )
 
 

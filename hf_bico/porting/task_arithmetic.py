@@ -27,7 +27,7 @@ from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.porting.formats import format_change
+from hf_bico.porting.formats import format_change, require_format
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import source_record, tensor_notices, typed_reference
@@ -36,11 +36,12 @@ from hf_bico.porting.task_vector import SEVERAL, TaskVector, recorded_base
 from hf_bico.reports.record import ModelRecord, Summand
 from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import FORMATS, require_rank
+from hf_bico.settings import require_rank
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
 
 VectorReference: TypeAlias = str | Path | TaskVector
+_NO_BASE = (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError)
 
 
 @translate_errors()
@@ -77,10 +78,17 @@ def apply(
     sources = [Summand(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
     command = _command(named, sources, target, alpha, format, rank) if typed else None
-    seconds = sum(watch.seconds.values())
-    record = make_change_record("apply", sources, target, form, started=started, seconds=seconds, command=command)
-    notices = [notice for part in parts for notice in (*part.other_base(target), *tensor_notices(part.vector.overlap))]
-    return ChangeResult(total, target, form, replace(record, alpha=float(alpha), notices=[*notices, *record.notices]))
+    record = make_change_record(
+        "apply",
+        sources,
+        target,
+        form,
+        started=started,
+        seconds=sum(watch.seconds.values()),
+        command=command,
+        notices=[one for part in parts for one in (*part.other_base(target), *tensor_notices(part.vector.overlap))],
+    )
+    return ChangeResult(total, target, form, replace(record, alpha=float(alpha)))
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def _open_all(
 def _base_of(vector: TaskVector, hub: Hub, allow_pickle: bool) -> Model:
     try:
         return vector.base_model(None, hub, allow_pickle)
-    except (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError) as error:
+    except _NO_BASE as error:
         raise type(error)(error.cause, "name the model to change with --to") from error
 
 
@@ -173,10 +181,7 @@ def _require_sum(
     for value in (*weights, alpha):
         if type(value) not in (int, float) or not isfinite(value):
             raise UsageError(f"a weight or alpha is {value!r}", "use finite numbers")
-    if format not in FORMATS:
-        raise UsageError(f"there is no format '{format}'", f"use one of: {', '.join(FORMATS)}")
-    if require_rank(rank) is not None and format != "adapter":
-        raise UsageError(f"a rank was given for the format '{format}'", "give it with the format 'adapter'")
+    require_format(format, rank)
 
 
 def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
@@ -189,7 +194,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     if is_adapter(place.sizes):
         try:
             return _open_adapter(place, target, hub, allow_pickle)
-        except (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError) as error:
+        except _NO_BASE as error:
             raise type(error)(error.cause, "name the model that it was trained on with --to") from error
     if DELTA_FILE not in place.sizes:
         raise RepoError(
@@ -261,12 +266,18 @@ def extract(
         command = [typed_reference(source), "--base", typed_reference(start)]
         command += ["--rank", str(rank)] if rank is not None else []
         command += ["--everything"] if everything else []
-    parts = [Summand(source_record(source, start))]
-    seconds = sum(watch.seconds.values())
-    record = make_change_record("extract", parts, start, form, started=started, seconds=seconds, command=command)
     notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
-    notices += [*tensor_notices(vector.overlap), *record.notices]
-    return ChangeResult(vector, start, form, replace(record, notices=notices))
+    record = make_change_record(
+        "extract",
+        [Summand(source_record(source, start))],
+        start,
+        form,
+        started=started,
+        seconds=sum(watch.seconds.values()),
+        command=command,
+        notices=[*notices, *tensor_notices(vector.overlap)],
+    )
+    return ChangeResult(vector, start, form, record)
 
 
 def _source_and_base(

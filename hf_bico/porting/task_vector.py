@@ -103,9 +103,8 @@ class TaskVector(Deltas):
         tuned_checkpoint, about = _open_weights(tuned, "source", "transformers", allow_pickle)
         start_checkpoint, more = _open_weights(start, "base", about.get("library", "transformers"), allow_pickle)
         difference = Difference.between(tuned_checkpoint, start_checkpoint)
-        made_from = [name for known in (about, more) for name in known.pop(MADE_FROM, ())]
-        known = start if isinstance(start, RepoFiles | nn.Module) else None
-        return cls(difference, difference.overlap, {**about, **more, MADE_FROM: made_from}, known)
+        about = about | more | {MADE_FROM: [*about[MADE_FROM], *more[MADE_FROM]]}
+        return cls(difference, difference.overlap, about, start if isinstance(start, RepoFiles | nn.Module) else None)
 
     @classmethod
     @translate_errors()
@@ -128,10 +127,10 @@ class TaskVector(Deltas):
         place = adapter if isinstance(adapter, RepoFiles) else locate(adapter, "the adapter", hub)
         if not is_adapter(place.sizes):
             raise AdapterError(f"'{place.name}' holds no PEFT adapter", "take its task vector with from_models")
-        opened = Adapter.open(place, allow_pickle)
+        source = Adapter.open(place, allow_pickle)
         start = find_base(place, hub) if base is None else base
-        over = Model.open(start, "the base", opened.library, hub, allow_pickle)
-        vector = cls.over(opened.fetched(), over.fetched())
+        over = Model.open(start, "the base", source.library, hub, allow_pickle)
+        vector = cls.over(source.fetched(), over.fetched())
         vector.about |= recorded_base(place)
         return vector
 
@@ -216,8 +215,8 @@ class TaskVector(Deltas):
         known = base if base is not None else self._base if self._base is not None else self._named_base()
         if isinstance(known, Model):
             return known
-        opened = Model.open(known, "the base", str(self.about.get("library", "transformers")), hub, allow_pickle)
-        model = opened.fetched()
+        library = str(self.about.get("library", "transformers"))
+        model = Model.open(known, "the base", library, hub, allow_pickle).fetched()
         self.require_made_for(model)
         return model
 
@@ -315,13 +314,11 @@ def _open_weights(
     model: RepoFiles | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Download a model's weights; return them with what `about` says of its repo."""
-    if isinstance(model, nn.Module):
-        return MemoryCheckpoint.of(model), {MADE_FROM: [list(LOCAL)]}
+    about: dict[str, Any] = {MADE_FROM: [list(LOCAL)]}
     if not isinstance(model, RepoFiles):
-        return model, {MADE_FROM: [list(LOCAL)]}
+        return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model, about
     checkpoint = fetch_checkpoint(model, library, allow_pickle)
-    about: dict[str, Any] = {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
-    about[MADE_FROM] = [list(LOCAL)]
+    about |= {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
     if model.commit is not None:
         about |= {f"{part}_commit": model.commit, MADE_FROM: [["model", model.name]]}
     names = {file.name for file in checkpoint.files}

@@ -251,7 +251,7 @@ class Case:
             for site in Model.open(self.target, "the target").layout.main_sites
         }
 
-    def round(self, mispaired: bool = False, **options: Any) -> Calibration:
+    def calibration(self, mispaired: bool = False, **options: Any) -> Calibration:
         settings, watch = Settings.of({**self.options(**options), "objective": "zero-shot"}), Stopwatch()
         planned = plan(self.tuned, self.target, base=self.base, data=self.rows).fetched()
         models, drawn = ModelPair.open(planned, settings, CPU, watch), draw(self.rows, settings)

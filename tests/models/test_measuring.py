@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ from hf_bico.data import remote_parquet
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
-from hf_bico.hub.client import Hub as HubClient
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import accuracy, features_of, logits_of, probe_accuracy
 from hf_bico.models.model import Model
 from hf_bico.porting.evaluate import _probe_samples
-from hf_bico.utils.samples import IMAGES
 from support import forks
 from support.hub import Hub
 from support.scenes import Scene, make_scene, write_images
@@ -264,7 +263,7 @@ def test_probe_of_a_data_set_that_is_read_in_part(
     monkeypatch.setattr(remote_parquet, "MIN_BUDGET", 4_000)
     files = {f"data/{split}-0.parquet": parquet_of(scene, split) for split in splits}
     hub.create("user/pictures", type="dataset").commit(files)
-    _, split, training, test = _probe_samples("user/pictures", hf_bico.Settings(n=n), 12, HubClient(), None, IMAGES)
+    _, split, training, test = _probe_samples(partial(open_data, "user/pictures"), hf_bico.Settings(n=n), 12)
     assert (split, len(training)) == (splits[-1], 12)
     assert len(test) == (n or (36 if split == "train" else 20))
     used, held_out = ([samples.rows[row]["image"]["path"] for row in samples.indices] for samples in (training, test))

@@ -226,9 +226,8 @@ def _open_data_set(planned: Plan, grid: Grid, draw: Draw, hub: Hub, measured: bo
     lineage = planned.lineage
     if lineage.data is None:
         raise lineage.no_data or DataUnknownError("no data was given", "name it with --data")
-    names = lineage.source.origin.class_names or None
     settings = replace(grid.settings_of(draw), evaluate=measured)
-    return open_data(lineage.data, settings, hub, known_names=names, reads=lineage.base.layout.reads)
+    return open_data(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
 
 
 def draw_samples(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Draw, CalibrationDraw]:
