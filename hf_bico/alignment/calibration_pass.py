@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_TARGET, OF_TASK_LOSS, Kind, Statistics, key_of
 from hf_bico.errors import ModelError, ObjectiveError
-from hf_bico.models.hooks import Heard, Losses, Observable, Pass, Stream, TextRows
+from hf_bico.models.hooks import Losses, Observable, Pass, SiteCallback, Stream, TextRows
 from hf_bico.models.layout import Site, SitePair, Tokens
 from hf_bico.runtime.environment import exact_float32, to_device
 
@@ -308,7 +308,7 @@ class _Batch:
         self._target_inputs: dict[str, Tensor] = {}
         self._target_text: TextRows | None = None
         self._forward_ended = False
-        self._deferred: list[tuple[Heard, Site, Tensor]] = []
+        self._deferred: list[tuple[SiteCallback, Site, Tensor]] = []
         self._energies: dict[str, tuple[Tensor, Tensor]] = {}
         self._token_positions: tuple[Tensor, Tensor] | None = None
         self._positions_on: dict[tuple[int, torch.device], Tensor] = {}
@@ -402,7 +402,7 @@ class _Batch:
         for take, site, rows in deferred:
             take(site, rows)
 
-    def _defer(self, take: Heard, site: Site, rows: Tensor) -> bool:
+    def _defer(self, take: SiteCallback, site: Site, rows: Tensor) -> bool:
         """Defer rows of texts to the end of the forward pass; return whether they were deferred."""
         early = site.text and not self._forward_ended
         if early:

@@ -1,12 +1,6 @@
-"""Weights on disk, lazily; pickles made safetensors.
+"""Read a model's named tensors from safetensors, lazily, or from memory; convert pickled weights.
 
-Checkpoints: the named tensors of a model, read lazily from safetensors or held in memory.
-
-Names and shapes are known without torch and without reading a weight. Knows files and tensors, not models.
-
-Pickled weights, made safetensors: only tensors are read from them, and no code runs.
-
-Knows files and tensors; whether that may be done at all is decided by who calls.
+Names and shapes come without torch and without reading a weight. Knows files and tensors; no kind of model.
 """
 
 from __future__ import annotations
@@ -44,9 +38,14 @@ ADAPTER_PICKLE = "adapter_model.bin"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types in which weights are kept that can be computed with as they are, as safetensors names them."""
+"""The dtypes of weights that can be computed with directly, as safetensors names them."""
 LONGEST_NAME = 500
-"""No module of a real model lies so deep that a tensor's name would be longer."""
+"""No tensor of a real model has a longer name."""
+LIBRARY_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+"""What the code of libraries raises for broken files, or files that are not its own."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -62,11 +61,11 @@ class Checkpoint(Protocol):
 Value = TypeVar("Value")
 
 
-class ByName(Mapping[str, Value]):
-    """A mapping whose names are known and whose values are made when they are asked for."""
+class LazyMapping(Mapping[str, Value]):
+    """A mapping with known names whose values are computed on access."""
 
     names: Mapping[str, Any]
-    """The names in order; what they stand for is up to the subclass."""
+    """The names in order; their values are the subclass's."""
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -80,7 +79,7 @@ class ByName(Mapping[str, Value]):
 
 @dataclass
 class MemoryCheckpoint:
-    """Tensors that are in memory already: a state dict."""
+    """Tensors in memory: a state dict."""
 
     tensors: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
@@ -91,7 +90,7 @@ class MemoryCheckpoint:
     @classmethod
     def of(cls, module: nn.Module) -> MemoryCheckpoint:
         own = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-        # a tied tensor once, as it is in files
+        # a tied tensor only once, as in files
         return cls({name: tensor for name, tensor in module.state_dict().items() if name in own})
 
     def tensor(self, name: str) -> Tensor:
@@ -100,7 +99,7 @@ class MemoryCheckpoint:
 
 @dataclass
 class RenamedCheckpoint:
-    """Tensors of which some have other names, given by those that they have."""
+    """A checkpoint with some tensors renamed; `names` maps old names to new ones."""
 
     inner: Checkpoint
     names: Mapping[str, str]
@@ -116,7 +115,7 @@ class RenamedCheckpoint:
 
 @dataclass(frozen=True)
 class HeaderCheckpoint:
-    """Names and shapes of weights that are not on this machine yet."""
+    """Names and shapes of weights that are not downloaded yet."""
 
     shapes: Mapping[str, tuple[int, ...]]
     size: int
@@ -127,7 +126,7 @@ class HeaderCheckpoint:
 
 
 class FileCheckpoint:
-    """The safetensors of one folder, opened lazily: a single file or shards with their index."""
+    """The safetensors of one folder, opened lazily: a single file, or shards with their index."""
 
     def __init__(self, files: Iterable[Path], index: Path | None = None) -> None:
         self.files = tuple(files)
@@ -164,7 +163,7 @@ class FileCheckpoint:
             )
 
     def _require_indexed(self, index: Path) -> None:
-        """Every tensor must be in the shard that the index says."""
+        """Refuse shards that lack a tensor which the index places there."""
         for name, shard in weight_map(index, folder_name(index.parent)).items():
             if name not in self._file_of or self._file_of[name].name != shard:
                 raise BrokenWeightsError(
@@ -175,7 +174,7 @@ class FileCheckpoint:
 
     @classmethod
     def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
-        """The weights of a model folder, in the layout of `library` where there are two; pickles are refused."""
+        """Open the weights of a folder, in the layout of `library` where there are two; refuse pickles."""
         found = find_weights(folder, {file.name for file in folder.iterdir()}, library)
         return cls([folder / name for name in found.names], None if found.index is None else folder / found.index)
 
@@ -199,20 +198,20 @@ class FileCheckpoint:
         return sum(file.stat().st_size for file in self.files)
 
     def close(self) -> None:
-        """Let go of the mapped files; reading a tensor opens them again."""
+        """Unmap the files; reading a tensor opens them again."""
         self._open.clear()
         self._stack.close()
 
 
-def not_floats(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors of files that are kept as anything but numbers of 16 bits or more, and as what."""
+def non_float_tensors(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the dtype of each tensor that is not stored as a float of 16 bits or more."""
     kept = checkpoint.dtypes if isinstance(checkpoint, FileCheckpoint) else {}
     return {name: dtype for name, dtype in kept.items() if dtype not in FLOATS}
 
 
 def open_safetensors(file: Path, framework: str) -> Any:
-    """`safe_open`, with an error that names the file."""
-    is_file = os.path.isfile(file)  # of a pipe one would wait for ever
+    """Call `safe_open`; an error names the file."""
+    is_file = os.path.isfile(file)  # opening a pipe would block
     try:
         if not is_file:
             raise OSError("it is no file")
@@ -226,7 +225,7 @@ def open_safetensors(file: Path, framework: str) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, readable by whom other new files are: safetensors itself writes for the owner only."""
+    """Call `save_file`, then set the permissions of a new file: safetensors writes for the owner only."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
@@ -236,7 +235,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, 
 
 
 def tensor_offsets(file: Path) -> dict[str, int]:
-    """Where the bytes of each tensor begin in a safetensors file, which the library itself does not tell."""
+    """Return the first byte of each tensor in a safetensors file, which the library does not tell."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -245,32 +244,32 @@ def tensor_offsets(file: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The names of the files that hold a model's weights."""
+    """Names of the files that hold a model's weights."""
 
     names: tuple[str, ...]
     index: str | None = None
 
 
 def holds_layout(names: Collection[str], library: str) -> bool:
-    """Whether a repo with these files has weights in the layout of a library, pickled ones too."""
+    """Tell whether these files include weights in a library's layout, pickled or not."""
     stems = {"transformers": ("model", "pytorch_model"), "open_clip": ("open_clip_model", "open_clip_pytorch_model")}
     ends = ("safetensors", "safetensors.index.json", "bin", "bin.index.json", "pt")
     return any(f"{stem}.{end}" in names for stem in stems[library] for end in ends)
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """Whether a repo with these files is a PEFT adapter."""
+    """Tell whether these files are a PEFT adapter."""
     return ADAPTER_CONFIG in names and (ADAPTER_FILE in names or ADAPTER_PICKLE in names)
 
 
 def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
-    """Choose among a repo's files, in the layout of `library` where there are two; pickles are refused.
+    """Choose a repo's weight files, in the layout of `library` where there are two; refuse pickles.
 
-    Only an index of shards is read, from `folder`: the weights themselves may be elsewhere.
+    Reads only the index of shards, from `folder`: the weights may be elsewhere.
     """
     called = called or folder_name(folder)
     for name in (WEIGHT_FILES[library], *WEIGHT_FILES.values()):
-        if name in names:  # first, as transformers has it
+        if name in names:  # transformers prefers it to shards too
             return WeightFiles((name,))
         if f"{name}.index.json" in names:
             return WeightFiles(_shards(folder / f"{name}.index.json", names, called), f"{name}.index.json")
@@ -307,7 +306,7 @@ def _shards(index: Path, names: Collection[str], called: str) -> tuple[str, ...]
 
 
 def weight_map(index: Path, called: str) -> dict[str, str]:
-    """The shard of each tensor, as an index has it."""
+    """Read the shard of each tensor from an index."""
     try:
         found = read_object(index).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(shard, str) for shard in found.values()):
@@ -320,7 +319,7 @@ def weight_map(index: Path, called: str) -> dict[str, str]:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """What tells the contents of tensors apart."""
+    """Hash the dtypes, shapes and contents of tensors."""
     import torch
 
     found = hashlib.blake2b(digest_size=16)
@@ -334,16 +333,12 @@ _PICKLES = {
     "transformers": ("pytorch_model.bin",),
     "open_clip": ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pt"),
 }
-# what torch's reader says about a file that is broken, or holds more than tensors
-_UNREADABLE = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError),
-    *(LookupError, OSError, RuntimeError, TypeError, ValueError),
-)
+_UNREADABLE = (*LIBRARY_ERRORS, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
 _WRAPPERS = ("state_dict", "model")
 
 
 def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple[str, list[str]]:
-    """The library whose layout the pickles have, and their names; `folder` holds the index of shards, if any."""
+    """Return the library whose layout the pickles have, and their names; `folder` holds the index, if any."""
     for layout in dict.fromkeys((library, *_PICKLES)):
         for name in _PICKLES[layout]:
             if name in names:
@@ -369,7 +364,7 @@ def _pickled_shards(index: Path, names: Mapping[str, int]) -> list[str]:
 
 
 def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence[str]) -> Path:
-    """A folder with the same weights as one file of safetensors, and the files `beside` it; kept in the cache."""
+    """Write the same weights as one safetensors file, with the files `beside` it, into a cached folder."""
     from huggingface_hub import constants
 
     from hf_bico.runtime.output import atomic_folder, locked_folder
@@ -383,7 +378,7 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
             return converted
         tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
         with atomic_folder(converted) as scratch:
-            # safetensors keeps no two names for one memory
+            # safetensors refuses tensors that share memory
             save_tensors(
                 {key: value.clone() for key, value in tensors.items()},
                 scratch / file_name,

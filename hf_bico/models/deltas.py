@@ -1,14 +1,7 @@
-"""Named changes of weights, their arithmetic and file.
+"""Weight changes by name: arithmetic, adding them to a model, and the file `task_vector.safetensors`.
 
-Deltas: named changes of weights, their arithmetic, and how they are added to a model.
-
-A sum of weighted sources that are read when asked for, so arithmetic costs nothing and a difference of two
-checkpoints never stands in memory as a whole. Low-rank changes stay factors, in sums too. Knows tensors; not files,
-models or the Hub.
-
-The delta format, `task_vector.safetensors`: changes of weights, factors as factors, and what is known about them.
-
-Knows one file; not where its content comes from.
+A vector is a sum of weighted sources that are read on access, so that no difference of two checkpoints is in memory as
+a whole. Low-rank changes stay factors, in sums and in the file too. Knows tensors; no kind of model, no Hub.
 """
 
 from __future__ import annotations
@@ -24,8 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError, RecordError
-from hf_bico.models.checkpoints import ByName, Checkpoint, FileCheckpoint, not_floats, open_safetensors, save_tensors
-from hf_bico.models.hooks import kept_away
+from hf_bico.models.checkpoints import (
+    Checkpoint,
+    FileCheckpoint,
+    LazyMapping,
+    non_float_tensors,
+    open_safetensors,
+    save_tensors,
+)
+from hf_bico.models.hooks import offloaded_weights
 from hf_bico.models.low_rank import Change, Factors, dense, energy, is_finite, total
 from hf_bico.models.name_matching import Overlap, align_names, overlap
 from hf_bico.utils.files import parse_json
@@ -33,11 +33,11 @@ from hf_bico.utils.files import parse_json
 _FIRST = 256
 _COMPUTED_WITH = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
-"""Weighted sources, of whose sum a vector consists."""
+"""Weighted sources; a vector is their sum."""
 
 
 class Deltas(Mapping[str, Tensor]):
-    """Named changes of weights over one base model: as a mapping dense tensors, by `change` factors where they are.
+    """Named weight changes over one base model: dense as a mapping, factors where possible by `change`.
 
     >>> tau = Deltas({"w": torch.ones(2)})
     >>> (0.5 * tau + tau)["w"]
@@ -52,7 +52,7 @@ class Deltas(Mapping[str, Tensor]):
         return dense(self.change(name))
 
     def change(self, name: str) -> Change:
-        """One change, as factors where every source of it has factors."""
+        """Return one change, as factors if every source of it has factors."""
         parts = [
             source[name] if weight == 1.0 else weight * source[name] for weight, source in self.terms if name in source
         ]
@@ -61,7 +61,7 @@ class Deltas(Mapping[str, Tensor]):
         return total(parts)
 
     def changes(self) -> Iterator[tuple[str, Change]]:
-        """Every name with its change; what `items` would multiply out stays factors."""
+        """Yield every name with its change; low-rank ones as factors, unlike `items`."""
         return ((name, self.change(name)) for name in self)
 
     def __iter__(self) -> Iterator[str]:
@@ -80,7 +80,7 @@ class Deltas(Mapping[str, Tensor]):
         return self._combined(self.terms + other.terms, Overlap(), other)
 
     def __radd__(self, other: int) -> Self:
-        """`sum` of vectors begins with 0."""
+        """Support `sum`, which starts from 0."""
         return self if other == 0 else NotImplemented
 
     def __mul__(self, factor: float) -> Self:
@@ -98,15 +98,15 @@ class Deltas(Mapping[str, Tensor]):
         return self + -other
 
     def renamed(self, names: Mapping[str, str]) -> Deltas:
-        """The same changes, some of them under other names, given by those that they have."""
+        """Rename some of the changes; `names` maps old names to new ones."""
         if not names:
             return self
         changed = Deltas({})
-        changed.terms = tuple((weight, Renamed(source, names)) for weight, source in self.terms)
+        changed.terms = tuple((weight, RenamedChanges(source, names)) for weight, source in self.terms)
         return changed
 
     def without(self, names: Collection[str]) -> Deltas:
-        """The same changes, but for these."""
+        """Drop these changes."""
         if not names:
             return self
         kept = Deltas({})
@@ -116,17 +116,17 @@ class Deltas(Mapping[str, Tensor]):
         return kept
 
     def energy(self, name: str) -> float:
-        """The squared norm of one delta."""
+        """Return the squared norm of one change."""
         return energy(self.change(name))
 
     def apply_to(self, model: nn.Module) -> nn.Module:
-        """Add the deltas to the model's parameters, in place, all or none of them; returns the model."""
+        """Add the changes to the model's parameters, in place, all or none; return the model."""
         self._apply(model)
         return model
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model with the deltas added, inside a `with`; afterwards it is as it was, bit for bit."""
+        """Add the changes inside a `with`; afterwards the model is as before, bit for bit."""
         originals = self._apply(model)
         try:
             yield model
@@ -134,20 +134,20 @@ class Deltas(Mapping[str, Tensor]):
             _put_back(originals)
 
     def places_in(self, tensors: Iterable[str], called: str) -> dict[str, str]:
-        """The name that each of the changed tensors has in a model, which must have them all."""
+        """Return the name of each changed tensor in a model, which must have them all."""
         places = align_names(self, tensors)
-        homeless = [name for name in self if name not in places]
-        if homeless:
+        unmatched = [name for name in self if name not in places]
+        if unmatched:
             raise BaseMismatchError(
-                f"{called} has no tensor '{homeless[0]}' ({len(homeless)} of {len(self)} changes have no place)",
+                f"{called} has no tensor '{unmatched[0]}' ({len(unmatched)} of {len(self)} changes have no place)",
                 "apply the task vector to the model that it was made for",
             )
         return places
 
     def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Change the parameters; returns them with what they held before."""
+        """Change the parameters; return them with their former data."""
         parameters: dict[str, Any] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        parameters |= kept_away(model)
+        parameters |= offloaded_weights(model)
         places = self.places_in(parameters, "the model")
         originals: list[tuple[Tensor, Tensor]] = []
         try:
@@ -162,7 +162,7 @@ class Deltas(Mapping[str, Tensor]):
         return originals
 
     def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
-        """A vector of these terms, made of this one and `others`."""
+        """Make a vector of these terms; subclasses learn which `others` it was made of."""
         vector = type(self)({}, overlap)
         vector.terms = terms
         return vector
@@ -174,7 +174,7 @@ def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def add_delta(weight: Tensor, delta: Change, name: str) -> Tensor:
-    """weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
+    """Return weight + delta, summed in at least float32 and rounded once, to the weight's own dtype."""
     if tuple(weight.shape) != tuple(delta.shape):
         raise BaseMismatchError(
             f"'{name}' is {tuple(weight.shape)} in the model and {tuple(delta.shape)} in the task vector",
@@ -188,8 +188,8 @@ def add_delta(weight: Tensor, delta: Change, name: str) -> Tensor:
 
 
 @dataclass
-class Difference(ByName[Tensor]):
-    """Fine-tuned minus base, by the base's names; a delta is computed when it is read."""
+class Difference(LazyMapping[Tensor]):
+    """Fine-tuned minus base, by the base's names; computed on access."""
 
     fine_tuned: Checkpoint
     base: Checkpoint
@@ -197,7 +197,7 @@ class Difference(ByName[Tensor]):
     names: dict[str, None]
     """The base's names of the tensors that differ, in order."""
     device: torch.device | None = None
-    """Where a delta is computed; None for where the fine-tuned tensors are."""
+    """The device that computes a delta; None for that of the fine-tuned tensors."""
     _last: tuple[str, Tensor] | None = None
     """The latest delta: q, k and v read the same tensor one after the other."""
 
@@ -208,7 +208,7 @@ class Difference(ByName[Tensor]):
         return found
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """A tensor of the fine-tuned model and of the base."""
+        """Read a tensor of the fine-tuned model and of the base."""
         tuned = self.fine_tuned.tensor(self.overlap.names[name])
         tuned = tuned if self.device is None else tuned.to(self.device)
         return tuned, self.base.tensor(name).to(tuned.device)
@@ -219,7 +219,7 @@ class Difference(ByName[Tensor]):
         if self._last is None or self._last[0] != name:
             tuned, start = self._pair(name)
             wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
-            # what a narrower fine-tuned copy lost by rounding is no change
+            # rounding in a narrower fine-tuned copy is no change
             precision = _precision(tuned)
             start = start.to(precision) if _narrower(precision, start.dtype) else start
             self._last = (name, tuned.to(wide) - start.to(wide))
@@ -249,13 +249,13 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _precision(tuned: Tensor) -> torch.dtype:
-    """The dtype in which a fine-tuned tensor is kept, or once was: widened again, all its values still fit into it."""
+    """Return the narrowest dtype that holds the tensor exactly: that of training, if it was widened since."""
     once = (narrow for narrow in (torch.bfloat16, torch.float16) if _narrower(narrow, tuned.dtype))
     return next((narrow for narrow in once if _fits(tuned, narrow)), tuned.dtype)
 
 
 def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
-    """Whether a narrower dtype holds every value as it is; the first few tell it of nearly every tensor."""
+    """Tell whether a narrower dtype holds every value; the first few values refute it for nearly every tensor."""
     some = tensor.flatten()[:_FIRST]
     return all(torch.equal(part.to(narrow).to(part.dtype), part) for part in (some, tensor))
 
@@ -264,8 +264,8 @@ def _narrower(one: torch.dtype, other: torch.dtype) -> bool:
     return torch.finfo(one).eps > torch.finfo(other).eps
 
 
-class Renamed(ByName[Change]):
-    """Changes of which some have other names."""
+class RenamedChanges(LazyMapping[Change]):
+    """Changes with some names replaced."""
 
     def __init__(self, source: Mapping[str, Change], names: Mapping[str, str]) -> None:
         self.source = source
@@ -276,8 +276,8 @@ class Renamed(ByName[Change]):
 
 
 @dataclass
-class Lazy(ByName[Change]):
-    """Changes in a checkpoint, read when asked for; those of the names in `low_rank` are there as two factors."""
+class StoredChanges(LazyMapping[Change]):
+    """Changes in a checkpoint, read on access; the names in `low_rank` are stored as two factors."""
 
     checkpoint: Checkpoint
     low_rank: Collection[str] = ()
@@ -301,7 +301,7 @@ class Lazy(ByName[Change]):
 
 
 def factor_names(name: str) -> tuple[str, str]:
-    """Under which names the two factors of a change are kept."""
+    """Return the names under which the two factors of a change are stored."""
     return f"{name}.left", f"{name}.right"
 
 
@@ -328,12 +328,12 @@ def write_delta(vector: Deltas, about: Mapping[str, Any], file: Path) -> None:
     save_tensors(tensors, file, {"hf_bico": header})
 
 
-def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
-    """The changes, which are read when asked for, and what the file says about them."""
+def read_delta(file: Path) -> tuple[StoredChanges, dict[str, Any]]:
+    """Open the changes of a file, and return them with its metadata."""
     with open_safetensors(file, "pt") as reader:
         about = _read_header((reader.metadata() or {}).get("hf_bico", "{}"), file.name)
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
-    for name, dtype in not_floats(checkpoint).items():
+    for name, dtype in non_float_tensors(checkpoint).items():
         raise RecordError(
             f"'{name}' in '{file.name}' is kept as {dtype}: that is no change",
             "save it again with this tool",
@@ -342,11 +342,10 @@ def read_delta(file: Path) -> tuple[Lazy, dict[str, Any]]:
         left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))
         if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
             raise RecordError(f"'{file.name}' does not hold the factors of '{name}'", "save it again with this tool")
-    return Lazy(checkpoint, low_rank), about
+    return StoredChanges(checkpoint, low_rank), about
 
 
 def _read_header(text: str, name: str) -> dict[str, Any]:
-    """What the file says about itself."""
     try:
         header = parse_json(text)
     except ValueError:

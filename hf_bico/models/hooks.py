@@ -1,16 +1,8 @@
-"""Taps on sites during a pass; activation checkpointing.
+"""Capture the inputs, outputs and output gradients of a model's sites during a pass; recompute activations.
 
-Watching a model's sites during a pass: what they read and write, and the gradients at what they write.
-
-Knows what a site is; neither the models' libraries, nor what is done with what is seen.
-
-Parts of a model that keep only what enters them for the backward pass, which runs them once more.
-
-Knows functions of tensors, and who watches them; not models. Parameters must have no gradients, and nothing may be
-drawn at random. `torch.utils.checkpoint` does it for any part; one that is known to be a function of one tensor, and to
-show nobody else what it finds on the way, needs less bookkeeping.
-
-Weights that accelerate keeps in main memory until a module runs. Knows its ways; not what the weights are for.
+Knows what a site is; neither the models' libraries nor what the tensors are for. Recomputed parts keep only their input
+for the backward pass, which runs them again: parameters must have no gradients, and nothing may be random. A part that
+is a function of one tensor needs less bookkeeping than `torch.utils.checkpoint`, which does all others.
 """
 
 from __future__ import annotations
@@ -35,10 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextRows:
-    """The tokens of a batch of texts, (samples, tokens), and which of them are real and no padding.
-
-    In main memory where they are looked at: a device is not waited for.
-    """
+    """The tokens of a batch of texts, (samples, tokens), and which are real; in main memory, to avoid device syncs."""
 
     ids: Tensor
     mask: Tensor
@@ -46,24 +35,24 @@ class TextRows:
 
 @dataclass
 class Trace:
-    """What one forward pass shows: each site's input, and its output while still in the graph."""
+    """The inputs of sites in one forward pass, and their outputs while still in the graph."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    _done: set[str] = field(default_factory=set)
-    _again: int = 0
+    _noted: set[str] = field(default_factory=set)
+    _recomputations: int = 0
 
     def tap(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
-        """Note what `site` read and wrote; returns y, which requires grad from here on."""
+        """Note a site's input and output; return y, which requires grad from here on."""
         if torch.is_grad_enabled() and not y.requires_grad:
             y.requires_grad_()
         if not self.is_recomputing:
-            if site.name in self._done:
+            if site.name in self._noted:
                 raise ObjectiveError(
                     f"the objective ran '{site.name}' more than once on one batch",
                     "run the model once, on the whole batch",
                 )
-            self._done.add(site.name)
+            self._noted.add(site.name)
             self._note(site, x.detach(), y)
         return y
 
@@ -73,52 +62,54 @@ class Trace:
 
     def require(self, sites: Sequence[Site]) -> None:
         """Refuse a pass that did not run these sites."""
-        idle = next((site.name for site in sites if site.name not in self._done), None)
-        if idle is not None:
-            raise ObjectiveError(f"the objective does not run '{idle}'", "use the features that the whole model gives")
+        skipped = next((site.name for site in sites if site.name not in self._noted), None)
+        if skipped is not None:
+            raise ObjectiveError(
+                f"the objective does not run '{skipped}'", "use the features that the whole model gives"
+            )
 
     @property
     def is_recomputing(self) -> bool:
-        return self._again > 0
+        return self._recomputations > 0
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Inside, sites run once more to find what was thrown away: what they read and write was seen before."""
+        """Inside this context, sites run again for the backward pass and are not noted."""
         return _Recomputing(self)
 
 
 @dataclass
 class _Recomputing(AbstractContextManager[None]):
-    """Entered anew for each loss: a graph that is kept is recomputed for every one."""
+    """A context that can be entered for each loss: a retained graph is recomputed for every one."""
 
     trace: Trace
 
     def __enter__(self) -> None:
-        self.trace._again += 1
+        self.trace._recomputations += 1
 
     def __exit__(self, *_: object) -> None:
-        self.trace._again -= 1
+        self.trace._recomputations -= 1
 
 
-Heard = Callable[[Site, Tensor], None]
-"""What takes a site's input, output or gradient as soon as it is known."""
+SiteCallback = Callable[[Site, Tensor], None]
+"""Takes a site's input, output or gradient as soon as it is known."""
 
 
 class Stream(Trace):
-    """Hands on what the sites show as soon as it is known, and keeps nothing: one pass after the other.
+    """Passes inputs, outputs and gradients of sites to callbacks, and keeps nothing: one pass after another.
 
-    An activation that several sites read is told once. Outputs are told out of the graph.
+    An activation that several sites read is passed on once. Outputs are detached.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.listen()
 
-    def listen(self, reads: Heard | None = None, writes: Heard | None = None) -> None:
-        """Begin another pass, and hand on what its sites read and write."""
+    def listen(self, reads: SiteCallback | None = None, writes: SiteCallback | None = None) -> None:
+        """Begin a new pass, and pass on what its sites read and write."""
         self._reads, self._writes = reads, writes
-        self._gradients: Heard | None = None
+        self._gradients: SiteCallback | None = None
         self._read: set[str] = set()
-        self._done = set()
+        self._noted = set()
 
     def tap(self, site: Site, x: Tensor, y: Tensor) -> Tensor:
         y = super().tap(site, x, y)
@@ -137,10 +128,10 @@ class Stream(Trace):
         if self._gradients is not None:
             self._gradients(site, gradient)
 
-    def differentiate(self, loss: Tensor | None, gradients: Heard, keep: bool = False) -> None:
-        """Tell the gradient of the loss at the output of every site that it feels, those of later sites first.
+    def differentiate(self, loss: Tensor | None, gradients: SiteCallback, keep: bool = False) -> None:
+        """Call `gradients(site, dL/dy)` for every site that the loss depends on, last layers first.
 
-        `keep` keeps the graph, for another loss.
+        `keep` retains the graph for another loss.
         """
         if loss is None:
             raise ValueError("a pass gave no loss to differentiate")
@@ -152,7 +143,7 @@ class Stream(Trace):
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Whatever the loss was computed from that requires grad: the outputs of the first sites, or what came before."""
+    """Return the leaves of the loss's graph: the outputs of the first sites, or earlier tensors."""
     found, seen, waiting = [], set[Any](), [loss.grad_fn]
     while waiting:
         node: Any = waiting.pop()
@@ -171,24 +162,24 @@ class Observable(Protocol):
     def observed(self, sites: Sequence[Site], trace: Trace) -> AbstractContextManager[Trace]: ...
 
     def checkpointed(self, trace: Trace, whole_blocks: bool, looked_into: bool) -> AbstractContextManager[None]:
-        """Less memory for the backward pass, at the price of a second forward pass of blocks, or of their MLPs.
+        """Save memory in the backward pass by running blocks, or their MLPs, twice.
 
-        `looked_into` says that a loss may be of what these do not return.
+        `looked_into` says that a loss may depend on tensors which these do not return.
         """
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a site as (out, in)."""
+        """Return the weight of a site as (out, in)."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What one forward pass over one batch gives, in the graph.
+    """The losses of one forward pass over one batch, in the graph.
 
     `task` is the SUM of the samples' losses. `expected` has one entry for each rank of likelihood: the sum over the
-    samples of the loss with the label of that rank, times the root of its probability. `text` says which rows of text
-    sites are real tokens, where texts were read. Where right and wrong can be told, `answers` counts what the loss is
-    the sum over, samples or tokens, and `wrong` those of them that the model does not get right. A task loss that
-    `stands_in` for another has its gradients, and no meaning of its own.
+    samples of the loss with the label of that rank, times the root of its probability. `text` has the tokens, where
+    texts were read. Where an answer can be right or wrong, `answers` counts the summands of the loss, samples or
+    tokens, and `wrong` those that the model gets wrong. A task loss that `stands_in` for another has the same
+    gradients, but no meaning as a number.
     """
 
     task: Tensor | None = None
@@ -203,13 +194,13 @@ Pass = Callable[[], Losses]
 """One forward pass of a model over one batch."""
 
 PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device)
-"""What a part may be given beside tensors: nothing in which it could leave what it finds on the way."""
+"""Arguments beside tensors that a recomputed part cannot write to."""
 
 
 def recomputed(run: Callable[..., Any], trace: Trace, is_function: bool = False) -> Callable[..., Any]:
-    """The same function, but thrifty. Sites in it tell the trace what they read at once, and their gradients later.
+    """Wrap a function so that it is recomputed in the backward pass, with its sites noted in the first pass only.
 
-    `is_function` says that gradients pass through what it returns, and nowhere else.
+    `is_function` says that gradients pass only through its first argument and its result.
     """
 
     def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -229,7 +220,7 @@ def recomputed(run: Callable[..., Any], trace: Trace, is_function: bool = False)
 
 
 def _enters_alone(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether the first argument is a tensor that can be felt, no other one is, and nothing can be written to."""
+    """Tell whether only the first argument can have a gradient, and none can be written to."""
     if not arguments or not isinstance(arguments[0], Tensor) or not arguments[0].is_floating_point():
         return False
     return all(map(_is_plain, (*arguments[1:], *options.values())))
@@ -242,7 +233,7 @@ def _is_plain(one: Any) -> bool:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of one tensor; gives the structure of its result, and then the leaves."""
+    """A recomputed function of one tensor; returns the structure of its result, then the leaves."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Any], trace: Trace, x: Tensor) -> Any:
@@ -257,17 +248,17 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), ctx.trace.recomputing():
             leaves = tree_leaves(ctx.run(x))
         pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        felt = [(leaf, gradient) for leaf, gradient in pairs if leaf.requires_grad]
-        torch.autograd.backward([leaf for leaf, _ in felt], [gradient for _, gradient in felt])
+        differentiable = [(leaf, gradient) for leaf, gradient in pairs if leaf.requires_grad]
+        torch.autograd.backward([leaf for leaf, _ in differentiable], [gradient for _, gradient in differentiable])
         return None, None, x.grad
 
 
-def kept_away(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that are not where the model runs, by their parameters' names."""
+def offloaded_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that accelerate keeps off the model's device, by parameter name."""
     found = {}
     for place, module in model.named_modules():
         hook: Any = getattr(module, "_hf_hook", None)
-        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]  # several may be chained
+        maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", [hook])]  # hooks may be chained
         kept = next((one for one in maps if one is not None), None)
         for name, parameter in module.named_parameters(place, recurse=False):
             if parameter.is_meta and kept is not None:

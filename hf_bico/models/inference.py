@@ -1,4 +1,4 @@
-"""What measures a live model on samples: features, logits, accuracy, and accuracy by a linear probe.
+"""Run a live model over samples: features, logits, accuracy, and accuracy by a linear probe.
 
 Knows neither files nor how samples are drawn.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
@@ -20,11 +18,9 @@ from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.runtime.environment import halving_batches
 
-METRICS = Path(__file__).parent / "metrics"
-
 
 class Batched(Protocol):
-    """Samples: their labels, and what they are in batches, in the same order."""
+    """Samples that come in batches, and their labels in the same order."""
 
     def __len__(self) -> int: ...
 
@@ -32,27 +28,25 @@ class Batched(Protocol):
     def labels(self) -> Sequence[int]: ...
 
     def batches(self, size: int) -> Iterable[tuple[list[Any], list[int]]]:
-        """(samples, labels), `size` at a time."""
+        """Yield (samples, labels), `size` at a time."""
 
 
-class Classifying(Protocol):
-    """What tells classes apart by features."""
-
+class HasLogits(Protocol):
     def logits(self, features: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Read:
-    """Samples whose images were read once, to be measured on by several models."""
+class CachedSamples:
+    """Samples whose images were read once, to measure several models."""
 
     images: Any
     labels: tuple[int, ...]
 
     @classmethod
     def of(cls, samples: Batched, batch_size: int, most: int) -> Batched:
-        """The images as they are; where they take more than `most` bytes, the samples, to be read each time.
+        """Read all images, unless they take more than `most` bytes: then return the samples as they are.
 
-        Of too many nearly all are left unread: those so far tell how much the others will take.
+        The size of all is extrapolated from those read so far, so that few are read in vain.
         """
         images, size = list[Any](), 0
         for some, _ in samples.batches(batch_size):
@@ -70,71 +64,66 @@ class Read:
             yield list(self.images[start : start + size]), list(self.labels[start : start + size])
 
 
-class Prepared(Read):
-    """Samples whose images one model has prepared once, as one tensor, to be measured on many times."""
+class PreparedSamples(CachedSamples):
+    """Samples whose images one model has preprocessed once, as one tensor."""
 
     @classmethod
-    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> Prepared:
+    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> PreparedSamples:
         images = [model.pixels(images).cpu() for images, _ in samples.batches(batch_size)]
         return cls(torch.cat(images), tuple(samples.labels))
 
 
 def _bytes_of(image: Any) -> int:
-    """Of an image of PIL or a tensor; a text is small."""
+    """Return the size of a PIL image or a tensor; texts count as nothing."""
     if isinstance(image, Tensor):
         return image.nbytes
     return image.width * image.height * len(image.getbands()) if hasattr(image, "getbands") else 0
 
 
 def features_of(model: LiveModel, samples: Batched, batch_size: int) -> Tensor:
-    """The features (n, d) of the samples, on the CPU, in single precision at least."""
+    """Return the features (n, d) of the samples, on the CPU, in single precision at least."""
     return _over(model, samples, batch_size, lambda features: features)
 
 
-def logits_of(model: LiveModel, head: Classifying, samples: Batched, batch_size: int) -> Tensor:
-    """The logits (n, classes) of the samples, on the CPU, in single precision at least."""
+def logits_of(model: LiveModel, head: HasLogits, samples: Batched, batch_size: int) -> Tensor:
+    """Return the logits (n, classes) of the samples, on the CPU, in single precision at least."""
     return _over(model, samples, batch_size, head.logits)
 
 
 def probe_accuracy(model: LiveModel, training: Batched, test: Batched, batch_size: int) -> float:
-    """The accuracy on `test` of a linear probe: logistic regression on the frozen features of `training`.
+    """Return the accuracy on `test` of a logistic regression on the frozen features of `training`.
 
-    Features are standardised by the mean and the deviation of the training ones, so that the regularisation (C = 1)
-    means the same for every model. Where all training samples are of one class, that class is predicted.
+    Features are standardised by the mean and deviation of the training ones, so that the regularisation (C = 1) means
+    the same for every model. If all training samples are of one class, that class is predicted.
     """
     fitted, measured = (features_of(model, samples, batch_size) for samples in (training, test))
     return accuracy(_probe(fitted, training.labels, measured), test.labels)
 
 
 def accuracy(predictions: Sequence[int], references: Sequence[int]) -> float:
-    """The share of predictions that equal their references.
+    """Return the share of predictions that equal their references.
 
     >>> accuracy([0, 1, 1, 0], [0, 1, 2, 0])
     0.75
     """
     if len(predictions) != len(references) or not references:
-        # the library would keep the batch that it refuses, and count it the next time
+        # evaluate would keep a refused batch, and count it the next time
         raise ValueError(f"{len(predictions)} predictions and {len(references)} references have no accuracy")
-    result = _metric("accuracy").compute(predictions=list(predictions), references=list(references))
+    result = _accuracy_metric().compute(predictions=list(predictions), references=list(references))
     return float(result["accuracy"])
 
 
 @cache
-def _metric(name: str) -> Any:
-    """Our own metric module, from its file: nothing is fetched, and predictions stay in memory."""
-    import evaluate
+def _accuracy_metric() -> Any:
+    """Make our own metric: nothing is fetched from the Hub, and predictions stay in memory."""
+    from hf_bico.models.accuracy import Accuracy
 
-    script = METRICS / name / f"{name}.py"
-    with TemporaryDirectory() as folder:  # the library makes folders even for what it keeps in memory
-        try:
-            return evaluate.load(str(script), keep_in_memory=True, cache_dir=folder)
-        except OSError:  # it copies the script into its cache, which may be read-only: then the script itself
-            own = import_module(f"hf_bico.models.metrics.{name}.{name}")
-            return getattr(own, name.capitalize())(keep_in_memory=True, cache_dir=folder)
+    with TemporaryDirectory() as folder:  # evaluate makes folders even for metrics in memory
+        return Accuracy(keep_in_memory=True, cache_dir=folder)
 
 
 def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `of` makes of the features, of all samples."""
+    """Apply `of` to the features of all samples."""
 
     def run(size: int) -> Tensor:
         rows = [of(model.features(some)).cpu() for some, _ in samples.batches(size)]
@@ -146,10 +135,10 @@ def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Ten
 
 
 def _probe(fitted: Tensor, labels: Sequence[int], measured: Tensor) -> list[int]:
-    """The classes that a probe, fitted to features with labels, predicts for the measured features."""
+    """Fit a probe to features with labels, and predict the classes of the measured features."""
     if not (fitted.isfinite().all() and measured.isfinite().all()):
         raise NonFiniteWeightsError("the model's features hold NaN or infinite values", "check its weights")
-    if len(set(labels)) == 1:  # nothing to tell apart, which scikit-learn refuses
+    if len(set(labels)) == 1:  # scikit-learn refuses a single class
         return [labels[0]] * len(measured)
 
     from sklearn.linear_model import LogisticRegression

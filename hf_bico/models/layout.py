@@ -1,6 +1,6 @@
-"""Sites: one weight matrix at one place of a model, read as (out, in) whatever its storage.
+"""Sites and layouts: which weight matrices a model has, read as (out, in) whatever their storage.
 
-Pure descriptions made from names and shapes; this module knows neither torch nor any model library.
+Descriptions made from names and shapes; knows neither torch nor any model library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ STEM = "stem"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a weight or bias lives: a tensor of the checkpoint, kept as (in, out) if `transposed`, or some rows of it.
+    """The location of a weight or bias: a tensor of the checkpoint, stored as (in, out) if `transposed`, or some rows.
 
-    The rows are those of (out, in): of a packed GPT-2 weight, which is kept as (in, out), they are its columns.
+    The rows are those of (out, in): in a packed GPT-2 weight, stored as (in, out), they are columns.
     """
 
     tensor: str
@@ -32,7 +32,7 @@ class Slot:
     transposed: bool = False
 
     def view(self, tensor: Any) -> Any:
-        """The part of `tensor` that is this slot, as (out, in) or (out,); writing to the view writes there."""
+        """Return this slot's part of `tensor`, as (out, in) or (out,); writing to the view writes to the tensor."""
         whole = tensor.T if self.transposed else tensor
         return whole if self.rows is None else whole[self.rows[0] : self.rows[1]]
 
@@ -41,9 +41,9 @@ class Slot:
 class Site:
     """One linear map y = x W^T + b of a model.
 
-    `name` and `role` are canonical: the same place has the same name in every library. `input` names what the
-    site reads, so that sites that read the same activation (q, k and v) share its statistics. Of a `text` site the rows
-    are the tokens of a text. `tower` is "" in a model's main tower, whose blocks are matched on their own.
+    `name` and `role` are canonical: the same in every library. `input` names the activation that the site reads, so
+    that sites with the same input (q, k and v) share its statistics. The rows of a `text` site are the tokens of a
+    text. `tower` is "" in a model's main tower; the blocks of each tower are matched on their own.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Site:
 
     @property
     def label(self) -> str:
-        """What tables and pictures call its kind: the role, and the tower where that is not the main one."""
+        """The role, with the tower unless it is the main one, as tables and pictures show it."""
         return f"{self.tower}.{self.role}" if self.tower else self.role
 
     @property
@@ -68,7 +68,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How rows of an activation are laid out: prefix tokens (CLS, registers), then a grid of patches."""
+    """The rows of an activation: prefix tokens (CLS, registers), then a grid of patches."""
 
     prefix: int
     grid: tuple[int, int]
@@ -79,7 +79,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Axis:
-    """A tensor outside the sites one of whose axes runs over the residual stream: a LayerNorm, the class token.
+    """A tensor outside the sites with one axis over the residual stream: a LayerNorm, the class token.
 
     `name` is canonical, as a site's is; `tensor` is the checkpoint's own name.
     """
@@ -93,12 +93,12 @@ class Axis:
 class Layout:
     """A model as its family reads it: the sites, the tokens, and why each other tensor stays behind.
 
-    Without `tokens`, rows of two models pair one by one; without `image_size`, prepared images run as they are.
-    `kind` is the model's class, where only models of one class have the same sites. `own_names` are the names in the
-    loaded model of tensors that its files keep under others. `heads` counts the attention heads of each block, and
-    `residual` has what runs over the residual stream beside the sites; None and empty where that is not known. `reads`
-    says what a sample is to the model, `objectives` which losses it can give, the usual one first, and `text_blocks`
-    counts the blocks of a second, text tower.
+    Without `tokens`, rows of two models pair one by one; without `image_size`, prepared images run as they are. `kind`
+    is the model's class, if only models of one class have the same sites. `own_names` maps tensor names in files to
+    those in the loaded model, where they differ. `heads` counts the attention heads of each block, and `residual` lists
+    the tensors along the residual stream beside the sites; None and empty if not known. `reads` says what a sample is
+    to the model, `objectives` which losses it can give, the default first, and `text_blocks` counts the blocks of a
+    second, text tower.
     """
 
     family: str
@@ -120,7 +120,7 @@ class Layout:
 
     @property
     def main_sites(self) -> tuple[Site, ...]:
-        """Those of the main tower."""
+        """The sites of the main tower."""
         return tuple(site for site in self.sites if not site.tower)
 
     @property
@@ -141,9 +141,9 @@ class SitePair:
 
 
 def descent_sites(pairs: Iterable[SitePair]) -> set[str]:
-    """The target sites whose descent is looked at: those outside of MLPs, or all where there are no others.
+    """Return the target sites whose descent is computed: those outside of MLPs, or all if there are no others.
 
-    MLPs hold two thirds of the weights, and add little to what the others foretell (benchmarks/foresight.py).
+    MLPs hold two thirds of the weights, and add little to the forecast (benchmarks/foresight.py).
     """
     names = {pair.target.name: pair.target.role.startswith("mlp.") for pair in pairs}
     return {name for name, in_mlp in names.items() if not in_mlp} or set(names)
@@ -156,10 +156,10 @@ def residual_axes(
     blocks: int,
     block_names: Mapping[str, str],
 ) -> tuple[Axis, ...]:
-    """The tensors beside the sites that run over the residual stream, from canonical names by the model's own.
+    """List the tensors beside the sites that run over the residual stream.
 
-    `names` has those outside the blocks, `block_names` those of each block, after `stem` and the block's number. All
-    have the stream last but for the patch stem, which is a convolution.
+    `names` maps tensor names outside the blocks to canonical ones, `block_names` those of each block, after `stem` and
+    the block's number. The stream is the last axis of all but the patch stem, a convolution.
     """
     inside = {
         f"{stem}{block}.{own}": f"blocks.{block}.{name}" for block in range(blocks) for own, name in block_names.items()
@@ -172,7 +172,7 @@ def residual_axes(
 
 
 def count_heads(width: int, heads: Any) -> int | None:
-    """The configured number of attention heads, where it can be true of a tower of this width.
+    """Return the configured number of attention heads, if it is possible for a tower of this width.
 
     >>> count_heads(768, 12), count_heads(768, 7), count_heads(768, None)
     (12, None, None)

@@ -1,4 +1,4 @@
-"""Factors: a matrix kept as the product of two thin ones, and the best such product of a given rank or energy.
+"""Low-rank changes as products of two thin matrices, and the best such product of a given rank or energy.
 
 A change of weights is a tensor or such a product; the functions here take both. Knows matrices only.
 """
@@ -22,7 +22,7 @@ KRYLOV_BLOCKS = 16
 
 @dataclass(frozen=True)
 class Factors:
-    """left @ right, of shapes (out, r) and (r, in); multiplied out only by `dense`.
+    """The product left @ right, of shapes (out, r) and (r, in); multiplied out only by `dense`.
 
     >>> product = Factors(torch.ones(3, 1), torch.ones(1, 2))
     >>> product.shape, product.rank, product.T.shape, product[:1].shape
@@ -38,7 +38,7 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """The number of columns of `left`: at least the rank of the product."""
+        """Columns of `left`: at least the rank of the product."""
         return self.left.shape[1]
 
     @property
@@ -54,7 +54,7 @@ class Factors:
         return Factors(self.right.T, self.left.T)
 
     def __getitem__(self, rows: slice) -> Factors:
-        """Some rows of the product."""
+        """Return some rows of the product."""
         return Factors(self.left[rows], self.right)
 
     def __mul__(self, factor: float) -> Factors:
@@ -67,15 +67,15 @@ class Factors:
 
     @cached_property
     def energy(self) -> float:
-        """The squared norm of the product, by the Gram matrices of the two."""
+        """Squared norm of the product, from the Gram matrices of the factors."""
         left, right = self.left.double(), self.right.double()
         left, right = left.T @ left, right @ right.T
         found = float((left * right).sum())
-        # below this, factors that cancel, all that is seen is the rounding of the sum itself
+        # below this the factors cancel, and only rounding error is left
         return found if found > 1e-14 * float(left.trace() * right.trace()) else 0.0
 
     def dense(self) -> Tensor:
-        """The product itself, summed in at least float32."""
+        """Multiply the factors, summing in at least float32."""
         wide = _wide(self.dtype)
         return self.left.to(wide) @ self.right.to(wide)
 
@@ -88,7 +88,7 @@ def dense(change: Change) -> Tensor:
 
 
 def energy(change: Change) -> float:
-    """The squared norm."""
+    """Return the squared norm."""
     if isinstance(change, Factors):
         return change.energy
     return float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2
@@ -96,18 +96,17 @@ def energy(change: Change) -> float:
 
 def is_finite(change: Change) -> bool:
     parts = (change.left, change.right) if isinstance(change, Factors) else (change,)
-    # the two ends show a NaN too, and are found in half of the time
+    # minimum and maximum reveal a NaN too, in half of the time
     wide = (part if part.dtype.itemsize > 1 else part.float() for part in parts if part.numel())
     return all(bool(end.isfinite()) for part in wide for end in torch.aminmax(part))
 
 
 def is_zero(change: Change) -> bool:
-    """Whether nothing changes."""
     return change.energy == 0.0 if isinstance(change, Factors) else not bool(change.any())
 
 
 def total(parts: Sequence[Change]) -> Change:
-    """The sum; that of factors stays factors, of the sum of their ranks."""
+    """Sum the changes; factors stay factors, with the sum of their ranks."""
     if len(parts) == 1:
         return parts[0]
     factors = [part for part in parts if isinstance(part, Factors)]
@@ -120,7 +119,7 @@ def total(parts: Sequence[Change]) -> Change:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.cat` in the widest of the parts' dtypes."""
+    """Concatenate in the widest of the parts' dtypes."""
     wide = parts[0].dtype
     for part in parts[1:]:
         wide = torch.promote_types(wide, part.dtype)
@@ -128,16 +127,16 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def between(left: Tensor, change: Change, right: Tensor) -> Change:
-    """left @ change @ right, in the dtype and on the device of `left`; of factors, each is multiplied on its own."""
+    """Return left @ change @ right, in the dtype and on the device of `left`; factors stay factors."""
     if isinstance(change, Factors):
         return Factors(left @ change.left.to(left), change.right.to(right) @ right)
     return left @ change.to(left) @ right
 
 
 def stacked(parts: Sequence[tuple[int, Factors]], rows: int) -> Factors:
-    """Products one under the other, each from its first row on, in a matrix of `rows` rows that is zero elsewhere.
+    """Place products one under another, each from its first row on, in a matrix of `rows` rows.
 
-    Where all have the same right factor the rank stays; otherwise it is the sum of the ranks.
+    If all share their right factor the rank stays; otherwise it is the sum of the ranks.
     """
     first = parts[0][1]
     shared = all(
@@ -153,10 +152,10 @@ def stacked(parts: Sequence[tuple[int, Factors]], rows: int) -> Factors:
 
 
 def truncated(change: Change, rank: int | float | None) -> Factors:
-    """The best factors of a rank (a whole number), or of the least rank that keeps a share of the energy (a fraction).
+    """Return the best factors of a rank (int), or of the least rank that keeps a share of the energy (float).
 
-    None keeps everything: factors as they are, and a tensor beside an identity matrix, which is exact. A rank above
-    what the matrix can have is clipped. The factors are at least of float32.
+    None keeps everything exactly: factors as they are, a tensor times an identity matrix. A rank above what the matrix
+    can have is clipped. The factors are of float32 at least.
     """
     most = min(change.shape)
     if isinstance(change, Factors):
@@ -176,7 +175,7 @@ def _beside_identity(matrix: Tensor) -> Factors:
 
 
 def _truncated_product(product: Factors, rank: int | float | None) -> Factors:
-    """By the singular values of the small core between the two orthonormal bases."""
+    """Truncate by the singular values of the small core between two orthonormal bases."""
     left, core_left = torch.linalg.qr(product.left.double())
     right, core_right = torch.linalg.qr(product.right.double().T)
     u, values, v = torch.linalg.svd(core_left @ core_right.T, full_matrices=False)
@@ -187,7 +186,7 @@ def _truncated_product(product: Factors, rank: int | float | None) -> Factors:
 
 
 def _by_eigenvectors(matrix: Tensor, rank: int | float) -> Factors:
-    """The singular vectors of the shorter side are the eigenvectors of its Gram matrix, summed in float64."""
+    """Truncate by the eigenvectors of the shorter side's Gram matrix, summed in float64."""
     if matrix.shape[0] > matrix.shape[1]:
         return _by_eigenvectors(matrix.T, rank).T
     wide = matrix.double()
@@ -199,14 +198,14 @@ def _by_eigenvectors(matrix: Tensor, rank: int | float) -> Factors:
 
 
 def _randomised(matrix: Tensor, rank: int) -> Factors:
-    """By random projections, on the matrix's own device, from the same numbers everywhere and whatever the global seed.
+    """Truncate by random projections, which do not depend on the device or on the global seed.
 
     A block Krylov space (Musco and Musco, 2015): with power steps alone a flat spectrum lost 5 % of the best energy.
     """
     if matrix.shape[0] > matrix.shape[1]:
         return _randomised(matrix.T, rank).T
     wide = matrix.to(_wide(matrix.dtype))
-    if not bool(wide.any()):  # some libraries find NaN as the basis of nothing
+    if not bool(wide.any()):  # some libraries return NaN as the basis of zeros
         return Factors(wide.new_zeros(len(wide), rank), wide.new_zeros(rank, wide.shape[1]))
     probe = torch.randn(len(wide), rank + OVERSAMPLING, generator=torch.Generator().manual_seed(0))
     blocks = [probe.to(wide)]
@@ -220,7 +219,7 @@ def _randomised(matrix: Tensor, rank: int) -> Factors:
 
 
 def _balanced(basis: Tensor, rest: Tensor, dtype: torch.dtype) -> Factors:
-    """basis @ rest with both factors of the same size, as training further would want it."""
+    """Scale basis @ rest so that both factors have the same size, as further training needs."""
     root = rest.norm(dim=1).sqrt()
     scale = torch.where(root > 0, root, 1.0)
     return Factors(basis * scale, rest / scale[:, None]).to(_wide(dtype))
@@ -231,7 +230,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _how_many(energies: Tensor, rank: int | float | None) -> int:
-    """How many directions to keep, by their falling energies."""
+    """Count the directions to keep, given their energies in descending order."""
     if rank is None or isinstance(rank, int):
         return min(len(energies), rank or len(energies))
     shares = energies.cumsum(0) / energies.sum()

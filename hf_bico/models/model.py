@@ -1,12 +1,6 @@
-"""A model by reference, opened and loaded.
+"""A model by reference: a repo, folder or loaded module with its family, layout and checkpoint.
 
-A repo whose weights are known but not read: where they are, what the repo says about itself, and how to have them.
-
-Names and shapes come from headers; files are fetched when asked for. Knows weights; not what kind of model they are.
-
-Models as the pipeline sees them: a repo or a loaded module, its family, layout and checkpoint.
-
-Opening one reads names, shapes and configuration only; weights are fetched and read, and torch imported, when it is
+Opening reads names, shapes and configuration only; weights are fetched and read, and torch is imported, when it is
 loaded.
 """
 
@@ -41,7 +35,7 @@ from hf_bico.models.checkpoints import (
     WeightFiles,
     find_weights,
     is_adapter,
-    not_floats,
+    non_float_tensors,
 )
 from hf_bico.models.families import all_families, family_of
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
@@ -57,21 +51,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRepo:
-    """Weights by reference."""
+    """A repo whose weights are known by name and shape, but not read."""
 
     name: str
     checkpoint: Checkpoint
     place: RepoFiles | None = None
-    """Where its files are; None for a loaded module."""
+    """The repo's files; None for a loaded module."""
     weights: WeightFiles | None = None
     notice: str | None = None
-    """What a reader of the result should know about how its weights were found."""
+    """A remark for readers of the result about where its weights came from."""
     pickled: bool = False
     """Whether its weights had to be read from pickles."""
 
     @property
     def folder(self) -> Path | None:
-        """Where its files are, once they are fetched."""
+        """The folder of its files, once they are fetched."""
         return None if self.place is None else self.place.folder
 
     @property
@@ -80,13 +74,13 @@ class OpenedRepo:
 
     @property
     def repo_name(self) -> RepoName:
-        """The Hub repo whose privacy what is made from it inherits, or a word for what is none."""
+        """(type, id) of its Hub repo, which decides whether a result may be public; LOCAL if it has none."""
         repo = None if self.place is None else self.place.repo
         return LOCAL if repo is None else (repo.type, repo.id)
 
     @cached_property
     def origin(self) -> RepoMetadata:
-        """What its own card and configuration say about it."""
+        """The contents of its card and configuration."""
         return RepoMetadata() if self.place is None else read_metadata(self.place.folder, self.place.name)
 
     @property
@@ -95,7 +89,7 @@ class OpenedRepo:
         return ()
 
     def needed(self, beside: bool = True) -> list[str]:
-        """The weight files, and `beside` them those to load the model with; else its configuration alone."""
+        """List the weight files with all files `beside` them, or with the configuration alone."""
         if self.place is None or self.weights is None:
             return []
         index = () if self.weights.index is None else (self.weights.index,)
@@ -103,35 +97,35 @@ class OpenedRepo:
         return [name for name in (*sides, *index, *self.weights.names) if name in self.place.sizes]
 
     def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
-        """The same with its files on this machine."""
+        """Download its files."""
         if self.place is None or self.weights is None:
             return self
         self.place.fetch(self.needed(beside), downloaded)
-        return replace(self, checkpoint=on_disk(self.place, self.weights))
+        return replace(self, checkpoint=_open_files(self.place, self.weights))
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """The digests of the weight files, by name; empty for a loaded module."""
+        """Digests of the weight files, by name; empty for a loaded module."""
         return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}
 
 
-def known_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
-    """Names and shapes of a repo's weights: from its files where they are here, else by what the Hub tells."""
+def open_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
+    """Read names and shapes of a repo's weights from its files, or from the Hub if they are not here."""
     if all((place.folder / name).is_file() for name in weights.names):
-        return on_disk(place, weights)
+        return _open_files(place, weights)
     if place.repo is None:
         raise BrokenWeightsError(f"'{place.name}' lacks '{weights.names[0]}'", "copy or download the model again")
     shapes = {name: shape for header in place.repo.headers(weights.names) for name, shape in header.items()}
     return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))
 
 
-def on_disk(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint:
+def _open_files(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint:
     index = None if weights.index is None else place.folder / weights.index
     return FileCheckpoint([place.folder / name for name in weights.names], index)
 
 
 ModelReference: TypeAlias = "str | Path | nn.Module"
-"""What names a model: a Hub id, a folder, or the loaded model itself."""
+"""A Hub id, a folder, or the loaded model itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +167,10 @@ class Model(OpenedRepo):
 
     @property
     def beside(self) -> Sequence[str]:
-        """What the model is loaded with, and another one like it written with."""
         return self.family.side_names
 
     def load(self, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None) -> LiveModel:
-        """The live model; a module that the caller loaded is used where and as it is."""
+        """Load the model; a module that the caller loaded is used as it is."""
         if self.folder is None:
             return self.family.wrap(self.module)
         if spread is not None and not self.family.can_be_spread:
@@ -192,23 +185,23 @@ class Model(OpenedRepo):
         return live
 
     def skeleton(self) -> nn.Module:
-        """Its modules without their weights; a module that the caller loaded is itself."""
+        """Build its modules without weights; a module that the caller loaded is returned itself."""
         return self.module if self.folder is None else self.family.skeleton(self.folder)
 
     @property
     def as_loaded(self) -> Checkpoint:
-        """Its weights under the names that they have in the loaded model."""
+        """Its weights by their names in the loaded model."""
         names = self.layout.own_names
         return RenamedCheckpoint(self.checkpoint, names) if names else self.checkpoint
 
     def is_transposed(self, tensor: str) -> bool:
-        """Whether a weight, by its name in the loaded model, is kept as (in, out)."""
+        """Tell whether a weight, by its name in the loaded model, is stored as (in, out)."""
         own = self.layout.own_names
         return any(slot.transposed for slot in self.layout.slots() if own.get(slot.tensor, slot.tensor) == tensor)
 
 
 def require_same_family(tuned: Model, base: Model) -> None:
-    """Refuse a base that cannot be the fine-tuned model's."""
+    """Refuse a base of another family than the fine-tuned model's."""
     if tuned.family.name != base.family.name:
         raise BaseMismatchError(
             f"the fine-tuned model is of the family {tuned.family.name} and the base of {base.family.name}",
@@ -217,11 +210,11 @@ def require_same_family(tuned: Model, base: Model) -> None:
 
 
 def fetch_checkpoint(place: RepoFiles, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
-    """The weights of a repo on this machine, of whatever kind of model they are."""
+    """Download the weights of a repo, whatever its kind of model."""
     found = _find_weights(place, library, allow_pickle)
     weights = found.weights
     found.place.fetch([*weights.names, *([weights.index] if weights.index else [])])
-    return on_disk(found.place, weights)
+    return _open_files(found.place, weights)
 
 
 def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -> Model:
@@ -238,7 +231,7 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
         )
     found = _find_weights(place, library, allow_pickle)
     place, weights = found.place, found.weights
-    checkpoint = known_weights(place, weights)
+    checkpoint = open_weights(place, weights)
     family = family_of(checkpoint.shapes, called, place.folder)
     config = family.read_config(place.folder)
     require_dense(called, checkpoint.shapes, config)
@@ -265,8 +258,8 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
 
 
 def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None:
-    """Refuse sites whose weights are kept as something that a layer does not multiply by."""
-    strange = {name: dtype for name, dtype in not_floats(checkpoint).items() if name in layout.tensors}
+    """Refuse sites whose weights are not stored as floats."""
+    strange = {name: dtype for name, dtype in non_float_tensors(checkpoint).items() if name in layout.tensors}
     if strange:
         name = min(strange)
         raise UnsupportedModelError(
@@ -276,8 +269,8 @@ def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Safetensors, and how they were come by."""
+class _FoundWeights:
+    """Weight files, and where they came from."""
 
     place: RepoFiles
     weights: WeightFiles
@@ -285,13 +278,13 @@ class _Found:
     pickled: bool = False
 
 
-def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _Found:
-    """Safetensors: the repo's own, else of the Hub's conversion, else made from pickles where that is allowed."""
+def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _FoundWeights:
+    """Find safetensors: the repo's own, the Hub's conversion, or converted from pickles where allowed."""
     try:
-        return _Found(place, find_weights(place.folder, place.sizes, library, place.name))
+        return _FoundWeights(place, find_weights(place.folder, place.sizes, library, place.name))
     except (PickledWeightsError, WeightsNotFoundError) as error:
         if isinstance(error, WeightsNotFoundError) and not is_offline():
-            raise  # offline, pickles that were never fetched are not seen
+            raise  # offline, pickles that were never fetched are not listed
         repo = place.repo
         converted = None if repo is None else repo.hub.conversion(repo)
         if converted is not None:
@@ -299,13 +292,13 @@ def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _Found:
             notice = (
                 f"The safetensors of {place.name} are those of the Hub's pull request {converted.requested.revision}."
             )
-            return _Found(found, find_weights(found.folder, found.sizes, library, found.name), notice)
+            return _FoundWeights(found, find_weights(found.folder, found.sizes, library, found.name), notice)
         if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise
     return _without_pickles(place, library)
 
 
-def _without_pickles(place: RepoFiles, library: str) -> _Found:
+def _without_pickles(place: RepoFiles, library: str) -> _FoundWeights:
     from hf_bico.models.checkpoints import convert, pickled_files
 
     layout, pickles = pickled_files(place.folder, place.sizes, library)
@@ -315,4 +308,4 @@ def _without_pickles(place: RepoFiles, library: str) -> _Found:
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
     weights = find_weights(folder, sizes, layout, place.name)
-    return _Found(replace(place, folder=folder, sizes=sizes), weights, notice, pickled=True)
+    return _FoundWeights(replace(place, folder=folder, sizes=sizes), weights, notice, pickled=True)

@@ -1,4 +1,4 @@
-"""How the tensors of a fine-tuned model and of its base cover each other, by name and shape. Reads no weight."""
+"""Match the tensors of a fine-tuned model with those of its base, by name and shape. Reads no weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADS = ("classifier", "cls_classifier", "distillation_classifier", "classifica
 
 @dataclass(frozen=True)
 class Overlap:
-    """How the tensors of a fine-tuned model and of its base cover each other."""
+    """Tensors that a fine-tuned model and its base have in common."""
 
     names: dict[str, str] = field(default_factory=dict)
     """The name in the fine-tuned model of each tensor that both have, by its name in the base."""
@@ -25,11 +25,9 @@ class Overlap:
 def reinitialised_head(
     places: Mapping[str, str], own: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]
 ) -> set[str]:
-    """Those of the tensors that have a place in the base which are of a classification head of another size.
+    """Return the head tensors whose shape differs from the base's: re-initialised for other classes.
 
-    It was made anew, for other classes: what the base has there is no part of it.
-
-    >>> made_anew({"classifier.bias": "classifier.bias"}, {"classifier.bias": (3,)}, {"classifier.bias": (7,)})
+    >>> reinitialised_head({"classifier.bias": "classifier.bias"}, {"classifier.bias": (3,)}, {"classifier.bias": (7,)})
     {'classifier.bias'}
     """
     heads = {name: name.partition(".")[0] for name in places}
@@ -38,15 +36,15 @@ def reinitialised_head(
 
 
 def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> Overlap:
-    """Line up a fine-tuned model's tensors with its base's, by name and shape."""
+    """Match a fine-tuned model's tensors with its base's; refuse other shapes."""
     base_name_of = align_names(fine_tuned, base)
     if not base_name_of:
         raise BaseMismatchError(
             "the fine-tuned model and its base have no tensor name in common",
             "name the model that was fine-tuned with --base",
         )
-    anew = reinitialised_head(base_name_of, fine_tuned, base)
-    base_name_of = {own: name for own, name in base_name_of.items() if own not in anew}
+    resized_head = reinitialised_head(base_name_of, fine_tuned, base)
+    base_name_of = {own: name for own, name in base_name_of.items() if own not in resized_head}
     for own, name in base_name_of.items():
         if fine_tuned[own] != base[name]:
             raise BaseMismatchError(
@@ -62,9 +60,9 @@ def overlap(fine_tuned: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[
 
 
 def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str]:
-    """Which name of `reference` each of `names` is, when one side has a dotted prefix more than the other.
+    """Map each of `names` to its name in `reference`, which may have a dotted prefix more or less.
 
-    The prefix that makes most names agree decides, so a bare vision tower finds its place in a whole model.
+    The prefix with the most matches decides, so a bare vision tower is found inside a whole model.
 
     >>> align_names(["encoder.0.w", "stem"], ["vision.encoder.0.w", "text.encoder.0.w", "vision.stem"])
     {'encoder.0.w': 'vision.encoder.0.w', 'stem': 'vision.stem'}
@@ -83,7 +81,7 @@ def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
 
 
 def _by_prefix_change(own: list[str], known: set[str]) -> dict[tuple[str, str], dict[str, str]]:
-    """The names that agree, and what with, by the (dropped, added) prefixes under which they do."""
+    """Return the matching names for each (dropped, added) prefix."""
     agreeing: dict[tuple[str, str], dict[str, str]] = {("", ""): {name: name for name in own if name in known}}
     asked = set(own)
     longer: dict[str, list[str]] = {}

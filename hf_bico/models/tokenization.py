@@ -1,27 +1,16 @@
-"""Texts as tokens; chat templates.
+"""Turn texts, prompts with answers and chats into batches of tokens, and compare two tokenizers.
 
-Chat templates that others wrote, rendered in a process of its own: within seconds and bounded memory, or not at all.
-
-transformers lets a template reach no code of Python's, but it may loop and grow as it likes. Knows templates and
-messages, not tokens.
-
-Texts as tokens: batches, which tokens are learnt, and whether two tokenizers cut alike.
-
-Knows tokenizers and samples of text; neither models nor losses.
+Chat templates are rendered in a sandbox. Knows tokenizers and samples of text; neither models nor losses.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -29,135 +18,30 @@ from torch import Tensor
 
 from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
 from hf_bico.models.hooks import TextRows
+from hf_bico.models.sandbox import MEMORY, Sandbox
 from hf_bico.runtime.environment import to_device
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 
 SECONDS = 5.0
-"""How long one chat may take; real templates take thousandths."""
-START_SECONDS = 120.0
-MEMORY = 2**30
-"""Bytes that a rendering may take."""
-
-_RENDERER = """
-import json, sys
+"""The limit for one chat: real templates take milliseconds."""
+_RENDER = """
 from transformers.utils.chat_template_utils import render_jinja_template
-try:
-    import resource
-    with open("/proc/self/statm") as statm:
-        taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + {memory}, resource.RLIM_INFINITY))
-except (ImportError, OSError, ValueError):
-    pass  # where there are no such limits, time is the limit
-print("ready", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    try:
-        rendered, _ = render_jinja_template(**asked)
-        text = json.dumps(["text", rendered[0]])
-    except Exception as error:
-        text = json.dumps(["error", " ".join(f"{{type(error).__name__}}: {{error}}".split())[:300]])
-    print(text, flush=True)
+
+def answer(options):
+    return render_jinja_template(**options)[0][0]
 """
-
-
-class Renderer:
-    """A process that renders chats with whatever template; one that does not answer is ended."""
-
-    def __init__(self) -> None:
-        code = _RENDERER.format(memory=MEMORY)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._answers: Queue[bytes] = Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        self.alive = True
-        self._answer(START_SECONDS)
-
-    def render(self, asked: str) -> str:
-        """The text of a chat; a ValueError where the template cannot take it, or takes too long."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(asked.encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            self.end()
-            raise ValueError("its process has ended") from None
-        kind, text = json.loads(self._answer(SECONDS))
-        if kind == "error":
-            raise ValueError(text)
-        return str(text)
-
-    def end(self) -> None:
-        self.alive = False
-        self._process.kill()
-        self._process.wait()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put(b"")
-
-    def _answer(self, seconds: float) -> bytes:
-        try:
-            answer = self._answers.get(timeout=seconds)
-        except Empty:
-            answer = b""
-        except BaseException:  # an interrupt: the answer would be taken for the next one's
-            self.end()
-            raise
-        if not answer:
-            self.end()
-            raise ValueError(f"it is not rendered within {SECONDS:g} seconds and {MEMORY >> 30} GiB")
-        return answer
-
-
-_only: list[Renderer] = []
+_renderers: list[Sandbox] = []
 _lock = threading.Lock()
-
-
-def _render_bounded(asked: str) -> str:
-    with _lock:
-        if not _only or not _only[0].alive:
-            _only[:] = [Renderer()]
-        return _only[0].render(asked)
-
-
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], answering: bool) -> str:
-    """The text of a chat by the tokenizer's own template; a ValueError where it cannot be rendered."""
-    from transformers import PreTrainedTokenizerBase
-
-    chat = [dict(message) for message in messages]
-    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
-        rendered: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answering)
-        return rendered
-    asked = {
-        **tokenizer.special_tokens_map,
-        "conversations": [chat],
-        "chat_template": tokenizer.get_chat_template(),
-        "add_generation_prompt": answering,
-    }
-    return _render_bounded(json.dumps(asked, default=str))
-
-
-@atexit.register
-def _end() -> None:
-    for renderer in _only:
-        renderer.end()
-
 
 UNLEARNT = -100
 """The label of a token that is not learnt."""
 USUAL_LENGTH = 2048
-"""Most tokens of a text unless the caller says: some models can take a book, which calibration does not need."""
+"""The most tokens of a text by default: some models can take a book, which calibration does not need."""
 MOST_CHARACTERS = 10_000_000
-"""Of a prompt with its answer, or of a chat: a tokenizer would take minutes over more."""
+"""The limit for a prompt with its answer, or a chat: a tokenizer would take minutes over more."""
 _LONGEST_TOKEN = 1_000
-"""Characters of a token; what stands behind so many of them is not looked at."""
+"""Characters of a token at most; a text is cut to this many times its tokens before it is tokenised."""
 _ASSISTANT = "assistant"
 _SHOWN = 60
 
@@ -166,16 +50,16 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Texts as (samples, tokens): their ids, which of them are real, and the labels, -100 where nothing is learnt.
+    """Texts as (samples, tokens): their ids, which are real, and the labels, -100 where nothing is learnt.
 
-    Labels stand where their tokens do: the shift to the token before is the objective's business.
+    A label stands at its own token; objectives shift it to the token before.
     """
 
     ids: Tensor
     mask: Tensor
     labels: Tensor
     on_host: TextRows | None = None
-    """Ids and mask where they came from: to look at them there does not wait for a device."""
+    """Ids and mask in main memory, to read them without a device sync."""
 
     @property
     def rows(self) -> TextRows:
@@ -199,10 +83,10 @@ class _Tokens:
 def tokenise(
     tokenizer: Any, samples: Sequence[TextSample], max_length: int | None, *, special: bool = True
 ) -> TokenBatch:
-    """A batch of texts, each cut to `max_length` tokens, padded on the tokenizer's own side, none packed together.
+    """Tokenise a batch of texts, each cut to `max_length` tokens and padded on the tokenizer's own side.
 
-    A plain text is learnt whole, and loses its end where it is too long; of prompts and chats only the answers are
-    learnt, and the beginning is lost. Without `special` tokens, only what the text itself says is there.
+    A plain text is learnt whole, and loses its end if it is too long; of prompts and chats only the answers are learnt,
+    and the beginning is lost. Without `special` tokens, only those of the text itself are there.
     """
     limit = longest(tokenizer) if max_length is None else max_length
     rows = [_tokens(tokenizer, sample, limit, special) for sample in samples]
@@ -213,13 +97,13 @@ def tokenise(
 
 
 def longest(tokenizer: Any) -> int:
-    """How many tokens a text may have: what the tokenizer says of itself, and no more than usual."""
+    """Return the most tokens of a text: the tokenizer's own limit, but no more than usual."""
     own = getattr(tokenizer, "model_max_length", None)
     return min(own, USUAL_LENGTH) if isinstance(own, int) and own > 0 else USUAL_LENGTH
 
 
 def text_to_text(text: Text) -> str:
-    """What a T5 reads: the name of the task, where it is known, and each text after the name of its column.
+    """Format a text for T5: the name of the task, if known, and each text after the name of its column.
 
     >>> text_to_text(Text("It rains.", "It is wet.", ("premise", "hypothesis"), "mnli"))
     'mnli hypothesis: It is wet. premise: It rains.'
@@ -229,7 +113,7 @@ def text_to_text(text: Text) -> str:
         return text.first
     names = text.names or (("sentence",) if len(texts) == 1 else ("sentence1", "sentence2"))
     named = zip(names, texts, strict=True)
-    # T5 was taught its own tasks with the columns by name
+    # T5 was trained on its own tasks with the columns in order of their names
     said = " ".join(f"{name}: {words}" for name, words in (sorted(named) if text.task is not None else named))
     return said if text.task is None else f"{text.task} {said}"
 
@@ -303,7 +187,7 @@ def _plain(tokenizer: Any, text: Text, limit: int, special: bool) -> _Tokens:
 
 @contextmanager
 def _cutting_the_end(tokenizer: Any) -> Iterator[None]:
-    """The tokenizer may be set to cut elsewhere, for what its model was made for."""
+    """Set the tokenizer to truncate the end, inside the `with`."""
     before = tokenizer.truncation_side
     tokenizer.truncation_side = "right"
     try:
@@ -313,7 +197,7 @@ def _cutting_the_end(tokenizer: Any) -> Iterator[None]:
 
 
 def _answered(tokenizer: Any, sample: Answered, special: bool) -> _Tokens:
-    """Prompt and answer as one text, and the token that ends it where there is one."""
+    """Tokenise prompt and answer as one text, with the end token if there is one."""
     text = sample.prompt + sample.answer
     ids, places = _placed(tokenizer, text, special)
     learnt = [end > len(sample.prompt) for _, end in places]
@@ -326,7 +210,7 @@ def _answered(tokenizer: Any, sample: Answered, special: bool) -> _Tokens:
 
 
 def no_template(model: str) -> MissingProcessorError:
-    """Why chats cannot be read; the model is known by its name, where it has one."""
+    """Make the error for chats without a template; `model` may be empty."""
     whose = f"the tokenizer of '{model}'" if model else "the tokenizer"
     return MissingProcessorError(
         f"the samples are chats, and {whose} has no chat template",
@@ -335,7 +219,7 @@ def no_template(model: str) -> MissingProcessorError:
 
 
 def _chat(tokenizer: Any, messages: Sequence[Message]) -> _Tokens:
-    """Messages in the tokenizer's own template; all that the assistant says is learnt, and what ends its turn."""
+    """Tokenise messages in the tokenizer's template; what the assistant says is learnt, with the end of its turn."""
     if not getattr(tokenizer, "chat_template", None):
         raise no_template(folder_name(Path(tokenizer.name_or_path)))
     if not any(message["role"] == _ASSISTANT for message in messages):
@@ -347,10 +231,10 @@ def _chat(tokenizer: Any, messages: Sequence[Message]) -> _Tokens:
 
 
 def _spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-    """Where in the rendered text the assistant speaks.
+    """Find the assistant's turns in the rendered text.
 
-    A template that renders the beginning of a chat as the beginning of the whole says it by itself; in any other, what
-    was said is marked and rendered once more.
+    A template that renders the start of a chat as the start of the whole shows them by itself; with any other, what was
+    said is marked and rendered again.
     """
     found = []
     for place, message in enumerate(messages):
@@ -372,7 +256,7 @@ def _own_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str
     try:
         before = _rendered(tokenizer, messages[:place], answering=True)
         until = _rendered(tokenizer, messages[: place + 1])
-    except UnreadableSampleError:  # half a chat may not be one to the template
+    except UnreadableSampleError:  # a template may refuse half a chat
         return None
     if not until.startswith(before) or not text.startswith(until):
         return None
@@ -380,7 +264,7 @@ def _own_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str
 
 
 def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str) -> tuple[int, int] | None:
-    """Where one message stands, with the special token behind it, which ends the turn; None where it is changed.
+    """Find one message, with the special token that ends the turn behind it; None if the template changes it.
 
     Its words may stand elsewhere too, even in the template's own: so they are rendered between two marks.
     """
@@ -402,7 +286,7 @@ def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: 
 
 
 def _marks(text: str) -> tuple[str, str]:
-    """Two characters of those that stand for nothing, and are not in the text."""
+    """Return two private-use characters that are not in the text."""
     unused = (chr(number) for number in range(0xE000, 0xF900) if chr(number) not in text)
     return next(unused), next(unused)
 
@@ -419,8 +303,42 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], answering: bool = Fal
         ) from error
 
 
+def render_chat(tokenizer: Any, messages: Sequence[Message], answering: bool) -> str:
+    """Render a chat by the tokenizer's own template, in a sandbox; a ValueError says why it cannot be rendered.
+
+    transformers lets a template reach no code of Python's, but it may loop and grow as it likes.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    chat = [dict(message) for message in messages]
+    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        rendered: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answering)
+        return rendered
+    options = {
+        **tokenizer.special_tokens_map,
+        "conversations": [chat],
+        "chat_template": tokenizer.get_chat_template(),
+        "add_generation_prompt": answering,
+    }
+    try:
+        with _lock:
+            if not _renderers or not _renderers[0].alive:
+                _renderers[:] = [Sandbox(_RENDER, "-P")]
+            return str(_renderers[0].ask(options, SECONDS))
+    except (TimeoutError, EOFError):
+        raise ValueError(f"it is not rendered within {SECONDS:g} seconds and {MEMORY >> 30} GiB") from None
+    except OSError:
+        raise ValueError("its process has ended") from None
+
+
+@atexit.register
+def _end() -> None:
+    for renderer in _renderers:
+        renderer.end()
+
+
 def _placed(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, and from where to where in it each of them stands."""
+    """Tokenise a text, and return the start and end of each token in it."""
     if not tokenizer.is_fast:
         raise MissingProcessorError(
             f"a {type(tokenizer).__name__} does not say where in a text its tokens stand",
@@ -431,7 +349,7 @@ def _placed(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[t
 
 
 def _cut(tokens: _Tokens, tokenizer: Any, limit: int) -> _Tokens:
-    """The end of a text, behind the token that begins every text where there is one: models lean on it."""
+    """Keep the end of a text, after its start token if it has one: models rely on it."""
     over = len(tokens.ids) - limit
     if over <= 0:
         return tokens

@@ -26,7 +26,7 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel
-from hf_bico.models.inference import Batched, Prepared, Read, probe_accuracy
+from hf_bico.models.inference import Batched, CachedSamples, PreparedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import own_head
@@ -246,7 +246,7 @@ class HeldOutEvaluation:
 
     def read_once(self) -> HeldOutEvaluation:
         """Read the images once, unless they take too much memory."""
-        return replace(self, samples=Read.of(self.samples, self.batch_size, MOST_KEPT))
+        return replace(self, samples=CachedSamples.of(self.samples, self.batch_size, MOST_KEPT))
 
     def prepared_by(self, model: LiveModel) -> HeldOutEvaluation:
         """Preprocess the images once, for this model only, unless they take too much memory."""
@@ -254,7 +254,7 @@ class HeldOutEvaluation:
             return self
         if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_KEPT:
             return self
-        return replace(self, samples=Prepared.by(model, self.samples, self.batch_size))
+        return replace(self, samples=PreparedSamples.by(model, self.samples, self.batch_size))
 
     def measure_target(
         self, name: str, calibration: Calibration, changes: Deltas, head: Head | None = None

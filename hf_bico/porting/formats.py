@@ -76,9 +76,9 @@ class WrittenChange:
     def held(self, site: Site) -> tuple[int | None, float] | None:
         """Return the rank at which an adapter holds a site's weight (None: exactly), and the share of its energy."""
         name = self.own_names.get(site.weight.tensor, site.weight.tensor)
-        if self.fitted is None or name not in self.fitted.asked:
+        if self.fitted is None or name not in self.fitted.vector:
             return None
-        exact, held = self.fitted.asked.change(name), self.fitted.changes.change(name)
+        exact, held = self.fitted.vector.change(name), self.fitted.changes.change(name)
         kept = 1.0 if held is exact else kept_of(site.weight.view(exact), site.weight.view(held))
         return self.fitted.ranks.get(name), kept
 
@@ -119,7 +119,7 @@ def _lost_where_exact(fitted: Fitted, target: Checkpoint) -> float | None:
     exact = [name for name in fitted.routes.exact if name in fitted.changes]
     places = fitted.changes.places_in(target.shapes, "the target")
     starts = {name: target.tensor(places[name]) for name in exact}
-    whole = sum(fitted.asked.energy(name) for name in fitted.asked)
+    whole = sum(fitted.vector.energy(name) for name in fitted.vector)
     if not whole or not any(start.dtype.itemsize < 4 for start in starts.values()):
         return None
     return sum(_rounded_off(start, fitted.changes.change(name), name) for name, start in starts.items()) / whole

@@ -36,7 +36,7 @@ from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import MemoryExhaustedError, UnsuitableMethodError
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.base import DeviceSpread
-from hf_bico.models.families.blueprints import HEADS
+from hf_bico.models.families.blueprints import HEAD_REASONS
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.inference import Batched, features_of, logits_of
@@ -111,7 +111,7 @@ class ModelPair:
         """Rename changes from the base's files to its loaded module, without heads that this module lacks."""
         layout = self.lineage.base.layout
         renamed = changes.renamed(layout.own_names)
-        heads = {layout.own_names.get(name, name) for name, reason in layout.others.items() if reason in HEADS}
+        heads = {layout.own_names.get(name, name) for name, reason in layout.others.items() if reason in HEAD_REASONS}
         present = align_names(renamed, {name for name, _ in self.source.module.named_parameters()})
         return renamed.without({name for name in renamed if name in heads and name not in present})
 

@@ -263,7 +263,7 @@ def _layers_and_left(form: WrittenChange, target: Model) -> tuple[list[LayerReco
     fitted = form.fitted
     if fitted is None:
         return [], []
-    energies = {name: fitted.asked.energy(name) for name in fitted.asked}
+    energies = {name: fitted.vector.energy(name) for name in fitted.vector}
     total = sum(energies.values()) or 1.0
     own_names, others = target.layout.own_names, target.layout.others
     held = [name for name in energies if name in fitted.changes]

@@ -247,10 +247,10 @@ def require_same(kind: Kind, base: Path, folder: Path, changed: State, everythin
     assert found.merged_error <= 2e-5
     assert found.weight_error() <= 1e-6
     if everything:
-        assert set(fitted.changes) == set(fitted.asked)
+        assert set(fitted.changes) == set(fitted.vector)
         assert fitted.energy_kept == pytest.approx(1.0, abs=1e-9)
         by_hand = copy.deepcopy(found.base)
-        fitted.asked.apply_to(by_hand)
+        fitted.vector.apply_to(by_hand)
         assert found.weight_error(by_hand) <= 1e-6
     with torch.no_grad():
         assert greatest(kind.run(found.full), kind.run(found.base)) > 1e-3, "the change makes a difference"
@@ -538,18 +538,18 @@ def test_what_a_rank_leaves_out_is_what_the_fit_says(
     assert max(found.unmerged_error, found.merged_error) <= 2e-5, "all forms are the truncated model"
     assert found.weight_error() <= 1e-6
     merged, lost, whole = found.merged.state_dict(), 0.0, 0.0
-    for key in fitted.asked:
-        missing = energy(fitted.asked[key].double() - (merged[key].double() - state[key].double()))
-        share = missing / energy(fitted.asked[key])
+    for key in fitted.vector:
+        missing = energy(fitted.vector[key].double() - (merged[key].double() - state[key].double()))
+        share = missing / energy(fitted.vector[key])
         assert 1 - share == pytest.approx(fitted.kept[key], abs=1e-5), key
-        lost, whole = lost + missing, whole + energy(fitted.asked[key])
+        lost, whole = lost + missing, whole + energy(fitted.vector[key])
     assert 1 - lost / whole == pytest.approx(fitted.energy_kept, abs=1e-6)
     assert fitted.energy_kept < 1 - 1e-3
     for key, own in fitted.ranks.items():
-        values = torch.linalg.svdvals(fitted.asked[key].double()).square()
+        values = torch.linalg.svdvals(fitted.vector[key].double()).square()
         assert fitted.kept[key] == pytest.approx(float(values[:own].sum() / values.sum()), abs=1e-6)
         if isinstance(rank, int):
-            assert own == min(rank, *fitted.asked[key].shape)
+            assert own == min(rank, *fitted.vector[key].shape)
         else:
             assert float(values[: own - 1].sum() / values.sum()) < rank <= fitted.kept[key] + 1e-6
 
@@ -687,7 +687,7 @@ def test_what_is_left_out_counts_as_lost(folders: Folders, tmp_path: Path) -> No
     fitted = write(kind, base, tmp_path / "adapter", tuned(state, names))
     assert fitted.routes.left == ["visual.ln_post.weight"]
     assert (fitted.kept["visual.ln_post.weight"], fitted.kept[names[1]]) == (0.0, 1.0)
-    energies = [fitted.asked.energy(name) for name in names]
+    energies = [fitted.vector.energy(name) for name in names]
     assert fitted.energy_kept == pytest.approx(energies[1] / sum(energies))
 
 

@@ -26,7 +26,7 @@ from hf_bico.errors import MemoryExhaustedError, ObjectiveError, UnsupportedMode
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.families.text_models import CausalModel
-from hf_bico.models.hooks import Losses, Stream, TextRows, kept_away
+from hf_bico.models.hooks import Losses, Stream, TextRows, offloaded_weights
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
 from hf_bico.porting.model_pair import ModelPair
@@ -338,7 +338,7 @@ def test_weights_that_accelerate_keeps_away_are_changed_and_put_back(name: str, 
     cpu_offload(away.module, execution_device=CPU)
     away.runs_on = CPU
     assert all(parameter.is_meta for parameter in away.module.parameters())
-    assert kept_away(away.module).keys() == dict(away.module.named_parameters()).keys()
+    assert offloaded_weights(away.module).keys() == dict(away.module.named_parameters()).keys()
     with away.quiet():
         assert torch.equal(away.features(batch), expected)
         with change.applied_to(away.module):

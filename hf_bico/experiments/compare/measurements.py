@@ -31,7 +31,7 @@ from hf_bico.experiments.compare.cells import LOSS, Cell, CellKey
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
-from hf_bico.models.inference import Batched, Prepared
+from hf_bico.models.inference import Batched, PreparedSamples
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import make_heads, tuned_target_head
@@ -206,7 +206,7 @@ class ComparedDataset:
             "class names": digest(self.data.class_names),
             "split": self.split,
             LEFT_ROWS: digest([self.samples.indices, self.samples.labels]),
-            **({"images": digest_of([self.prepared.images])} if isinstance(self.prepared, Prepared) else {}),
+            **({"images": digest_of([self.prepared.images])} if isinstance(self.prepared, PreparedSamples) else {}),
         }
 
 
@@ -272,7 +272,7 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
     require_readable(models, split, samples)
     prepared: Batched = samples
     if isinstance(models.target, ImageModel):
-        prepared = Prepared.by(models.target, samples, settings.batch)
+        prepared = PreparedSamples.by(models.target, samples, settings.batch)
     return ComparedDataset(data, heads, draws, split, samples, prepared)
 
 

@@ -1,4 +1,4 @@
-"""An adapter repo as the pipeline sees it: configuration and names known, tensors fetched and read when asked for."""
+"""An adapter by reference: configuration, names and shapes are known, tensors are fetched and read on access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.config import LORA, AdapterConfig, parse_adapter_config, read_adapter_config
 from hf_bico.models.adapters.lora import AdapterChanges, changes_of
 from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
-from hf_bico.models.model import Model, OpenedRepo, known_weights
+from hf_bico.models.model import Model, OpenedRepo, open_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Adapter(OpenedRepo):
 
     @classmethod
     def open(cls, place: RepoFiles, allow_pickle: bool = False) -> Adapter:
-        """Read its configuration, and refuse what cannot be read exactly; of its tensors, names and shapes alone."""
+        """Read its configuration, and the names and shapes of its tensors; refuse what cannot be read exactly."""
         config = read_adapter_config(place.folder, place.name)
         notice, pickled = None, ADAPTER_FILE not in place.sizes
         if pickled:
@@ -47,7 +47,7 @@ class Adapter(OpenedRepo):
         weights = WeightFiles((ADAPTER_FILE,))
         return cls(
             name=place.name,
-            checkpoint=known_weights(place, weights),
+            checkpoint=open_weights(place, weights),
             place=place,
             weights=weights,
             notice=notice,
@@ -57,7 +57,7 @@ class Adapter(OpenedRepo):
 
     @classmethod
     def of(cls, module: nn.Module) -> Adapter:
-        """The active adapter of a loaded PeftModel."""
+        """Take the active adapter of a loaded PeftModel."""
         from peft.utils import get_peft_model_state_dict
 
         model: Any = module
@@ -79,12 +79,12 @@ class Adapter(OpenedRepo):
 
     @property
     def library(self) -> str:
-        """The library whose model it was trained on, where a repo has the base in two layouts."""
+        """The library of its base, for repos that have the base in two layouts."""
         names = (name.removeprefix("base_model.model.") for name in self.checkpoint.shapes)
         return "open_clip" if any(".resblocks." in f".{name}" for name in names) else "transformers"
 
     def changes(self, base: Model) -> AdapterChanges | None:
-        """Which tensors of the base it changes, by names and shapes; None where only peft can tell."""
+        """Map the base's tensors to their changes, by names and shapes; None where only peft can tell."""
         if not self.low_rank:
             return None
         own = base.layout.own_names
@@ -93,7 +93,7 @@ class Adapter(OpenedRepo):
         except BaseMismatchError:
             if not own:
                 raise
-            # trained with a release of transformers that called its layers as the base's files still do
+            # trained with a release of transformers that named its layers as the base's files do
             return changes_of(
                 self.checkpoint,
                 self.config,
@@ -104,7 +104,7 @@ class Adapter(OpenedRepo):
         return replace(changes, base=base.checkpoint, names=_as_stored(changes.names, base))
 
     def deltas(self, base: Model) -> Deltas:
-        """What it changes of the base: factors where it is a LoRA, else as peft computes it; both are here already."""
+        """Return the changes of the base: as factors for a LoRA, otherwise as peft computes them."""
         from hf_bico.models.deltas import Deltas
 
         changes = self.changes(base)
@@ -126,7 +126,7 @@ class Adapter(OpenedRepo):
 
 
 def _require_plain(model: Any, name: str) -> None:
-    """Refuse a loaded adapter that does not add what its configuration says: merged, rescaled, or one of several."""
+    """Refuse a loaded adapter that is merged, rescaled, switched off, or one of several."""
     active = list(model.active_adapters)
     scaled = (layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict))
     layers = [layer for layer in scaled if active and active[0] in layer.scaling]
@@ -151,13 +151,13 @@ def _is_rescaled(layer: Any, adapter: str) -> bool:
 
 
 def _as_stored(changes: Mapping[str, Found], base: Model) -> dict[str, Found]:
-    """Under the names of the base's files, where those are not the loaded model's."""
+    """Rename the changes to the names in the base's files."""
     stored = {own: name for name, own in base.layout.own_names.items()}
     return {stored.get(name, name): change for name, change in changes.items()}
 
 
 def is_peft_model(module: object) -> bool:
-    """Whether a loaded model has an adapter in it, by peft's own class; without importing peft."""
+    """Tell whether a loaded model contains an adapter, without importing peft."""
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 

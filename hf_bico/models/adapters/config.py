@@ -1,21 +1,12 @@
-"""Adapter_config.json.
+"""Read `adapter_config.json`: the kind of adapter, and whether its meaning is known; refuse anything else by name.
 
-`adapter_config.json`: what kind of adapter it is, and whether its meaning is one that this tool knows.
-
-Refuses by name whatever would change what the weights mean. Reads one small file; no torch, no peft.
-
-Regular expressions that an adapter's configuration brings along, which may be made never to end.
-
-They are tried on the names first, in a process that can be stopped, by the engine that will match them. Reads
-configurations; knows no tensors.
+Regular expressions in it may never end: they are tried in a sandbox first, by the engine that will match them. Reads
+one small file; no torch, no peft.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +14,7 @@ from typing import Any
 
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.models.sandbox import Sandbox
 from hf_bico.utils.files import read_object
 
 LORA = "LORA"
@@ -30,23 +22,23 @@ BY_PEFT = (
     *("ADALORA", "LOHA", "LOKR", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "VBLORA", "RANDLORA", "SHIRA", "C3A"),
     *("GRALORA", "DELORA"),
 )
-"""Kinds whose layers give an additive change of the weight and nothing else, by peft's own `get_delta_weight`."""
+"""Kinds whose layers only add to the weight, by peft's own `get_delta_weight`."""
 
 MERGE = "merge it with PeftModel.merge_and_unload(), save the model, and port that with --base"
 
-# what these fields of a LoRA's configuration say is honoured by the reader, or has no meaning once it is trained
+# fields of a LoRA's configuration that the reader honours, or that matter only in training
 _KNOWN_FIELDS = frozenset(
     (
         *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"),
         *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
-        # by the base's own layers, as peft has it: the file's value is that of the last layer that it looked at
+        # peft decides by the base's own layers: the file has the value of the last layer only
         *("fan_in_fan_out",),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
         *("modules_to_save", "bias", "lora_bias", "lora_dropout", "init_lora_weights", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     )
 )
-# beginnings of the ways to initialise that change the base's own weights when the adapter is loaded
+# initialisations (their beginnings) that change the base's own weights when the adapter is loaded
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -69,12 +61,16 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path, name: str) -> AdapterConfig:
-    """The configuration of an adapter that can be read exactly; any other is refused by name."""
-    return parse_adapter_config(_read(folder / ADAPTER_CONFIG, name), name)
+    """Read the configuration of an adapter; refuse by name what cannot be read exactly."""
+    try:
+        raw = read_object(folder / ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' cannot be read: {error}", "copy the file again") from error
+    return parse_adapter_config(raw, name)
 
 
 def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """The same from the file's content."""
+    """Do the same with the file's content."""
     kind = raw.get("peft_type")
     if kind in BY_PEFT:
         return AdapterConfig(str(kind), base_class=_base_class(raw), raw=raw)
@@ -108,15 +104,8 @@ def _refusal(kind: Any, name: str) -> AdapterError:
     return UnsupportedAdapterError(f"'{name}' is an adapter of the type {kind}, which is no sum of weights", MERGE)
 
 
-def _read(file: Path, name: str) -> dict[str, Any]:
-    try:
-        return read_object(file)
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' cannot be read: {error}", "copy the file again") from error
-
-
 def _require_known(raw: Mapping[str, Any], name: str) -> None:
-    """Refuse what plain W + s B A does not describe; a field that this version has never heard of too."""
+    """Refuse what plain W + s B A does not describe, and unknown fields."""
     if raw.get("use_dora"):
         raise UnsupportedAdapterError(f"'{name}' is a DoRA, which rescales the base's own weights", MERGE)
     start = raw.get("init_lora_weights")
@@ -148,43 +137,44 @@ def _number(value: Any) -> float:
 
 
 SECONDS = 5.0
-"""How long all names of a model may take: those of real adapters take thousandths."""
+"""The limit for all names of a model: real adapters take milliseconds."""
 _PLAIN = re.compile(r"[\w.\- ]*")
-_TRIAL = """
-import json, re, sys
-expressions, names = json.load(sys.stdin)
-for expression in expressions:
-    try:
-        pattern = re.compile(expression)
-    except (re.error, OverflowError, RecursionError):
-        continue  # who matches it says so
-    for name in names:
-        pattern.match(name), pattern.fullmatch(name)
+_MATCH = """
+import re
+
+def answer(question):
+    expressions, names = question
+    for expression in expressions:
+        try:
+            pattern = re.compile(expression)
+        except (re.error, OverflowError, RecursionError):
+            continue  # reported when it is used
+        for name in names:
+            pattern.match(name), pattern.fullmatch(name)
 """
 
 
 def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> None:
-    """Refuse a configuration whose expressions take too long to match these names; a broken one is quick."""
+    """Refuse a configuration whose expressions take too long to match these names."""
     expressions = _expressions(raw)
     if not expressions:
         return
-    # nothing of the user's own packages or settings is loaded for it
-    command = [sys.executable, "-I", "-S", "-c", _TRIAL]
     try:
-        done = subprocess.run(
-            command, input=json.dumps([expressions, list(names)]).encode(), capture_output=True, timeout=SECONDS
-        )
-        problem = "" if done.returncode == 0 else "cannot be matched"
-    except subprocess.TimeoutExpired:
+        # isolated: none of the user's packages or settings are loaded
+        with Sandbox(_MATCH, "-I", "-S") as sandbox:
+            sandbox.ask([expressions, list(names)], SECONDS)
+        return
+    except TimeoutError:
         problem = f"cannot be matched within {SECONDS:g} seconds"
-    if problem:
-        raise AdapterError(
-            f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
-        )
+    except (EOFError, OSError, ValueError):
+        problem = "cannot be matched"
+    raise AdapterError(
+        f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
+    )
 
 
 def _expressions(raw: Mapping[str, Any]) -> list[str]:
-    """All that peft, or this tool after it, matches with names, as they do it; names that are only names are left."""
+    """List what peft, or this tool after it, matches with names; without names that are no expressions."""
     bare = [text for name in ("target_modules", "exclude_modules") for text in _texts(raw.get(name), lists=False)]
     layers = _texts(raw.get("layers_pattern"))
     saved = _texts(raw.get("modules_to_save"))
@@ -200,6 +190,6 @@ def _expressions(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any, *, lists: bool = True) -> list[str]:
-    """The expressions among one text, or those of a list or the keys of a mapping."""
+    """Return the expressions in a text, a list of texts or the keys of a mapping."""
     values = [value] if isinstance(value, str) else list(value) if lists and isinstance(value, list | dict) else []
     return [text for text in values if isinstance(text, str) and _PLAIN.fullmatch(text) is None]

@@ -1,6 +1,6 @@
-"""A LoRA's tensors as changes of its base's: which tensor each one changes, and the change itself when asked for.
+"""Turn the tensors of a LoRA into changes of its base's tensors; low-rank changes stay factors.
 
-Finding out needs names and shapes alone; torch is imported when a change is read. A low-rank change stays factors.
+Matching needs names and shapes alone; torch is imported when a change is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_bico.models.adapters.lora_names import (
     require_targeted,
     tensors_of,
 )
-from hf_bico.models.checkpoints import ByName, Checkpoint, not_floats
+from hf_bico.models.checkpoints import Checkpoint, LazyMapping, non_float_tensors
 from hf_bico.models.name_matching import Overlap, reinitialised_head
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor that stands in for the base's own."""
+    """A tensor that replaces the base's."""
 
     key: str
 
@@ -103,8 +103,8 @@ Entry: TypeAlias = Product | Bias | Whole | Beside
 
 
 @dataclass
-class AdapterChanges(ByName["Change"]):
-    """What a LoRA changes, by the base's names; a change is read when it is asked for."""
+class AdapterChanges(LazyMapping["Change"]):
+    """The changes of a LoRA, by the base's names; read on access."""
 
     adapter: Checkpoint
     base: Checkpoint
@@ -127,7 +127,7 @@ class AdapterChanges(ByName["Change"]):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Of the low-rank changes, by name."""
+        """Ranks of the low-rank changes, by name."""
         changes = {name: entry.change if isinstance(entry, Beside) else entry for name, entry in self.names.items()}
         products = {name: change for name, change in changes.items() if isinstance(change, Product)}
         return {name: self.adapter.shapes[change.keys.a][0] for name, change in products.items()}
@@ -136,7 +136,7 @@ class AdapterChanges(ByName["Change"]):
 def changes_of(
     adapter: Checkpoint, config: AdapterConfig, base: Checkpoint, called: str, is_transposed: IsTransposed
 ) -> AdapterChanges:
-    """Find the tensor of the base that each of a LoRA's changes; what has no place there is an error, by name."""
+    """Find the tensor of the base that each tensor of a LoRA changes; refuse those without one."""
     if not adapter.shapes:
         raise EmptyTaskVectorError(f"'{called}' holds no tensors and changes nothing", "save it again with peft")
     require_floats(adapter, called)
@@ -152,21 +152,23 @@ def changes_of(
         entries |= lora.entries(module, places[module], layers)
     require_targeted(keys.lora, config.raw, called)
     whole = {name: places[name] for name in keys.whole if name in places}
-    anew = reinitialised_head(whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes)
+    resized_head = reinitialised_head(
+        whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes
+    )
     for name, key in keys.whole.items():
-        if name in places and name not in anew:
+        if name in places and name not in resized_head:
             _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))
             own = entries.get(places[name])
             entries[places[name]] = Beside(own, Whole(key)) if isinstance(own, Product | Bias) else Whole(key)
-    extra = [name for name in keys.whole if name not in places or name in anew]
+    extra = [name for name in keys.whole if name not in places or name in resized_head]
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
 
 
 def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
-    """Refuse an adapter whose tensors are quantised, or numbers of another kind; those that end in `counting` count."""
-    for name, dtype in not_floats(adapter).items():
+    """Refuse tensors that are not stored as floats, unless their names end in `counting`: indices."""
+    for name, dtype in non_float_tensors(adapter).items():
         if counting is None or not name.endswith(counting):
             raise UnsupportedAdapterError(
                 f"'{name}' of '{called}' is kept as {dtype}, not as floating-point numbers",
@@ -175,9 +177,9 @@ def require_floats(adapter: Checkpoint, called: str, counting: str | None = None
 
 
 def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:
-    """A tensor of a layer with factors of its own: peft reads it under its wrapper's name only.
+    """Refuse a tensor of a layer with factors which peft reads only under its wrapper's name.
 
-    Old releases wrote such biases without it, and meant them.
+    Old releases wrote biases without the wrapper's name, and meant them.
     """
     for name, key in keys.whole.items():
         owner, _, parameter = name.rpartition(".")
@@ -190,7 +192,7 @@ def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> No
 
 
 def _require_pairs(keys: AdapterKeys, shapes: Shapes, called: str) -> None:
-    """The two factors of every layer must have a rank in common."""
+    """Refuse factors that have no rank in common."""
     for layer in (layer for layers in keys.lora.values() for layer in layers):
         a, b = shapes[layer.a], shapes[layer.b]
         if min(len(a), len(b)) < 2 or b[1] != a[0] or any(extent != 1 for extent in b[2:]):
@@ -211,7 +213,7 @@ class _Lora:
     is_transposed: IsTransposed
 
     def entries(self, module: str, place: str, layers: list[LoraKeys]) -> dict[str, Entry]:
-        """What the layers of one module change."""
+        """Return the changes by the layers of one module."""
         found: dict[str, Entry] = {}
         targets = tensors_of(module, place, layers, self.adapter, self.base, self.config.target_parameters, self.called)
         for layer, target in zip(layers, targets, strict=True):
@@ -224,7 +226,7 @@ class _Lora:
         return found
 
     def _product(self, layer: LoraKeys, target: Target, scaling: float) -> Product:
-        # an embedding's weight is the product transposed, a parameter never
+        # the weight of an embedding is the transposed product, that of a parameter never
         transposed = layer.embedding or (not target.parameter and self.is_transposed(target.tensor))
         product = (self.adapter[layer.b][0], *self.adapter[layer.a][1:])
         shape = tuple(product[::-1] if transposed else product)
@@ -232,7 +234,7 @@ class _Lora:
         return Product(layer, scaling, transposed, shape)
 
     def _scaling(self, name: str, rank: int) -> float:
-        """alpha over the rank, or its root; the rank that the configuration says must be that of the tensors."""
+        """Return alpha over the rank, or over its root; the configured rank must be that of the tensors."""
         stated = self._by_pattern(self.config.rank_pattern, name, self.config.rank)
         if stated != rank:
             raise AdapterError(
@@ -243,7 +245,7 @@ class _Lora:
         return float(alpha) / (sqrt(rank) if self.config.root_scaled else rank)
 
     def _by_pattern(self, patterns: Mapping[str, float], name: str, otherwise: float) -> float:
-        """The value of the first pattern that fits the name's end, as peft looks it up."""
+        """Return the value of the first pattern that fits the name's end, as peft looks it up."""
         try:
             return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
         except (re.error, OverflowError, RecursionError) as error:

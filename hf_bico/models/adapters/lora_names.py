@@ -1,14 +1,7 @@
-"""Which tensor of the base each LoRA layer changes.
+"""Match the tensor names of a LoRA with the tensors of its base that they change.
 
-The names of an adapter's tensors, in the spellings of old and new releases of peft, read as what they change.
-
-Works on names alone: no tensors, no torch.
-
-Where in its base each layer of an adapter lies, from names and shapes alone: no tensors, no torch.
-
-Which modules a LoRA's configuration targets: peft leaves out the factors of any other without a word.
-
-Follows peft's own rules on names; no tensors, no torch.
+Knows the spellings of old and new releases of peft, and its rules for targets: factors of a module that is not targeted
+are silently ignored by peft, and refused here. Works on names and shapes; no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeAlias
 
 from hf_bico.errors import AdapterError, BaseMismatchError, UnsupportedAdapterError
@@ -23,7 +17,7 @@ from hf_bico.models.adapters.config import MERGE
 from hf_bico.models.name_matching import align_names
 
 _LORA = re.compile(
-    r"(?!.*\.lora_A\.(?:[^.]+\.)?bias$)"  # there is none in a plain LoRA
+    r"(?!.*\.lora_A\.(?:[^.]+\.)?bias$)"  # a plain LoRA has no bias there
     r"(?P<module>.*)\.(?P<part>lora_A|lora_B)(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?\.(?P<kind>weight|bias)"
 )
 _EMBEDDING = re.compile(r"(?P<module>.*)\.(?P<part>lora_embedding_[AB])(?:\.(?P<adapter>[^.]+))?")
@@ -34,7 +28,7 @@ _FOREIGN = re.compile(r"(^|\.)(lora_|token_adapter|trainable_tokens)")
 
 @dataclass
 class LoraKeys:
-    """The tensors of one LoRA layer, by their names in the file."""
+    """Names in the file of one LoRA layer's tensors."""
 
     a: str = ""
     b: str = ""
@@ -44,7 +38,7 @@ class LoraKeys:
 
 @dataclass
 class AdapterKeys:
-    """What an adapter's tensors are: LoRA layers by module, and whole tensors that stand in for the base's own."""
+    """The tensors of an adapter: LoRA layers by module, and tensors that replace the base's."""
 
     lora: dict[str, list[LoraKeys]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
@@ -52,7 +46,7 @@ class AdapterKeys:
 
 
 def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
-    """Sort a LoRA's tensors.
+    """Sort the tensors of a LoRA.
 
     >>> keys = read_keys(["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.default.weight"], "x")
     >>> keys.lora["q"][0].b
@@ -98,14 +92,14 @@ def _sort(layer: LoraKeys, match: re.Match[str], name: str, called: str) -> None
 
 
 def _set(found: dict[str, str], place: str, name: str, called: str) -> None:
-    """Note under which name a tensor is in the file, where it may be once."""
+    """Note the name of a tensor in the file; refuse a second one."""
     if found.get(place):
         raise AdapterError(f"'{called}' holds the same twice, as '{found[place]}' and '{name}'", "save it again")
     found[place] = name
 
 
 def without_wrappers(name: str) -> str:
-    """A module's or tensor's name in the bare model: peft puts `base_layer` in where it wraps.
+    """Return a name as it is in the bare model: peft inserts `base_layer` where it wraps.
 
     >>> without_wrappers("visual.base_layer.mlp.c_fc.base_layer.bias")
     'visual.mlp.c_fc.bias'
@@ -114,9 +108,9 @@ def without_wrappers(name: str) -> str:
 
 
 def parameters_of(module: str, targets: Collection[str]) -> list[str]:
-    """The full names of the module's own parameters that are among a LoRA's `target_parameters`.
+    """Return the full names of a module's own parameters that are among `target_parameters`.
 
-    peft takes a target for every parameter whose name it is, or ends with after a dot.
+    peft takes a target for every parameter whose name equals it, or ends with it after a dot.
 
     >>> parameters_of("visual", ["proj", "attn.in_proj_weight"])
     ['visual.proj']
@@ -131,7 +125,7 @@ def parameters_of(module: str, targets: Collection[str]) -> list[str]:
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
-# what the prefix of a tower holds, by a word in the name of its class
+# a part of the tower's prefix, by a word in the name of its class
 _TOWERS = {"vision": "vis", "text": "text", "audio": "audio"}
 _OTHER_BASE = "name the model that the adapter was trained on with --base"
 _TWICE = (
@@ -141,29 +135,22 @@ _TWICE = (
 
 
 def product_shape(layer: LoraKeys, shapes: Shapes) -> tuple[int, int]:
-    """(out, in) of B A; of a convolution, with its kernel flattened."""
-    a, b = shapes[layer.a], shapes[layer.b]
-    columns = 1
-    for extent in a[1:]:
-        columns *= extent
-    return b[0], columns
+    """Return (out, in) of B A; the kernel of a convolution is flattened."""
+    return shapes[layer.b][0], prod(shapes[layer.a][1:])
 
 
 def fits(product: tuple[int, int], tensor: tuple[int, ...]) -> bool:
-    """Whether a product can be the change of a tensor, as it is or transposed."""
-    columns = 1
-    for extent in tensor[1:]:
-        columns *= extent
-    return len(tensor) > 1 and (product == (tensor[0], columns) or product[::-1] == tuple(tensor))
+    """Tell whether a product can be the change of a tensor, as it is or transposed."""
+    return len(tensor) > 1 and (product == (tensor[0], prod(tensor[1:])) or product[::-1] == tuple(tensor))
 
 
 def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str, called: str) -> dict[str, str]:
-    """The name in the base of every module with LoRA layers and of every whole tensor that has one there."""
+    """Find the name in the base of every module with LoRA layers, and of every replaced tensor that exists there."""
     names = [*keys.lora, *keys.whole]
     known = {*base, *(path for name in base for path in _parents(name))}
     fitting = _fitting(keys, adapter, base, known, trained_on)
     try:
-        # a bare tower's adapter in a model of several; else the prefix that most names agree with
+        # the adapter of a bare tower, in a model with several; otherwise the prefix with most matches
         places = {name: fitting[0] + name for name in names if fitting[0] + name in known} if len(fitting) == 1 else {}
         places = places or align_names(names, known)
     except BaseMismatchError as error:
@@ -171,24 +158,25 @@ def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str,
             f"the layers of '{called}' ('{names[0]}' and so on) could be of several parts of its base, or of none",
             "save the adapter over the whole model, or name another base with --base",
         ) from error
-    homeless = [module for module in keys.lora if module not in places]
-    if homeless:
+    unmatched = [module for module in keys.lora if module not in places]
+    if unmatched:
         raise BaseMismatchError(
-            f"'{called}' changes '{homeless[0]}' ({len(homeless)} of {len(keys.lora)} layers), which its base lacks",
+            f"'{called}' changes '{unmatched[0]}' ({len(unmatched)} of {len(keys.lora)} layers), which its base lacks",
             _OTHER_BASE,
         )
     return places
 
 
 def _parents(name: str) -> Iterable[str]:
-    """The modules that a tensor lies in."""
+    """Yield the modules that contain a tensor."""
     return (name[:index] for index, letter in enumerate(name) if letter == ".")
 
 
 def _fitting(keys: AdapterKeys, adapter: Shapes, base: Shapes, known: set[str], trained_on: str) -> list[str]:
-    """The prefixes under which every layer fits a tensor of the base; of several, that of the class it was trained on.
+    """Return the prefixes under which every layer fits a tensor of the base.
 
-    Where the class says nothing, names that are the base's own as they are decide.
+    If there are several, the class of the model that it was trained on decides, or else names that match without a
+    prefix.
     """
     first = next(iter(keys.lora), None)
     options = [] if first is None else [name[: -len(first)] for name in known if f".{name}".endswith(f".{first}")]
@@ -214,11 +202,11 @@ def _all_fit(prefix: str, keys: AdapterKeys, adapter: Shapes, owned: Mapping[str
 
 @dataclass(frozen=True)
 class Target:
-    """What one LoRA layer changes."""
+    """The tensor that one LoRA layer changes."""
 
     tensor: str
     pattern_name: str
-    """By which peft looks up the layer's rank and alpha."""
+    """The name by which peft looks up the layer's rank and alpha."""
     parameter: bool = False
     """Whether it is one of `target_parameters`."""
 
@@ -226,7 +214,7 @@ class Target:
 def tensors_of(
     module: str, place: str, layers: list[LoraKeys], adapter: Shapes, base: Shapes, targets: Iterable[str], called: str
 ) -> list[Target]:
-    """What each layer of a module changes."""
+    """Return what each layer of a module changes."""
     parameters = {name: place + name[len(module) :] for name in parameters_of(module, list(targets))}
     candidates = [Target(tensor, name, True) for name, tensor in parameters.items() if tensor in base]
     if not candidates or place.endswith(".out_proj"):
@@ -274,7 +262,7 @@ def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
         return True
     targets = raw.get("target_modules")
     if targets is None or (isinstance(targets, str) and targets.lower() == _EVERY_LINEAR):
-        return True  # old files do not say, and which layers are linear the names do not tell
+        return True  # old files have no targets, and names do not show which layers are linear
     if raw.get("exclude_modules") and _matches(module, raw["exclude_modules"]):
         return False
     if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in raw.get("modules_to_save") or ()):
@@ -283,7 +271,7 @@ def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
 
 
 def _matches(module: str, targets: Any) -> bool:
-    """A text is an expression for whole names, a list names whole names or their ends."""
+    """Match a text as an expression for whole names, a list as whole names or their ends."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)

@@ -1,4 +1,4 @@
-"""Adapters of other kinds than LoRA: their changes as peft itself computes them, on a loaded copy of the base."""
+"""Compute the changes of adapters other than LoRA by peft itself, on a loaded copy of the base."""
 
 from __future__ import annotations
 
@@ -15,26 +15,22 @@ from hf_bico.errors import AdapterError, BicoError, NonFiniteWeightsError, Unsup
 from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
 from hf_bico.models.adapters.lora import require_floats
 from hf_bico.models.adapters.lora_names import without_wrappers
-from hf_bico.models.checkpoints import Checkpoint
+from hf_bico.models.checkpoints import LIBRARY_ERRORS, Checkpoint
 from hf_bico.models.name_matching import align_names
 
 _MOST = 2**17
-"""Some set a rank beyond any layer's, for all of it; larger than that it is none."""
+"""Some adapters set a rank beyond any layer's to mean all of it, but none above this."""
 _NO_SIZE = re.compile("seed|key|version")
 _INDICES = "_indices"
-"""How the names of tensors end by which SHiRA says what places of a weight it changes."""
+"""The end of the names of SHiRA's tensors that hold positions in a weight."""
 _PREFIX = "base_model.model."
-# what peft's code says about a configuration or tensors that are not its own
-_REFUSALS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
-    *(OSError, RuntimeError, TypeError, ValueError, re.error),
-)
+_REFUSALS = (*LIBRARY_ERRORS, re.error)
 
 
 def changes_by_peft(
     folder: Path, adapter: Checkpoint, config: AdapterConfig, module: nn.Module, called: str
 ) -> dict[str, Tensor]:
-    """The dense change of every weight, by the module's own names.
+    """Compute the dense change of every weight, by the module's own names.
 
     `module` is a copy of the base that may be changed.
     """
@@ -65,7 +61,7 @@ def changes_by_peft(
 
 
 def _require_small(config: AdapterConfig, adapter: Checkpoint, called: str) -> None:
-    """Refuse a rank or the like that the adapter's own tensors cannot have, before peft takes memory for it."""
+    """Refuse sizes that the adapter's own tensors cannot have, before peft allocates memory for them."""
     most = max(sum(prod(shape) for shape in adapter.shapes.values()), _MOST)
     for name, value in config.raw.items():
         if type(value) in (int, float) and abs(value) > most and not _NO_SIZE.search(name):
@@ -76,13 +72,13 @@ def _require_small(config: AdapterConfig, adapter: Checkpoint, called: str) -> N
 
 
 def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config: AdapterConfig, called: str) -> Any:
-    """The base with the adapter in it, every tensor of which has found its place."""
+    """Load the adapter into the base; every tensor must find its place."""
     import peft
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they would say is checked below
+            warnings.simplefilter("ignore")  # the same is checked below
             settings = peft.PeftConfig.from_pretrained(str(folder))
             _require_known(settings, config, called)
             settings.inference_mode = True
@@ -106,7 +102,7 @@ def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config:
 
 
 def _require_known(settings: Any, config: AdapterConfig, called: str) -> None:
-    """Refuse a field that the installed peft has never heard of: it would pass over it."""
+    """Refuse fields that the installed peft does not know: it would ignore them."""
     for name, value in config.raw.items():
         if not hasattr(settings, name) and value not in (None, False, [], {}, ""):
             raise UnsupportedAdapterError(f"'{called}' ({config.kind}) has '{name}', which is not known here", MERGE)
@@ -137,7 +133,7 @@ def _delta(layer: Any, config: AdapterConfig, called: str) -> Tensor:
 
 
 def by_base_names(changes: dict[str, Tensor], base: Checkpoint) -> dict[str, Tensor]:
-    """The changes under the names of the base's own files, which may spell a prefix otherwise."""
+    """Rename the changes to the names in the base's files, which may have another prefix."""
     places = align_names(changes, base.shapes)
     lost = [name for name in changes if name not in places]
     if lost:

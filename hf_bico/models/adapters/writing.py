@@ -1,10 +1,7 @@
-"""A task vector as an adapter.
+"""Write a task vector as a PEFT adapter of a given rank that peft loads, runs and merges exactly.
 
-How PEFT can hold the change of each tensor of a model, so that loading, running and merging it are all exact.
-
-Looks at the kinds of a model's modules; reads no weight. What is worked around here is pinned by tests of peft itself.
-
-A task vector as a PEFT adapter: fitted to a rank, and written so that peft gives the same outputs from it.
+Looks at the classes of a model's modules for how peft can hold each change. What is worked around here is pinned by
+tests of peft itself.
 """
 
 from __future__ import annotations
@@ -51,9 +48,9 @@ _HEADS = {"SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score
 
 
 def peft_task(model: nn.Module) -> str | None:
-    """peft's name for what a model is for, where transformers' own class for that task takes it.
+    """Return peft's task type of a model, if transformers' auto class for that task loads it.
 
-    None where one of the heads that peft would save cannot be told from other modules by the end of its name.
+    None if a head that peft would save cannot be told from other modules by the end of its name.
     """
     from transformers.models.auto import modeling_auto
 
@@ -62,65 +59,65 @@ def peft_task(model: nn.Module) -> str | None:
     if task is None or name not in getattr(modeling_auto, _CLASSES[task]).values():
         return None
     modules = dict(model.named_modules())
-    return task if all(_found_alone(head, modules) for head in _HEADS.get(task, ()) if head in modules) else None
+    return task if all(_is_unique_ending(head, modules) for head in _HEADS.get(task, ()) if head in modules) else None
 
 
 @dataclass
 class Routes:
-    """Where each changed tensor goes; all names are the module's own."""
+    """How peft holds each changed tensor; all names are the module's own."""
 
     lora: dict[str, bool] = field(default_factory=dict)
-    """Linear layers that get factors, and whether they keep their weight as (in, out)."""
+    """Linear layers that get factors, and whether their weight is stored as (in, out)."""
     parameters: list[str] = field(default_factory=list)
-    """Matrices that no layer of their own holds, which get factors by `target_parameters`."""
+    """Matrices without a layer of their own, which get factors by `target_parameters`."""
     whole: dict[str, list[str]] = field(default_factory=dict)
-    """Modules that are saved as they will be, with the names of their tensors."""
+    """Modules that are saved in full, with the names of their tensors."""
     replaced: list[str] = field(default_factory=list)
-    """Single tensors that are saved as they will be, which peft loads in place of the base's."""
+    """Single tensors that are saved in full, which peft loads in place of the base's."""
     bias: str = "none"
-    """How the biases of LoRA layers change: "none", by "lora_bias", or "replaced"."""
+    """The changes of LoRA layers' biases: "none", by "lora_bias", or "replaced"."""
     left: list[str] = field(default_factory=list)
     """Changed tensors that the adapter does not hold."""
     joined: list[str] = field(default_factory=list)
-    """Those of them that are no tensors of the loaded model."""
+    """Tensors in `left` that the loaded model does not have: it joins or splits them."""
     origin: dict[str, str] = field(default_factory=dict)
     """The name in the task vector of each changed tensor."""
 
     @property
     def low_rank(self) -> dict[str, str]:
-        """The tensors that are held as factors, by the task vector's names."""
+        """Tensors held as factors: the module's name by the task vector's."""
         names = [*(f"{module}.weight" for module in self.lora), *self.parameters]
         return {self.origin[name]: name for name in names if name in self.origin}
 
     @property
     def in_place(self) -> list[str]:
-        """The tensors that are loaded in place of the base's."""
+        """Tensors loaded in place of the base's."""
         biases = [f"{module}.bias" for module in self.lora] if self.bias == "replaced" else []
         return [*self.replaced, *(name for name in biases if name in self.origin)]
 
     @property
     def exact(self) -> list[str]:
-        """The tensors that are saved as they will be, by the task vector's names."""
+        """Tensors saved in full, by the task vector's names."""
         names = [*(name for names in self.whole.values() for name in names), *self.in_place]
         return [self.origin[name] for name in names if name in self.origin]
 
 
 def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str], everything: bool = False) -> Routes:
-    """The routes of the changed tensors of a model, which may be a skeleton.
+    """Choose the routes of a model's changed tensors; the model may be a skeleton.
 
-    Linear layers, and the `sites`, are always held; other tensors (norms, embeddings) if `everything` is asked for.
+    Linear layers and the `sites` are always held; other tensors (norms, embeddings) only with `everything`.
     """
-    from hf_bico.models.families.modules import tied_names  # brings transformers, which a task vector does not need
+    from hf_bico.models.families.modules import tied_names  # imports transformers, which a task vector does not need
 
     modules = dict(model.named_modules())
     places = align_names(changed, model.state_dict())
-    # what the library joins or cuts up when it loads the model has no tensor of its own there
+    # tensors that the library joins or splits when it loads the model
     joined = [name for name in changed if name not in places]
     routes = Routes(origin={**{place: name for name, place in places.items()}, **{name: name for name in joined}})
     routes.left += joined
     routes.joined = joined
     wanted = {places[name] for name in sites if name in places}
-    # peft would change a tied tensor in one place, or part the two
+    # peft would change a tied tensor in one place only, or untie the two
     tied = {name.rpartition(".")[0] for name in tied_names(model)}
     routes.whole = _heads(model, modules)
     heads = tuple(f"{head}." for head in routes.whole)
@@ -148,7 +145,7 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
 
 
 def _heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """The heads that peft saves whole, changed or not, with the names of their tensors."""
+    """Return the heads that peft saves whole, changed or not, with the names of their tensors."""
     found = [head for head in _HEADS.get(peft_task(model) or "", ()) if head in modules]
     return {head: [f"{head}.{key}" for key in modules[head].state_dict()] for head in found}
 
@@ -162,7 +159,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _packed_attention(owner: str, modules: Mapping[str, nn.Module]) -> str | None:
-    """The attention with a packed `in_proj_weight`, or torch's own, that a tensor is of: peft gets its LoRA wrong."""
+    """Return the path of the packed attention that a tensor belongs to: peft mishandles its LoRA."""
     for path in (owner, owner.rpartition(".")[0]):
         module = modules[path]
         if isinstance(module, nn.MultiheadAttention) or getattr(module, "in_proj_weight", None) is not None:
@@ -171,10 +168,10 @@ def _packed_attention(owner: str, modules: Mapping[str, nn.Module]) -> str | Non
 
 
 def _choose_bias(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
-    """`lora_bias` where every LoRA layer has a bias, which peft asks for.
+    """Use `lora_bias` if every LoRA layer has a bias, as peft demands.
 
-    Layers without one that stand outside the blocks are saved whole instead; within the blocks, that would be most of
-    the model, and so the biases are.
+    Layers without one outside the blocks are saved whole instead; inside the blocks that would be most of the model, so
+    the biases are replaced.
     """
     if not any(f"{module}.bias" in routes.origin for module in routes.lora):
         return
@@ -189,35 +186,35 @@ def _choose_bias(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _save(name: str, modules: Mapping[str, nn.Module], routes: Routes) -> None:
-    """A tensor as it will be: with its whole module where peft finds that one by name, else on its own."""
+    """Save a tensor in full: with its module if peft finds that by name, otherwise on its own."""
     owner = name.rpartition(".")[0]
-    if owner and not any(modules[owner].children()) and _found_alone(owner, modules):
+    if owner and not any(modules[owner].children()) and _is_unique_ending(owner, modules):
         routes.whole[owner] = [f"{owner}.{key}" for key in modules[owner].state_dict()]
     elif name not in routes.replaced:
         routes.replaced.append(name)
 
 
-def _found_alone(path: str, modules: Iterable[str]) -> bool:
-    """Whether no other module's name ends so: peft takes a name of `modules_to_save` for every one that does."""
+def _is_unique_ending(path: str, modules: Iterable[str]) -> bool:
+    """Tell whether no other module's name ends in `path`: peft would save that one too."""
     return [name for name in modules if name.endswith(path)] == [path]
 
 
 def _route_attention(
     path: str, names: list[str], modules: Mapping[str, nn.Module], model: nn.Module, routes: Routes
 ) -> None:
-    """A packed attention: by factors if only q, k and v change and peft finds the parameter, else saved whole."""
+    """Hold a packed attention as factors if only q, k and v change; otherwise save it whole."""
     packed = f"{path}.in_proj_weight"
     ending = [name for name in model.state_dict() if name == packed or name.endswith(f".{packed}")]
     if names == [packed] and ending == [packed] and routes.bias != "lora_bias":
         routes.parameters.append(packed)
-    elif _found_alone(path, modules):
+    elif _is_unique_ending(path, modules):
         routes.whole[path] = [f"{path}.{key}" for key in modules[path].state_dict()]
     else:
         routes.replaced += names
 
 
 def _require_target(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
-    """peft reads no LoRA without a layer: where nothing else needs one, the smallest gets factors of zero."""
+    """Give factors of zero to the smallest layer if nothing else has any: peft reads no LoRA without a layer."""
     if routes.lora or routes.parameters:
         return
     inside = tuple(f"{path}." for path in routes.whole)
@@ -239,31 +236,31 @@ def _require_target(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
 
 _PREFIX = "base_model.model."
 _NOISE = 1e-13
-"""A share of energy below this is the rounding of its own sums."""
+"""A lower share of energy is rounding error."""
 
 
 @dataclass(frozen=True, repr=False)
 class Fitted:
-    """What an adapter of a rank holds of a task vector."""
+    """An adapter's part of a task vector."""
 
     changes: Deltas
-    """What peft will add, by the names of the loaded model."""
+    """The changes that peft will add, by the names of the loaded model."""
     routes: Routes
-    asked: Deltas
+    vector: Deltas
     """The task vector itself."""
 
     def __repr__(self) -> str:
-        return f"{len(self.changes)} of {len(self.asked)} tensors, {self.energy_kept:.2%} of the energy kept"
+        return f"{len(self.changes)} of {len(self.vector)} tensors, {self.energy_kept:.2%} of the energy kept"
 
     @cached_property
     def kept(self) -> dict[str, float]:
         """The share of each tensor's energy that the adapter holds."""
-        return {name: kept_of(change, self._held(name)) for name, change in self.asked.changes()}
+        return {name: kept_of(change, self._held_change(name)) for name, change in self.vector.changes()}
 
     @cached_property
     def energy_kept(self) -> float:
         """The share of the whole task vector's energy that it holds."""
-        energies = {name: self.asked.energy(name) for name in self.asked}
+        energies = {name: self.vector.energy(name) for name in self.vector}
         held, whole = sum(energies[name] * self.kept[name] for name in energies), sum(energies.values())
         return held / whole if whole else 1.0
 
@@ -273,17 +270,17 @@ class Fitted:
         held = ((name, self.changes.change(name)) for name in self.routes.low_rank)
         return {name: change.rank for name, change in held if isinstance(change, Factors)}
 
-    def _held(self, name: str) -> Change | None:
+    def _held_change(self, name: str) -> Change | None:
         return self.changes.change(name) if name in self.changes else None
 
 
-def kept_of(asked: Change, held: Change | None) -> float:
-    """The share of a change's energy that is held."""
+def kept_of(change: Change, held: Change | None) -> float:
+    """Return the share of a change's energy that is held."""
     if held is None:
         return 0.0
-    if held is asked or is_zero(asked):
+    if held is change or is_zero(change):
         return 1.0
-    lost = energy(total([asked.to("cpu"), -1.0 * held.to("cpu")])) / energy(asked)
+    lost = energy(total([change.to("cpu"), -1.0 * held.to("cpu")])) / energy(change)
     return max(0.0, 1.0 - lost) if lost > _NOISE else 1.0
 
 
@@ -295,7 +292,7 @@ def fit_adapter(
     everything: bool = False,
     device: torch.device | None = None,
 ) -> Fitted:
-    """Choose how peft shall hold each change, and bring those that it holds as factors to the rank, on `device`."""
+    """Choose how peft holds each change, and truncate those held as factors to the rank, on `device`."""
     require_rank(rank)
     routes = find_routes(model, vector, sites, everything)
     low_rank, left = routes.low_rank, {routes.origin[name] for name in routes.left}
@@ -315,18 +312,18 @@ def fit_adapter(
 
 @dataclass(frozen=True)
 class BaseName:
-    """How the adapter's configuration shall name its base."""
+    """The base as the adapter's configuration names it."""
 
     id: str
     revision: str | None = None
 
 
 def write_adapter(fitted: Fitted, model: nn.Module, base: Checkpoint, named: BaseName, folder: Path) -> list[Path]:
-    """Write `adapter_model.safetensors` and `adapter_config.json`; returns their paths.
+    """Write `adapter_model.safetensors` and `adapter_config.json`; return their paths.
 
     `base` holds the weights of `model`, which may be a skeleton, under the task vector's names or its own.
     """
-    tensors = {**_factors(fitted, model), **_as_they_will_be(fitted, model, base)}
+    tensors = {**_factors(fitted, model), **_full_tensors(fitted, model, base)}
     weights, config = folder / ADAPTER_FILE, folder / ADAPTER_CONFIG
     save_tensors({_PREFIX + name: tensor for name, tensor in sorted(tensors.items())}, weights, {"format": "pt"})
     content = _config(fitted, model, named, tensors)
@@ -335,7 +332,7 @@ def write_adapter(fitted: Fitted, model: nn.Module, base: Checkpoint, named: Bas
 
 
 def _factors(fitted: Fitted, model: nn.Module) -> dict[str, Tensor]:
-    """A and B of every layer and parameter; a layer whose bias alone changes has factors of zero."""
+    """Return A and B of every layer and parameter; a layer whose bias alone changes has factors of zero."""
     routes = fitted.routes
     tensors: dict[str, Tensor] = {}
     for module, transposed in routes.lora.items():
@@ -365,8 +362,8 @@ def _change(fitted: Fitted, name: str) -> Change | None:
     return fitted.changes.change(own) if own is not None and own in fitted.changes else None
 
 
-def _as_they_will_be(fitted: Fitted, model: nn.Module, base: Checkpoint) -> dict[str, Tensor]:
-    """The tensors that are saved as they will be, unrounded where they change."""
+def _full_tensors(fitted: Fitted, model: nn.Module, base: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors that are saved in full, unrounded where they change."""
     routes = fitted.routes
     names = [*(name for names in routes.whole.values() for name in names), *routes.replaced]
     places = align_names(model.state_dict(), base.shapes)
@@ -375,7 +372,7 @@ def _as_they_will_be(fitted: Fitted, model: nn.Module, base: Checkpoint) -> dict
         start, change = base.tensor(places[name]), _change(fitted, name)
         if change is None:
             return start
-        wide = torch.promote_types(start.dtype, torch.float32)  # peft rounds it to what the model is loaded in
+        wide = torch.promote_types(start.dtype, torch.float32)  # peft rounds it to the dtype of the loaded model
         return add_delta(start.to(wide), change, name)
 
     tensors = {name: value(name) for name in names}
@@ -386,7 +383,7 @@ def _as_they_will_be(fitted: Fitted, model: nn.Module, base: Checkpoint) -> dict
 
 
 def _config(fitted: Fitted, model: nn.Module, named: BaseName, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration; alpha is the rank everywhere, so that what is written is what is added."""
+    """Make the configuration; alpha is the rank everywhere, so that what is written is what is added."""
     from peft import LoraConfig
 
     routes = fitted.routes
@@ -416,7 +413,7 @@ def _config(fitted: Fitted, model: nn.Module, named: BaseName, tensors: Mapping[
 
 
 def _targets(modules: Collection[str], model: nn.Module) -> list[str] | str:
-    """The layers for peft: by their last names where those mean no other, else by an expression for whole names."""
+    """Name the layers for peft: by their last names if those are unique, otherwise by an expression."""
     names = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rpartition(".")[2] for name in modules})
     if {name for name in names if name.rpartition(".")[2] in last} == set(modules):

@@ -1,11 +1,7 @@
-"""What a family is; what none can carry.
+"""The family of a model: how one kind of model lays out its blocks, sites, text side and head.
 
-What a family is: how one kind of model lays out its blocks, sites, text side and head.
-
-A family reads layouts from names and shapes alone, without torch, so that a plan needs no weights. Its loaded models
-are `live` ones.
-
-Kinds of models that no family can carry, refused by name. Reads names and configurations; no torch.
+A family reads layouts from names and shapes, without torch, so that a plan needs no weights. Kinds of models that no
+family can carry are refused here by name.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
-from hf_bico.models.layout import Layout, Tokens
+from hf_bico.models.layout import Layout, Site, Slot, Tokens
 from hf_bico.utils.files import folder_name, read_object
 from hf_bico.utils.samples import IMAGES
 
@@ -33,13 +29,11 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 TEXT_TOWER = "text tower"
-"""Why the tensors of a CLIP's text side stay behind."""
+"""The reason for tensors of a CLIP's text side to stay behind."""
 VISION_TOWER = "vision tower"
-"""Why those of its sites that read images do, where its text side alone is carried."""
-CLIP_OBJECTIVES = ("zero-shot", "contrastive")
+"""The reason for its other sites, if the text side alone is carried."""
 ZERO_SHOT_TASK = "zero-shot-image-classification"
 """The pipeline tag of CLIPs, whose cards show class names as prompts."""
-WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -50,9 +44,9 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 @dataclass(frozen=True)
 class DeviceSpread:
-    """How a model that is too large for one device is spread over several: a rule of accelerate's.
+    """accelerate's rule for spreading a model over several devices.
 
-    `memory` is the most that each GPU may take of it, in bytes.
+    `memory` is the most bytes that each GPU may take of it.
     """
 
     rule: str
@@ -105,18 +99,18 @@ class Family(ABC):
 
     @abstractmethod
     def recognises(self, shapes: Shapes) -> bool:
-        """Whether a model with these tensors is of this family."""
+        """Tell whether a model with these tensors is of this family."""
 
     def accepts(self, model: Path | nn.Module) -> bool:
-        """Whether this family takes a folder or loaded model that none recognises by its tensors."""
+        """Tell whether this family takes a folder or loaded model that none recognises by its tensors."""
         return False
 
     @abstractmethod
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
-        """Sites, tokens and what stays behind, from names, shapes and the model's configuration."""
+        """Return sites, tokens and what stays behind, from names, shapes and the model's configuration."""
 
     def read_config(self, folder: Path) -> Mapping[str, Any]:
-        """The model's configuration file; empty when there is none."""
+        """Read the model's configuration file; empty if there is none."""
         file = folder / self.config_file
         try:
             config = read_object(file) if file.is_file() else {}
@@ -129,37 +123,37 @@ class Family(ABC):
 
     @abstractmethod
     def skeleton(self, folder: Path) -> nn.Module:
-        """The model's modules without weights, on the meta device, by the names that `load` gives them."""
+        """Build the model's modules without weights, on the meta device, named as `load` names them."""
 
     @abstractmethod
     def load(
         self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
     ) -> LiveModel:
-        """The model of a folder, ready to run; `spread` over several devices where it is too large for one."""
+        """Load the model of a folder; `spread` over several devices if it is too large for one."""
 
     @abstractmethod
     def wrap(self, module: nn.Module) -> LiveModel:
-        """A model that the caller has loaded."""
+        """Wrap a model that the caller has loaded."""
 
     @property
     def side_names(self) -> tuple[str, ...]:
-        """The files beside the weights that a written model may need: configuration, tokenizer, processor, licence."""
+        """Files that a written model may need: configuration, processor, tokenizer, licence."""
         return (self.config_file, *self.processor_files, *TOKENIZER_FILES, *LICENCE_FILES)
 
     def side_files(self, folder: Path) -> list[Path]:
-        """Those of them that a folder has."""
+        """Return those of them that a folder has."""
         return [folder / name for name in self.side_names if (folder / name).is_file()]
 
 
 def _require_words(config: Mapping[str, Any]) -> None:
-    """A ValueError where the kind of a model, or of a part of it, is no word: libraries look it up."""
+    """Raise a ValueError if a `model_type` is no text: libraries look it up."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if not isinstance(part.get("model_type", ""), str):
             raise ValueError("its model_type is no text")
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
-    """The error for weights that the configuration beside them does not describe."""
+    """Make the error for weights that the configuration beside them does not describe."""
     words = " ".join(str(reason).split())
     return BrokenWeightsError(
         f"the weights of '{folder_name(folder)}' do not fit its configuration: {words[:300]}",
@@ -167,20 +161,78 @@ def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
     )
 
 
+def linear_site(
+    shapes: Shapes,
+    weight: str,
+    bias: str,
+    *,
+    name: str,
+    role: str,
+    block: int | None,
+    reads: str | None = None,
+    share: tuple[int, int] | None = None,
+    transposed: bool = False,
+) -> Site:
+    """Describe the linear map with this weight, and this bias if there is one; `reads` is the site's name by default.
+
+    `share` (number, count) says that it is one of several maps which are packed in the rows.
+    """
+    first, second = shapes[weight]
+    rows, columns = (second, first) if transposed else (first, second)
+    span = None
+    if share is not None:
+        number, count = share
+        rows //= count
+        span = (number * rows, (number + 1) * rows)
+    slots = Slot(weight, span, transposed), Slot(bias, span) if bias in shapes else None
+    return Site(name, role, block, reads or name, (rows, columns), *slots)
+
+
+def block_sites(
+    shapes: Shapes, stem: str, name: str, block: int, modules: Mapping[str, str], *, transposed: bool = False
+) -> list[Site]:
+    """Describe one block, whose names in files and canonical names begin with `stem` and `name`.
+
+    `modules` maps each role to what precedes "weight" and "bias" in its names; roles of one module are packed in its
+    rows, one after another. q, k and v read the same activation, and so do a gate and what it gates.
+    """
+    sites = []
+    for role, module in modules.items():
+        packed = [other for other, its_module in modules.items() if its_module == module]
+        reads = None
+        if role in ("attn.q", "attn.k", "attn.v"):
+            reads = f"{name}attn.in"
+        elif role in ("mlp.gate", "mlp.up") and "mlp.gate" in modules:
+            reads = f"{name}mlp.in"
+        site = linear_site(
+            shapes,
+            f"{stem}{module}weight",
+            f"{stem}{module}bias",
+            name=name + role,
+            role=role,
+            block=block,
+            reads=reads,
+            share=None if len(packed) == 1 else (packed.index(role), len(packed)),
+            transposed=transposed,
+        )
+        sites.append(site)
+    return sites
+
+
 def prefix_before(shapes: Shapes, ending: str) -> str | None:
-    """What stands before `ending` in the one name that ends so; None when no or several names do."""
+    """Return what precedes `ending` in the one name that ends so; None if no or several names do."""
     found = [name[: -len(ending)] for name in shapes if name == ending or name.endswith("." + ending)]
     return found[0] if len(found) == 1 else None
 
 
 def count_blocks(shapes: Shapes, stem: str) -> int:
-    """How many numbered blocks stand under `stem`."""
+    """Count the numbered blocks under `stem`."""
     pattern = re.compile(re.escape(stem) + r"(\d+)\.")
     return len({match.group(1) for name in shapes if (match := pattern.match(name))})
 
 
 def patch_tokens(positions: int, patch: int, image_size: Any, prefix: int, what: str) -> Tokens:
-    """The token grid: from the configured image size where known, else the square that fits the positions."""
+    """Return the token grid: from the configured image size if known, otherwise the square of all positions."""
     patches = positions - prefix
     side = isqrt(patches)
     grid = (side, side)
@@ -196,7 +248,7 @@ def patch_tokens(positions: int, patch: int, image_size: Any, prefix: int, what:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""How configurations count experts."""
+"""The fields of configurations that count experts."""
 
 
 def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> None:
@@ -215,7 +267,7 @@ def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> Non
 
 
 def _counts_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration, or that of its text part, names more than no expert."""
+    """Tell whether a configuration, or its text part, has experts."""
     parts = [config, config.get("text_config")]
     counts = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _EXPERTS]
     return any(type(count) is int and count > 0 for count in counts)

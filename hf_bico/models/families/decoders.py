@@ -1,9 +1,4 @@
-"""Llama-like decoders and GPT-2.
-
-Decoders in Llama's manner: Llama, Mistral, Qwen2, Qwen3, and all others that name their layers exactly so.
-
-GPT-2: weights kept as (in, out), and q, k and v packed in one module.
-"""
+"""Decoders: GPT-2, and all that name their layers as Llama does (Mistral, Qwen2, Qwen3 and kin)."""
 
 from __future__ import annotations
 
@@ -55,7 +50,7 @@ _LLAMA = Blueprint(
 
 
 class DecoderFamily(DescribedFamily):
-    """What all decoders share: a class that models language, and the tie of its two embeddings."""
+    """A decoder's class that models language, and its tied embeddings."""
 
     objectives = ("language-modelling",)
     pipeline_tag = "text-generation"
@@ -106,10 +101,10 @@ _GPT2 = Blueprint(
 
 
 class Gpt2Model(CausalModel):
-    """A loaded GPT-2."""
+    """A loaded GPT-2: q, k and v are one module, and weights are stored as (in, out)."""
 
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        """Of a packed module, the site's own part of the output is tapped, and put back in its place."""
+        """Tap the site's own part of a packed module's output."""
         span = site.weight.rows
         if span is None:
             return super()._watch(site, trace, stack)
@@ -137,7 +132,7 @@ class Gpt2(DecoderFamily):
     }
 
     def recognises(self, shapes: Shapes) -> bool:
-        found = self._found(shapes)
+        found = self._match(shapes)
         if found is None:
             return False
         columns, rows = shapes[f"{found[1]}h.0.{_PACKED}.weight"]

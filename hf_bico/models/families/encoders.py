@@ -1,7 +1,4 @@
-"""Encoders of text: BERT and all that name their layers so (MiniLM, RoBERTa), and DistilBERT; by any prefix of files.
-
-Their features are what a classification head reads; the head itself is not known here.
-"""
+"""Encoders of text, by any prefix of files: BERT and its namesakes (MiniLM, RoBERTa), and DistilBERT."""
 
 from __future__ import annotations
 
@@ -92,14 +89,14 @@ class Encoder(BackboneFamily):
     }
 
     def outside_sites(self, blueprint: Blueprint, shapes: Shapes, prefix: str, config: Mapping[str, Any]) -> list[Site]:
-        """BERT's pooler, which reads one row of each text; no classifier of the others reads theirs."""
+        """BERT's pooler, which reads one row of each text; classifiers of the others do not read theirs."""
         pooled = _kind(config) in ("Bert", "")
-        return blueprint.outside_sites(shapes, prefix, text=False) if pooled else []
+        return blueprint.outside_sites(shapes, prefix) if pooled else []
 
     def backbone(
         self, folder: Path, config: Mapping[str, Any], shapes: Shapes, layout: Layout
     ) -> tuple[str, dict[str, Any]]:
-        """With the pooler where it is read; DistilBERT has none, and no word for that."""
+        """Keep the pooler where it is read; DistilBERT has none, and no option for it."""
         named = f"{_kind(config)}Model"
         if not has_class(named):
             raise no_class(folder_name(folder), config)
@@ -108,6 +105,6 @@ class Encoder(BackboneFamily):
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    """What the names of its classes begin with; empty where the configuration does not say."""
+    """Return the start of its class names; empty if the configuration does not say."""
     by_type = _BARE.get(str(config.get("model_type")))
     return by_type or re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", first_architecture(config) or "")

@@ -1,7 +1,7 @@
-"""Any two models of one transformers class that no other family knows: sites by module path.
+"""The generic family: any two models of one transformers class that no other family knows, with sites by module path.
 
-A class that ends in ForCausalLM reads texts and models language. Of all others the loss is the caller's, and how tokens
-are laid out is not known: rows of the two models pair one by one.
+A class that ends in ForCausalLM reads texts and models language. For all others the caller gives the loss, and the
+token layout is unknown: rows of the two models pair one by one.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class Generic(Family):
         return live
 
 
-class _Guarded(PretrainedModel):
-    """A loaded model of whose modules nothing is known but their classes."""
+class _CheckedModel(PretrainedModel):
+    """A loaded model of which only the module classes are known."""
 
     blocks_are_functions = False
 
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        """As for every transformers model; and what the site read and wrote must still be there when the pass ends."""
+        """Tap a site; its input and output must be unchanged when the pass ends."""
         super()._watch(site, trace, stack)
         seen: list[tuple[Tensor, int]] = []
 
@@ -124,17 +124,17 @@ class _Guarded(PretrainedModel):
         module = self.module.get_submodule(site.weight.tensor.removesuffix(".weight"))
         stack.callback(module.register_forward_hook(note).remove)
         stack.callback(self.module.register_forward_hook(require_unchanged).remove)
-        stack.push(lambda kind, *_: None if kind else require_unchanged())  # where a pass was of some modules only
+        stack.push(lambda kind, *_: None if kind else require_unchanged())  # if only some modules ran
 
 
-class GenericModel(_Guarded, ImageModel):
-    """A loaded model that shows its sites and nothing else: no features, no text side."""
+class GenericModel(_CheckedModel, ImageModel):
+    """A loaded model with sites and nothing else: no features, no text side."""
 
     def image_features(self, pixels: Tensor) -> Tensor:
         raise _no_features()
 
 
-class GenericCausalModel(_Guarded, CausalModel):
+class GenericCausalModel(_CheckedModel, CausalModel):
     """A loaded decoder that no family knows."""
 
 
@@ -149,7 +149,7 @@ def _models_language(module: nn.Module) -> bool:
 
 
 def _of_language(module: nn.Module, layout: Layout) -> Layout:
-    """The layout of a decoder: every site reads tokens of texts, and the vocabulary's own layer is none."""
+    """Turn the layout into that of a decoder: sites read tokens of texts, and the output layer is none."""
     if not _models_language(module):
         return layout
     model: Any = module
@@ -174,7 +174,7 @@ def _no_features() -> UnsupportedModelError:
 
 
 def require_same_kind(base: Layout, target: Layout) -> None:
-    """Refuse two models whose sites have nothing to do with each other: of different classes, where classes matter."""
+    """Refuse two models of different classes where only classes say what pairs, or with other inputs."""
     if base.kind != target.kind:
         names = [layout.kind or f"of the family {layout.family}" for layout in (base, target)]
         raise ModelError(

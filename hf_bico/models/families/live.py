@@ -1,4 +1,4 @@
-"""Loaded models: they show their sites during a forward pass, and turn images and prompts into features.
+"""Loaded models: they show their sites during a forward pass, and turn samples into features.
 
 Knows layouts and passes; not how a kind of model is recognised or read from a folder.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class LiveModel(ABC):
-    """A loaded model: what it makes of samples, and a look at its sites."""
+    """A loaded model: features of samples, and access to its sites."""
 
     blocks_are_functions: ClassVar[bool] = False
-    """Whether a block, and its MLP, is a function of one tensor that gives one, whatever masks it is given too."""
+    """Whether a block, and its MLP, maps one tensor to one tensor, whatever masks it gets too."""
     max_length: int | None = None
-    """Of the texts that it reads, in tokens; None for what it can take."""
+    """The most tokens of a text; None for the model's own limit."""
     runs_on: torch.device | None = None
-    """Where it runs, if its weights are not there all the time."""
+    """The device that it runs on, if its weights are not there all the time."""
     visits: bool = False
-    """Whether its weights are moved there when it runs, and away when it has run."""
+    """Whether its weights are moved there for each run, and back afterwards."""
     _visiting: int = 0
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
@@ -50,24 +50,24 @@ class LiveModel(ABC):
 
     @abstractmethod
     def features(self, samples: Sequence[Any]) -> Tensor:
-        """One row (samples, width) for each sample: what a linear probe reads."""
+        """Return one row (samples, width) for each sample: the input of a linear probe."""
 
     def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """The samples with all done that needs no weights and takes time."""
+        """Do in advance what takes time and needs no weights."""
         return samples
 
     def text_rows(self, samples: Sequence[Any]) -> TextRows | None:
-        """The tokens of the samples in main memory, where they are texts: which rows of text sites are real."""
+        """Return the tokens of texts in main memory, and which are real; None if samples are no texts."""
         return None
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a site as (out, in), as it is now."""
-        from hf_bico.models.hooks import kept_away
+        """Return the current weight of a site as (out, in)."""
+        from hf_bico.models.hooks import offloaded_weights
 
         slot = self.layout.site(name).weight
         parameter: Tensor = self.module.get_parameter(slot.tensor)
         if parameter.is_meta:
-            parameter = kept_away(self.module)[slot.tensor]
+            parameter = offloaded_weights(self.module)[slot.tensor]
         found: Tensor = slot.view(parameter.detach())
         return found
 
@@ -88,7 +88,7 @@ class LiveModel(ABC):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Evaluation mode and no parameter gradients, inside the `with` only."""
+        """Set evaluation mode and no parameter gradients, inside the `with` only."""
         flags = [(parameter, parameter.requires_grad) for parameter in self.module.parameters()]
         training = [module for module in self.module.modules() if module.training]
         try:
@@ -103,7 +103,7 @@ class LiveModel(ABC):
 
     @contextmanager
     def _visit(self) -> Iterator[None]:
-        """The weights where the model runs, inside the `with`."""
+        """Move the weights to the device, inside the `with`."""
         if not self.visits:
             yield
             return
@@ -118,16 +118,16 @@ class LiveModel(ABC):
 
     @contextmanager
     def checkpointed(self, trace: Trace, whole_blocks: bool = True, looked_into: bool = False) -> Iterator[None]:
-        """Keep only what enters each block, or its MLP, for the backward pass, which runs it once more.
+        """Keep only the input of each block, or of its MLP, for the backward pass, which runs it again.
 
-        Inside the `with` only. `looked_into` says that a loss may be of what the blocks do not return.
+        Inside the `with` only. `looked_into` says that a loss may depend on tensors which the blocks do not return.
         """
         from hf_bico.models.hooks import recomputed
 
         with ExitStack() as stack:
             for module in self.module.modules():
                 config: Any = getattr(module, "config", None)
-                if getattr(config, "use_cache", False):  # a block that runs once more would append to it again
+                if getattr(config, "use_cache", False):  # a recomputed block would append to the cache again
                     config.use_cache = False
                     stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
@@ -137,7 +137,7 @@ class LiveModel(ABC):
             yield
 
     def _parts(self, whole_blocks: bool) -> list[Any]:
-        """The smallest modules that hold all sites of a block, or of its MLP."""
+        """Return the smallest modules that hold all sites of a block, or of its MLP."""
         places: dict[tuple[str, int | None], list[str]] = {}
         names = self.layout.own_names
         for site in self.layout.sites:
@@ -148,7 +148,7 @@ class LiveModel(ABC):
         return [self.module.get_submodule(path) for path in dict.fromkeys(found) if path]
 
     def _running(self, path: str) -> str:
-        """The module at this path, or the nearest above it that is more than a list of modules, and runs."""
+        """Return the path of a module, or of the nearest one above it that is not a mere list and runs."""
         from torch import nn
 
         while isinstance(self.module.get_submodule(path), nn.ModuleList | nn.ModuleDict):
@@ -173,9 +173,9 @@ class ImageModel(LiveModel):
         return self.image_features(self.pixels(samples))
 
     def pixels(self, images: Sequence[Any]) -> Tensor:
-        """One batch on the model's device: PIL images by its own preprocessing, tensors only resized to fit.
+        """Return one batch on the model's device: PIL images by its own preprocessing, tensors resized to fit.
 
-        Of captioned images, the images.
+        Captions are ignored.
         """
         from hf_bico.runtime.environment import to_device
 
@@ -183,7 +183,7 @@ class ImageModel(LiveModel):
         return to_device(prepared, self.device, self.dtype)
 
     def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """The samples with their images prepared, as tensors on the model's device; captions stay with them."""
+        """Prepare the images, as tensors on the model's device; captions stay with them."""
         pixels = self.pixels(samples)
         return [
             replace(sample, image=image) if isinstance(sample, Captioned) else image
@@ -208,7 +208,7 @@ class ImageModel(LiveModel):
                 f"the images are of type {type(images[0]).__name__}", "give PIL images, or prepared float tensors"
             )
         deep = next((image.mode for image in images if image.mode[:1] in ("I", "F")), None)
-        if deep is not None:  # PIL makes white of whatever is above 255
+        if deep is not None:  # PIL clips values above 255 to white
             raise UnreadableSampleError(
                 f"the images have more than 8 bits a channel (PIL's mode '{deep}')",
                 "save them as 8-bit images, scaled as the fine-tuned model saw them",
@@ -229,11 +229,11 @@ class ImageModel(LiveModel):
 
     @abstractmethod
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
-        """The model's own preprocessing of RGB images, as one batch."""
+        """Apply the model's own preprocessing to RGB images; return one batch."""
 
     @abstractmethod
     def image_features(self, pixels: Tensor) -> Tensor:
-        """Pooled and projected, not normalised."""
+        """Return image features, pooled and projected, not normalised."""
 
 
 class ClipModel(ImageModel):
@@ -243,22 +243,19 @@ class ClipModel(ImageModel):
 
     @abstractmethod
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """The tokens that its text side reads, (prompts, tokens), and which of them are real and no padding.
-
-        Both are in main memory.
-        """
+        """Return the tokens of prompts, (prompts, tokens), and which are real, both in main memory."""
 
     @abstractmethod
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Pooled and projected, not normalised."""
+        """Return text features, pooled and projected, not normalised."""
 
     @abstractmethod
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """exp(logit_scale), and SigLIP's bias where there is one."""
+        """Return exp(logit_scale), and SigLIP's bias if there is one."""
 
 
 def _put_forward(module: Any, forward: Any) -> None:
-    """Give a module its own forward back, or that of its class."""
+    """Restore a module's own forward, or that of its class."""
     if forward is None:
         del module.forward
     else:

@@ -1,4 +1,4 @@
-"""From the modules of any model to its layout: which linear maps it has, which numbered blocks they stand in.
+"""Derive the layout of any model from its modules: linear maps, and the numbered blocks around them.
 
 Reads module classes and parameter names; a model on the meta device will do. Knows no file and no kind of model.
 """
@@ -19,14 +19,14 @@ TIED = "tied weights"
 
 
 def has_linear(module: nn.Module) -> bool:
-    """Whether there is anything in a model that could be a site."""
+    """Tell whether a model has anything that could be a site."""
     return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
 
 
 def stored_names(module: nn.Module, shapes: Shapes) -> dict[str, str]:
-    """The tensor of a checkpoint that each of a model's own tensors is, where it is one, as it is.
+    """Map a model's own tensor names to those in a checkpoint, for tensors stored as they are.
 
-    transformers renames tensors when it loads them, and cuts up or joins some; those have no counterpart.
+    transformers renames tensors when it loads them, and splits or joins some; those are left out.
     """
     from transformers import conversion_mapping as mapping
     from transformers import core_model_loading as loading
@@ -37,7 +37,7 @@ def stored_names(module: nn.Module, shapes: Shapes) -> dict[str, str]:
     renamings = [change for change in changes if isinstance(change, loading.WeightRenaming)]
     converters = [change for change in changes if isinstance(change, loading.WeightConverter)]
     found: dict[str, str] = {}
-    # in the order in which transformers goes through them: some renamings wait for the first name that shows them
+    # in transformers' own order: some renamings take effect with the first name that matches
     for stored in sorted(shapes, key=loading.dot_natural_key):
         name, converted = loading.rename_source_key(stored, renamings, converters, model.base_model_prefix, own)
         if name not in own and stored in own:
@@ -48,9 +48,9 @@ def stored_names(module: nn.Module, shapes: Shapes) -> dict[str, str]:
 
 
 def module_layout(family: str, module: nn.Module, stored: Mapping[str, str] | None = None) -> Layout:
-    """The layout of a model by its own tensor names, or by those that `stored` gives them.
+    """Return the layout of a model by its own tensor names, or by those in `stored`.
 
-    A site whose weight is not among `stored` is none.
+    A weight that is not in `stored` is no site.
     """
     names = {name: name for name in module.state_dict()} if stored is None else stored
     linear, tied = _linear_modules(module), tied_names(module)
@@ -66,11 +66,20 @@ def module_layout(family: str, module: nn.Module, stored: Mapping[str, str] | No
     modules = dict(module.named_modules())
     others = {name: _reason(own, modules, tied) for own, name in names.items() if name not in taken}
     own_names = {name: own for own, name in names.items() if own != name}
-    return Layout(family, tuple(sites), blocks, None, None, others, type(module).__name__, own_names)
+    return Layout(
+        family=family,
+        sites=tuple(sites),
+        blocks=blocks,
+        tokens=None,
+        image_size=None,
+        others=others,
+        kind=type(module).__name__,
+        own_names=own_names,
+    )
 
 
 def _linear_modules(module: nn.Module) -> dict[str, Any]:
-    """Every module that computes x W^T + b, by its path; attention's `out_proj` is never called as a module."""
+    """Return every module that computes x W^T + b, by path; attention's `out_proj` never runs as a module."""
     inside = {id(part.out_proj) for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
     return {path: part for path, part in module.named_modules() if path and id(part) not in inside and _is_linear(part)}
 
@@ -84,19 +93,19 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def tied_names(module: nn.Module) -> set[str]:
-    """Tensors that stand in several places: no one pair of maps would be right for them."""
+    """Return the tensors that are used in several places: no single pair of maps is right for them."""
     places: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
     tied = {name for names in places.values() if len(names) > 1 for name in names}
-    # what the class says holds for a skeleton too, and for weights that were untied when they were loaded
+    # the class's declaration covers skeletons, and weights that were untied when they were loaded
     expand = getattr(module, "get_expanded_tied_weights_keys", None)
     declared: Mapping[str, str] = {} if expand is None else expand(all_submodels=True)
     return tied | declared.keys() | set(declared.values())
 
 
 def _only_stack(module: nn.Module, paths: list[str]) -> str | None:
-    """The path of the one outermost list of modules with sites in it; None where there are several or none."""
+    """Return the path of the one outermost list of modules with sites in it; None if there are several or none."""
     lists = [path for path, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     holding = [path for path in lists if any(site.startswith(f"{path}.") for site in paths)]
     outermost = [path for path in holding if not any(path.startswith(f"{other}.") for other in holding)]

@@ -1,12 +1,6 @@
-"""Open_clip CLIP.
+"""open_clip's CLIP with a vision transformer: packed q, k, v in `in_proj_weight`, the projection used as x @ proj.
 
-open_clip's packed self-attention, computed so that its parts can be watched. Knows one module, not the model.
-
-Loaded open_clip models: how their sites are watched, and what they make of images and texts.
-
-Knows open_clip's modules; not how its files are laid out.
-
-open_clip's CLIP with a vision transformer: packed q, k, v in `in_proj_weight`, the projection used as x @ proj.
+Packed attention is computed explicitly while its parts are watched.
 """
 
 from __future__ import annotations
@@ -16,28 +10,16 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import MissingProcessorError, MissingTextTowerError, RepoError, UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import (
-    CLIP_OBJECTIVES,
-    TEXT_TOWER,
-    WHOLE_MODEL,
-    ZERO_SHOT_TASK,
-    DeviceSpread,
-    Family,
-    Shapes,
-    count_blocks,
-    patch_tokens,
-    prefix_before,
-    weights_do_not_fit,
-)
+from hf_bico.models.families.base import TEXT_TOWER, DeviceSpread, Shapes, linear_site, weights_do_not_fit
+from hf_bico.models.families.clip import WHOLE_MODEL, ClipFamily
 from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.models.families.pretrained import CANNOT_BUILD, TooLargeError, bounded, loadable
-from hf_bico.models.layout import TEXT_SIDE, Axis, Layout, Site, Slot, count_heads, residual_axes
+from hf_bico.models.layout import Axis, Site, count_heads
 from hf_bico.utils.files import folder_name
 
 if TYPE_CHECKING:
@@ -50,8 +32,8 @@ if TYPE_CHECKING:
 class ExplicitAttention:
     """Packed self-attention computed with q, k and v apart, so that each can be watched.
 
-    Stands in for the forward of any module that holds `in_proj_weight`: torch's nn.MultiheadAttention and
-    open_clip's own attention class alike.
+    Replaces the forward of any module with an `in_proj_weight`: torch's nn.MultiheadAttention and open_clip's own
+    class.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -81,7 +63,7 @@ class ExplicitAttention:
             )
         rows = x if self.batch_first else x.transpose(0, 1)
         parts = [
-            self._show(role, rows, weight, bias)
+            self._linear(role, rows, weight, bias)
             for role, weight, bias in zip(
                 ("attn.q", "attn.k", "attn.v"),
                 attention.in_proj_weight.chunk(3),
@@ -98,7 +80,7 @@ class ExplicitAttention:
         mixed = mixed if self.batch_first else mixed.transpose(0, 1)
         return (mixed, None) if self.returns_pair else mixed
 
-    def _show(self, role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from torch.nn import functional
 
         y = functional.linear(x, weight, bias)
@@ -109,7 +91,7 @@ class ExplicitAttention:
 
 
 def explicit_attention(attention: Any, stack: ExitStack) -> ExplicitAttention:
-    """The explicit form of this module's forward, put in place once and taken away by `stack`."""
+    """Replace this module's forward by its explicit form, once; `stack` restores it."""
     current = attention.__dict__.get("forward")
     if isinstance(current, ExplicitAttention):
         return current
@@ -152,7 +134,7 @@ class OpenClipModel(ClipModel):
 
     @property
     def text(self) -> Any:
-        """The module that holds the text tower: the model itself, unless the tower is a module of its own."""
+        """The module of the text tower: the model itself, unless the tower is a module of its own."""
         return getattr(self.module, "text", self.module)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
@@ -163,7 +145,7 @@ class OpenClipModel(ClipModel):
         return features
 
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """The row that is pooled counts as real, whatever stands there: some models read a text off its padding."""
+        """Count the pooled token as real, whatever it is: some models read a text off its padding."""
         ids = self._text_ids(prompts)
         return ids, _real_tokens(ids, self.tokenizer) | self._pooled_tokens(ids)
 
@@ -178,7 +160,7 @@ class OpenClipModel(ClipModel):
         return ids
 
     def _pooled_tokens(self, ids: Tensor) -> Tensor:
-        """Which token of each text is pooled: its end in CLIP's manner, the first or the last in some models."""
+        """Mark the token of each text that is pooled: CLIP's end token, or the first or last in some models."""
         import torch
 
         text = self.text
@@ -212,7 +194,7 @@ class OpenClipModel(ClipModel):
             self._watch_linear(block.mlp.c_fc if site.role == "mlp.up" else block.mlp.c_proj, site, trace, stack)
 
     def _watch_projection(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        """`visual` skips a projection that is None and gives the pooled features; the hook projects them."""
+        """Set the projection to None, so that `visual` gives the pooled features; the hook projects them."""
         visual, projection = self.visual, self.visual.proj
 
         def project(_: nn.Module, __: Any, output: Any) -> Any:
@@ -225,7 +207,7 @@ class OpenClipModel(ClipModel):
         stack.callback(visual.register_forward_hook(project).remove)
 
     def _watch_text_projection(self, site: Site, trace: Trace, stack: ExitStack) -> None:
-        """open_clip runs a projection that is an nn.Linear as a module: one with the same weight shadows the tensor."""
+        """Shadow the tensor by an nn.Linear with the same weight, which open_clip runs as a module."""
         import torch
 
         text = self.text
@@ -240,78 +222,85 @@ class OpenClipModel(ClipModel):
 
 
 def _real_tokens(ids: Tensor, tokenizer: Any) -> Tensor:
-    """Which tokens are no padding, by the tokenizer: up to its end token, or all but its padding."""
+    """Mark the tokens that are no padding: up to the tokenizer's end token, or all but its padding."""
     import torch
 
     end = getattr(tokenizer, "eot_token_id", None)
     if end is None:
         return torch.ne(ids, tokenizer.tokenizer.pad_token_id)
-    is_end = torch.eq(ids, end).long()  # open_clip's own tokenizer pads with 0, which is a word too
+    is_end = torch.eq(ids, end).long()  # open_clip's own tokenizer pads with 0, which is also a token
     return torch.eq(is_end.cumsum(-1) - is_end, 0)
 
 
-_ATTENTION_BIAS = "attn.in_proj_bias"
 _HEAD_WIDTH = 64
-"""What open_clip takes where the configuration does not say."""
+"""open_clip's default."""
 _BOUNDED: set[str] = set()
-"""Configurations, with the shapes of the weights beside them, that ask for no more than these hold."""
-_RESIDUAL = {
-    "class_embedding": "class",
-    "positional_embedding": "positions",
-    "conv1.weight": "stem",
-    "ln_pre.weight": "norm.pre.weight",
-    "ln_pre.bias": "norm.pre.bias",
-    "ln_post.weight": "norm.post.weight",
-    "ln_post.bias": "norm.post.bias",
-}
-_BLOCK_RESIDUAL = {
-    "ln_1.weight": "attn.norm.weight",
-    "ln_1.bias": "attn.norm.bias",
-    "ls_1.gamma": "attn.scale",
-    "ln_2.weight": "mlp.norm.weight",
-    "ln_2.bias": "mlp.norm.bias",
-    "ls_2.gamma": "mlp.scale",
-}
+"""Configurations with shapes of weights that passed the check of their size."""
 
 
-class OpenClip(Family):
+class OpenClip(ClipFamily):
     name = "open_clip ViT"
     library = "open_clip"
     config_file = "open_clip_config.json"
     can_be_spread = False
-    pipeline_tag = ZERO_SHOT_TASK
     packed_attention = True
+    tower_name = "the vision transformer"
+    stem = "transformer.resblocks."
+    modules: ClassVar[Mapping[str, str]] = {
+        "attn.q": "attn.in_proj_",
+        "attn.k": "attn.in_proj_",
+        "attn.v": "attn.in_proj_",
+        "attn.out": "attn.out_proj.",
+        "mlp.up": "mlp.c_fc.",
+        "mlp.down": "mlp.c_proj.",
+    }
+    residual_names: ClassVar[Mapping[str, str]] = {
+        "class_embedding": "class",
+        "positional_embedding": "positions",
+        "conv1.weight": "stem",
+        "ln_pre.weight": "norm.pre.weight",
+        "ln_pre.bias": "norm.pre.bias",
+        "ln_post.weight": "norm.post.weight",
+        "ln_post.bias": "norm.post.bias",
+    }
+    block_residual_names: ClassVar[Mapping[str, str]] = {
+        "ln_1.weight": "attn.norm.weight",
+        "ln_1.bias": "attn.norm.bias",
+        "ls_1.gamma": "attn.scale",
+        "ln_2.weight": "mlp.norm.weight",
+        "ln_2.bias": "mlp.norm.bias",
+        "ls_2.gamma": "mlp.scale",
+    }
+    reasons: ClassVar[Mapping[str, str]] = {
+        r"^(logit_scale|logit_bias)$": TEXT_TOWER,
+        r"^class_embedding$": "class token",
+        r"^positional_embedding$": "positions",
+        r"^conv1\.": "patch stem",
+        r"(^|\.)ln(_[^.]*)?(\.|$)": "LayerNorm",
+    }
 
-    def recognises(self, shapes: Shapes) -> bool:
-        return _visual_prefix(shapes) is not None
+    def projection_sites(self, shapes: Shapes, root: str) -> list[Site]:
+        return _projection(shapes, f"{root}proj", "proj") if f"{root}proj" in shapes else []
 
-    def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
-        root = _visual_prefix(shapes)
-        if root is None:
-            raise ValueError("not an open_clip vision transformer")
-        stem = f"{root}transformer.resblocks."
-        blocks = count_blocks(shapes, stem)
-        sites = [site for block in range(blocks) for site in _block_sites(shapes, f"{stem}{block}.", block)]
-        if f"{root}proj" in shapes:
-            width, embedding = shapes[f"{root}proj"]
-            weight = Slot(f"{root}proj", transposed=True)
-            sites.append(Site("proj", "proj", None, "proj", (embedding, width), weight))
-        texts = _text_prefix(shapes, root)
-        text_sites = [] if texts is None else _text_sites(shapes, texts)
-        sites += text_sites
-        patch = shapes[f"{root}conv1.weight"][-1]
-        positions = shapes[f"{root}positional_embedding"][0]
-        vision = _section(_section(config, "model_cfg"), "vision_cfg")
-        tokens = patch_tokens(positions, patch, vision.get("image_size"), prefix=1, what="the vision transformer")
-        taken = {slot.tensor for site in sites for slot in site.slots}
-        others = {name: _reason(name, root) for name in shapes if name not in taken}
-        return Layout(
-            *(self.name, tuple(sites), blocks, tokens, tokens.image_size(patch), others),
-            heads=_heads(vision, shapes[f"{root}conv1.weight"][0]),
-            residual=_residual(shapes, root, blocks),
-            objectives=CLIP_OBJECTIVES,
-            text_blocks=len({site.block for site in text_sites} - {None}),
-        )
+    def text_sites(self, shapes: Shapes, root: str) -> list[Site]:
+        prefix = _text_prefix(shapes, root)
+        if prefix is None:
+            return []
+        sites = self._tower_sites(shapes, prefix + self.stem, "text.")
+        return sites + _projection(shapes, f"{prefix}text_projection", "text.proj")
+
+    def vision_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _section(_section(config, "model_cfg"), "vision_cfg")
+
+    def heads(self, vision: Mapping[str, Any], width: int) -> int | None:
+        """open_clip configures the width of a head; an empty configuration says nothing."""
+        head = vision.get("head_width", _HEAD_WIDTH) if vision else None
+        return count_heads(width, width // head) if type(head) is int and head > 0 else None
+
+    def residual(self, shapes: Shapes, root: str, blocks: int) -> tuple[Axis, ...]:
+        """Attentional pooling reads the residual stream in other ways, which are not followed here."""
+        pooled = any(name.startswith(f"{root}attn_pool") for name in shapes)
+        return () if pooled else super().residual(shapes, root, blocks)
 
     def skeleton(self, folder: Path) -> nn.Module:
         import torch
@@ -321,7 +310,7 @@ class OpenClip(Family):
         return skeleton
 
     def _bare(self, folder: Path, device: torch.device) -> Any:
-        """The model that open_clip builds from a folder's configuration, without its weights."""
+        """Build the model of a folder's configuration with open_clip, without its weights."""
         import open_clip
 
         if not _section(self.read_config(folder), "model_cfg"):
@@ -376,21 +365,21 @@ class OpenClip(Family):
         return live
 
     def _require_bounded(self, folder: Path) -> None:
-        """Refuse, before memory is taken for it, a model that is far larger than its weights.
+        """Refuse a model that is far larger than its weights, before memory is allocated for it.
 
-        The fine-tune and its base have one configuration, which is looked at once.
+        The fine-tune and its base have one configuration, which is checked once.
         """
         shapes = FileCheckpoint.in_folder(folder, self.library).shapes
-        asked_and_there = json.dumps([self.read_config(folder), shapes], sort_keys=True)
-        if asked_and_there in _BOUNDED:
+        key = json.dumps([self.read_config(folder), shapes], sort_keys=True)
+        if key in _BOUNDED:
             return
         try:
             self.skeleton(folder)
-            _BOUNDED.add(asked_and_there)
+            _BOUNDED.add(key)
         except RepoError as error:
             if isinstance(error.__cause__, TooLargeError):
                 raise
-            # some models cannot be built without memory: whether this one can be built at all is seen next
+            # some models cannot be built on the meta device: the next step builds this one with memory
 
     def wrap(self, module: nn.Module) -> LiveModel:
         return self._live(module, {})
@@ -398,7 +387,7 @@ class OpenClip(Family):
     def _live(self, module: nn.Module, config: Mapping[str, Any]) -> OpenClipModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         visual = getattr(module, "visual", module)
-        attention = module.get_submodule(f"{_visual_prefix(shapes) or ''}transformer.resblocks.0.attn")
+        attention = module.get_submodule(f"{self.vision_prefix(shapes) or ''}transformer.resblocks.0.attn")
         own = {
             "image_size": getattr(visual, "image_size", None),
             "head_width": getattr(attention, "head_dim", None),
@@ -408,7 +397,7 @@ class OpenClip(Family):
 
 @contextmanager
 def _silenced_logging() -> Iterator[None]:
-    """open_clip warns on the root logger that a model without weights is random; ours gets its weights next."""
+    """Silence open_clip's warning on the root logger that a model without weights is random."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -422,80 +411,23 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _visual_prefix(shapes: Shapes) -> str | None:
-    prefix = prefix_before(shapes, "class_embedding")
-    stem = "transformer.resblocks.0.attn.in_proj_weight"
-    return prefix if prefix is not None and f"{prefix}{stem}" in shapes else None
-
-
 def _text_prefix(shapes: Shapes, root: str) -> str | None:
-    """What stands before the text tower's names, where that is a transformer of open_clip's own that reads tokens."""
+    """Return what precedes the text tower's names, if it is a transformer of open_clip's own that reads tokens."""
     if not root.endswith("visual."):
         return None
     whole = root.removesuffix("visual.")
     needed = ("token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight")
     for prefix in (whole, f"{whole}text."):
-        # with a class embedding, the tower has a row more than tokens
+        # with a class embedding, the tower has one row more than tokens
         if all(prefix + name in shapes for name in needed) and f"{prefix}cls_emb" not in shapes:
             return prefix
     return None
 
 
-def _text_sites(shapes: Shapes, root: str) -> list[Site]:
-    stem = f"{root}transformer.resblocks."
-    blocks = range(count_blocks(shapes, stem))
-    sites = [site for block in blocks for site in _block_sites(shapes, f"{stem}{block}.", block, "text.")]
-    name = f"{root}text_projection"
-    if name in shapes:
-        width, embedding = shapes[name]
-        weight, bias = Slot(name, transposed=True), None
-        sites.append(Site("text.proj", "proj", None, "text.proj", (embedding, width), weight, bias))
-    elif f"{name}.weight" in shapes:  # a projection with a bias is a module
-        embedding, width = shapes[f"{name}.weight"]
-        weight, bias = Slot(f"{name}.weight"), Slot(f"{name}.bias") if f"{name}.bias" in shapes else None
-        sites.append(Site("text.proj", "proj", None, "text.proj", (embedding, width), weight, bias))
-    return [replace(site, text=True, tower=TEXT_SIDE) for site in sites]
-
-
-def _block_sites(shapes: Shapes, stem: str, block: int, tower: str = "") -> list[Site]:
-    name = f"{tower}blocks.{block}."
-    width = shapes[f"{stem}attn.in_proj_weight"][1]
-    sites = []
-    for index, role in enumerate(("attn.q", "attn.k", "attn.v")):
-        rows = (index * width, (index + 1) * width)
-        bias = Slot(stem + _ATTENTION_BIAS, rows) if stem + _ATTENTION_BIAS in shapes else None
-        weight = Slot(f"{stem}attn.in_proj_weight", rows)
-        sites.append(Site(name + role, role, block, f"{name}attn.in", (width, width), weight, bias))
-    for role, module in (("attn.out", "attn.out_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
-        rows_out, columns = shapes[f"{stem}{module}.weight"]
-        bias = Slot(f"{stem}{module}.bias") if f"{stem}{module}.bias" in shapes else None
-        weight = Slot(f"{stem}{module}.weight")
-        sites.append(Site(name + role, role, block, name + role, (rows_out, columns), weight, bias))
-    return sites
-
-
-def _heads(vision: Mapping[str, Any], width: int) -> int | None:
-    """open_clip configures the width of a head; an empty configuration says nothing."""
-    head = vision.get("head_width", _HEAD_WIDTH) if vision else None
-    return count_heads(width, width // head) if type(head) is int and head > 0 else None
-
-
-def _residual(shapes: Shapes, root: str, blocks: int) -> tuple[Axis, ...]:
-    """Attentional pooling reads the residual stream in ways of its own, which are not followed here."""
-    if any(name.startswith(f"{root}attn_pool") for name in shapes):
-        return ()
-    names = {root + own: name for own, name in _RESIDUAL.items()}
-    return residual_axes(shapes, names, f"{root}transformer.resblocks.", blocks, _BLOCK_RESIDUAL)
-
-
-def _reason(name: str, root: str) -> str:
-    if not name.startswith(root) or name in ("logit_scale", "logit_bias"):
-        return TEXT_TOWER
-    if name == f"{root}class_embedding":
-        return "class token"
-    if name == f"{root}positional_embedding":
-        return "positions"
-    if name.startswith(f"{root}conv1."):
-        return "patch stem"
-    is_norm = any(part == "ln" or part.startswith("ln_") for part in name.split("."))
-    return "LayerNorm" if is_norm else "no linear site"
+def _projection(shapes: Shapes, tensor: str, name: str) -> list[Site]:
+    if tensor in shapes:
+        return [linear_site(shapes, tensor, "", name=name, role="proj", block=None, transposed=True)]
+    weight = f"{tensor}.weight"  # a projection with a bias is a module
+    if weight in shapes:
+        return [linear_site(shapes, weight, f"{tensor}.bias", name=name, role="proj", block=None)]
+    return []

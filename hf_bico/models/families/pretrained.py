@@ -1,13 +1,7 @@
-"""What all transformers models share; size limits.
+"""Build and load transformers models: the class by its name, weights from a folder, the processor beside them.
 
-What a configuration asks for, held against the weights beside it before anything of that size is made.
-
-There is no limit for models as such: weights of any size are there already, and a configuration may ask for as much.
-Reads numbers and shapes; torch only counts here. Knows no kind of model.
-
-What all transformers models share: the class by its name, weights from a folder, the processor beside them.
-
-Knows the library and its manners; not what a model is for, nor its sites.
+A configuration may ask for any size: it is compared with the weights beside it before anything of that size is made.
+Knows the library; not what a model is for, nor its sites.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, RepoError
-from hf_bico.models.checkpoints import FileCheckpoint
+from hf_bico.models.checkpoints import LIBRARY_ERRORS, FileCheckpoint
 from hf_bico.models.families.base import TOKENIZER_FILES, DeviceSpread, Family, Shapes, weights_do_not_fit
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.layout import Site
@@ -37,23 +31,23 @@ if TYPE_CHECKING:
 
 
 TIMES, ELEMENTS, MODULES = 4, 2**24, 5_000
-"""A model may have so many times what its weights hold, as with tied embeddings, and so much more where it is small."""
+"""A model may have TIMES the numbers of its weights, as with tied embeddings, and ELEMENTS and MODULES more."""
 _SIZE = re.compile(
     r"size|width|dim|layer|depth|block|head|vocab|position|channel|label|num|embd|inner|expert|stage|hidden|context"
     r"|n_ctx|d_model|d_ff|d_kv|ffn|group|ratio|length|patch|rank|levels|token"
 )
-"""What is in the name of a number that says how large something is."""
+"""Parts of the names of numbers that are sizes."""
 _COUNT, _MOST_COUNTED = re.compile(r"(layer|depth|label|block|stage|head|expert)s?$"), 1_000_000
-"""What is counted out one by one when a configuration is read, whatever is built from it."""
+"""Sizes that transformers counts out one by one when it reads a configuration."""
 _NO_SIZE = re.compile(r"theta|base|max_length|max_seq|_id$|_ids$|factor|eps|scal|total|param|seed|flops")
 _SIDE = re.compile(r"size|edge|height|width|pixels|crop|pad")
 _TIMES_IMAGE, _MOST_SIDE = 8, 4096
-"""A processor may make an image larger before it is cut, but not by so much."""
+"""A processor may enlarge an image before it is cropped, but not beyond these."""
 _DEEPEST = 50
 
 
 class TooLargeError(ValueError):
-    """A model that is being built outgrows the weights that it is built for."""
+    """A model under construction outgrows the weights that it is built for."""
 
 
 def elements_of(shapes: Shapes) -> int:
@@ -67,27 +61,27 @@ def require_within(config: Mapping[str, Any], shapes: Shapes, called: str) -> No
         limit = min(most, _MOST_COUNTED) if _COUNT.search(name) else most
         if not abs(value) <= limit:
             raise BrokenWeightsError(
-                f"the configuration of {called} says {name} {_shown(value)}, more than {limit:,}: no part of its "
+                f"the configuration of {called} says {name} {_brief(value)}, more than {limit:,}: no part of its "
                 "weights has that size",
                 "copy or download the configuration again",
             )
 
 
 def require_drawable(processor: Mapping[str, Any], image_size: tuple[int, int] | None) -> None:
-    """A ValueError for a processor that would make far larger images than the model takes."""
+    """Raise a ValueError for a processor that makes far larger images than the model takes."""
     most = max(_TIMES_IMAGE * max(image_size or (0, 0)), _MOST_SIDE)
     for name, value in _numbers(processor):
         if _SIDE.search(name) and not 0 <= value <= most:
-            raise ValueError(f"its {name} is {_shown(value)}, and {most:,} is the most for this model")
+            raise ValueError(f"its {name} is {_brief(value)}, and {most:,} is the most for this model")
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """The numbers of a configuration that are the size of something, by name."""
+    """Yield the numbers of a configuration that are sizes, by name."""
     return ((name, value) for name, value in _numbers(config) if _SIZE.search(name) and not _NO_SIZE.search(name))
 
 
 def _numbers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, int | float]]:
-    """All numbers of a configuration, by the names that they have in small letters."""
+    """Yield all numbers of a configuration, by their names in lower case."""
     if isinstance(value, Mapping) and depth < _DEEPEST:
         for key, inner in value.items():
             yield from _numbers(inner, str(key), depth + 1)
@@ -98,13 +92,13 @@ def _numbers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
         yield name.lower()[:60], value
 
 
-def _shown(value: int | float) -> str:
+def _brief(value: int | float) -> str:
     return f"{value:.3g}" if abs(value) < 1e300 else "more than 1e300"
 
 
 @contextmanager
 def bounded(shapes: Shapes) -> Iterator[None]:
-    """A TooLargeError as soon as a model that is built inside has far more parts, or numbers, than these weights.
+    """Raise a TooLargeError as soon as a model built inside has far more modules or numbers than these weights.
 
     On the meta device, nothing of it takes memory until then.
     """
@@ -137,16 +131,13 @@ def bounded(shapes: Shapes) -> Iterator[None]:
             hook.remove()
 
 
-CANNOT_BUILD = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError),
-    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
-)
-"""What a library's code says about a configuration that is not its own."""
+CANNOT_BUILD = (*LIBRARY_ERRORS, MemoryError, SyntaxError)
+"""What libraries raise for configurations that are not their own."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def has_class(name: str) -> bool:
-    """Whether the installed transformers has a model class of that name."""
+    """Tell whether the installed transformers has a model class of that name."""
     import transformers
 
     found = getattr(transformers, name, None)
@@ -162,22 +153,22 @@ def _class(name: str) -> Any:
 
 
 def first_architecture(config: Mapping[str, Any]) -> str | None:
-    """The class that a configuration names."""
+    """Return the class that a configuration names."""
     named = config.get("architectures")
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
 
 
 def require_config(family: Family, folder: Path) -> Mapping[str, Any]:
-    """The configuration of a folder, which must have one."""
+    """Read the configuration of a folder, which must have one."""
     if not (folder / family.config_file).is_file():
         raise RepoError(f"'{folder_name(folder)}' has no {family.config_file}", "name a folder in transformers' layout")
     return family.read_config(folder)
 
 
 def bare_model(name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
-    """A model of this class, with its `options`, on the meta device.
+    """Build a model of this class, with its `options`, on the meta device.
 
-    A ValueError where the configuration does not describe one, or one that is far larger than weights of these shapes.
+    Raises a ValueError if the configuration does not describe one, or one far larger than weights of these shapes.
     """
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -192,7 +183,7 @@ def bare_model(name: str, config: Mapping[str, Any], shapes: Shapes, **options: 
 
 
 def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Shapes, **options: Any) -> nn.Module:
-    """`bare_model` of a folder's configuration, with an error that names the folder."""
+    """Call `bare_model` with a folder's configuration; an error names the folder."""
     try:
         return bare_model(name, config, shapes, **options)
     except ValueError as error:
@@ -210,7 +201,7 @@ def load_pretrained(
     spread: DeviceSpread | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A model of this class, with its `options`, and a folder's safetensors, none of them made up."""
+    """Load a model of this class, with its `options`, from a folder's safetensors; none may be missing."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
 
@@ -229,14 +220,14 @@ def load_pretrained(
         raise
     except (*CANNOT_BUILD, StrictDataclassError) as error:
         raise weights_do_not_fit(folder, error) from error
-    if report["missing_keys"]:  # transformers has made these up at random
+    if report["missing_keys"]:  # transformers has initialised these at random
         raise weights_do_not_fit(folder, f"there is no '{min(report['missing_keys'])}'")
     loaded: nn.Module = (module if spread is not None else module.to(device)).eval()
     return loaded
 
 
 def _spread(spread: DeviceSpread) -> dict[str, Any]:
-    """What transformers is told about it; what no GPU has room for stays in main memory, and is not put on disk."""
+    """Return transformers' arguments for it; what no GPU has room for stays in main memory, not on disk."""
     import torch
 
     if spread.memory is None:
@@ -246,18 +237,18 @@ def _spread(spread: DeviceSpread) -> dict[str, Any]:
 
 
 def origin_of(module: nn.Module) -> Path | None:
-    """The folder that `from_pretrained` read a loaded model from, where it is known and still there."""
+    """Return the folder that `from_pretrained` read a loaded model from, if known and still there."""
     origin = Path(str(getattr(module, "name_or_path", "")))
     return origin if str(origin) != "." and origin.is_dir() else None
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder; it needs no weights beside it."""
+    """Load the tokenizer of a folder; it needs no weights beside it."""
     return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES, _try_tokenizer)
 
 
 def _try_tokenizer(tokenizer: Any) -> None:
-    """Have it read a text: settings of the wrong kind show only then."""
+    """Tokenise a text: settings of the wrong type show only then."""
     ids = tokenizer("a b", truncation=True, max_length=16, verbose=False)["input_ids"]
     tokenizer(["a", "b c"], add_special_tokens=False, verbose=False)
     tokenizer.decode(ids)
@@ -270,7 +261,7 @@ def _from_folder(
 ) -> Any:
     import transformers
 
-    if not any((folder / name).is_file() for name in files):  # transformers would make up an empty one
+    if not any((folder / name).is_file() for name in files):  # transformers would create an empty one
         raise MissingProcessorError(
             f"'{folder_name(folder)}' has no {what}", "copy it from the repo that the model came from"
         )
@@ -284,7 +275,7 @@ def _from_folder(
 
 @contextmanager
 def loadable(folder: Path, what: str) -> Iterator[None]:
-    """Whatever a library says about the files of a tokenizer or processor that it cannot use, as our error."""
+    """Turn a library's errors about the files of a tokenizer or processor into ours."""
     try:
         yield
     except BaseException as error:  # the tokenizers library raises just Exception, or panics
@@ -336,7 +327,7 @@ class PretrainedModel(LiveModel):
 
 
 class PretrainedFamily(Family):
-    """A family whose models transformers loads from a folder, by the class that the family knows."""
+    """A family whose models transformers loads from a folder, by a class that the family knows."""
 
     library = "transformers"
     config_file = "config.json"

@@ -1,4 +1,4 @@
-"""T5 and its multilingual kin: the encoder's sites, as version 1.0 or with the gated layers of 1.1."""
+"""T5 and its multilingual kin: the encoder's sites, as in version 1.0 or with the gated layers of 1.1."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class T5(DescribedFamily):
         return self.pipeline_tag if objective in self.objectives and used_loss else None
 
     def class_for(self, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> tuple[str, dict[str, Any]]:
-        """The whole model where there is a decoder, whatever the configuration calls it, else the encoder."""
+        """Run the whole model if there is a decoder, whatever the configuration names; otherwise the encoder."""
         whole = mapped_class({"model_type": "t5", **config}, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") or ""
         has_decoder = any(self.reason(name, config) == "decoder" for name in shapes)
         named = whole if has_decoder else f"{whole.removesuffix('ForConditionalGeneration')}EncoderModel"

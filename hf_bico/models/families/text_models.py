@@ -1,4 +1,4 @@
-"""Loaded language models: what they make of texts. Knows tokens and modules; not where sites lie, nor any loss."""
+"""Loaded language models: texts to tokens, logits and features. Knows neither where sites lie nor any loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TextModel(PretrainedModel):
     """A loaded model that reads texts."""
 
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
-        """A batch on the model's device, cut to what was asked for and to what the model can take."""
+        """Return a batch on the model's device, cut to the requested and the possible length."""
         return self._read(samples).to(self.device)
 
     def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
@@ -35,7 +35,7 @@ class TextModel(PretrainedModel):
         return batch
 
     def _require_known(self, batch: TokenBatch) -> None:
-        """Refuse tokens that the model has no embedding for: on a GPU, looking them up would end the process."""
+        """Refuse tokens without an embedding: on a GPU, looking them up would end the process."""
         model: Any = self.module
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
         if rows is not None and batch.ids.numel() and int(batch.ids.max()) >= rows:
@@ -46,12 +46,12 @@ class TextModel(PretrainedModel):
 
     @property
     def longest(self) -> int:
-        """How many tokens of a text are read at most: what was asked for or is usual, as far as positions reach."""
+        """The most tokens of a text: the requested or usual number, as far as positions reach."""
         from hf_bico.models.tokenization import longest
 
-        asked = longest(self.tokenizer) if self.max_length is None else self.max_length
-        reach = self._positions()
-        return asked if reach is None else min(asked, reach)
+        requested = longest(self.tokenizer) if self.max_length is None else self.max_length
+        possible = self._max_positions()
+        return requested if possible is None else min(requested, possible)
 
     @property
     def backbone(self) -> Any:
@@ -59,23 +59,23 @@ class TextModel(PretrainedModel):
         model: Any = self.module
         return model.base_model
 
-    def _positions(self) -> int | None:
+    def _max_positions(self) -> int | None:
         config: Any = self.module.config
         found = getattr(config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     def _run(self, module: Any, batch: TokenBatch, **more: Tensor) -> Any:
-        """A forward pass in which padding counts for nothing, on whatever side of a text it stands."""
+        """Run a forward pass in which padding has no effect, on whatever side it stands."""
         known = inspect.signature(module.forward).parameters
         inputs: dict[str, Any] = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), **more}
         if "position_ids" in known:
-            inputs["position_ids"] = self._places(batch)
+            inputs["position_ids"] = self._position_ids(batch)
         if "use_cache" in known:
             inputs["use_cache"] = False
         return module(**inputs)
 
-    def _places(self, batch: TokenBatch) -> Tensor:
-        """The position of each real token in its own text."""
+    def _position_ids(self, batch: TokenBatch) -> Tensor:
+        """Return the position of each real token in its own text."""
         places: Tensor = (batch.mask.long().cumsum(1) - 1).clamp(min=0)
         return places
 
@@ -86,7 +86,7 @@ class CausalModel(TextModel):
     blocks_are_functions = True
 
     def logits(self, batch: TokenBatch) -> Tensor:
-        """(samples, tokens, vocabulary), each of the token after it."""
+        """Return (samples, tokens, vocabulary), each for the token after it."""
         model: Any = self.module
         if model.get_output_embeddings() is None:
             raise UnsupportedModelError(
@@ -97,7 +97,7 @@ class CausalModel(TextModel):
         return logits
 
     def features(self, samples: Sequence[TextSample]) -> Tensor:
-        """The mean over real tokens of the last hidden state, after the final norm."""
+        """Return the mean over real tokens of the last hidden state, after the final norm."""
         batch = self.tokens(samples)
         return mean_of_real(self._run(self.backbone, batch).last_hidden_state, batch.mask)
 
@@ -109,7 +109,7 @@ class EncoderModel(TextModel):
         return self.pooled(self.tokens(samples))
 
     def pooled(self, batch: TokenBatch) -> Tensor:
-        """What a classification head of its class reads: the pooler's output where it has one, else the first token."""
+        """Return the input of a classification head: the pooler's output if it has one, else the first token."""
         import torch
 
         # padding may stand on the left, where a pooler would look for the first token
@@ -128,7 +128,7 @@ class EncoderModel(TextModel):
         return any(site.role == "pooler" for site in self.layout.sites)
 
     def _segments(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """The second sentence of a pair has a type of its own, where model and tokenizer know of types."""
+        """Return the token types of sentence pairs, if model and tokenizer know of types."""
         if getattr(self.module.config, "type_vocab_size", 0) < 2:
             return {}
         if "token_type_ids" not in self.tokenizer.model_input_names:
@@ -137,55 +137,55 @@ class EncoderModel(TextModel):
         past = ends.long().cumsum(1) - ends.long()
         return {"token_type_ids": past.clamp(max=1) * batch.mask.long()}
 
-    def _places(self, batch: TokenBatch) -> Tensor:
-        return super()._places(batch) + self._first_position
+    def _position_ids(self, batch: TokenBatch) -> Tensor:
+        return super()._position_ids(batch) + self._first_position
 
-    def _positions(self) -> int | None:
-        found = super()._positions()
+    def _max_positions(self) -> int | None:
+        found = super()._max_positions()
         return None if found is None else found - self._first_position
 
     @property
     def _first_position(self) -> int:
-        """RoBERTa counts from behind the number of its padding token."""
+        """RoBERTa counts positions from behind the number of its padding token."""
         padding = self.backbone.embeddings.position_embeddings.padding_idx
         return 0 if padding is None else int(padding) + 1
 
 
 class SequenceModel(TextModel):
-    """A loaded T5: an encoder that reads, and where it is whole a decoder that answers."""
+    """A loaded T5: an encoder, and a decoder if it is whole."""
 
     def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
-        """What the encoder reads: texts with T5's words around them, and of a prompt with its answer the prompt."""
+        """Read what the encoder gets: texts in T5's format, and prompts without their answers."""
         return super()._read([_as_read(sample) for sample in samples])
 
     def features(self, samples: Sequence[TextSample]) -> Tensor:
-        """The mean over real tokens of the encoder's output."""
+        """Return the mean over real tokens of the encoder's output."""
         batch = self.tokens(samples)
         return mean_of_real(self._run(self.backbone.encoder, batch).last_hidden_state, batch.mask)
 
     def answers(self, texts: Sequence[Text]) -> TokenBatch:
-        """What the decoder shall say, as its labels."""
+        """Tokenise the decoder's labels."""
         return super()._read(texts).to(self.device)
 
     def logits(self, batch: TokenBatch, answers: TokenBatch) -> Tensor:
-        """The decoder's (samples, tokens, vocabulary), where it has said each answer so far; aligned with `answers`."""
+        """Return the decoder's (samples, tokens, vocabulary) with teacher forcing, aligned with `answers`."""
         model: Any = self.module
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(
                 f"a {type(model).__name__} has no decoder that could answer",
                 "name the whole T5; a fine-tuned encoder is completed by --base",
             )
-        said, mask = self._said(answers), answers.mask.long()
-        logits: Tensor = self._run(model, batch, decoder_input_ids=said, decoder_attention_mask=mask).logits
+        shifted, mask = self._decoder_input(answers), answers.mask.long()
+        logits: Tensor = self._run(model, batch, decoder_input_ids=shifted, decoder_attention_mask=mask).logits
         return logits
 
-    def _said(self, answers: TokenBatch) -> Tensor:
-        """Each answer one token later, behind the token that the decoder starts with."""
+    def _decoder_input(self, answers: TokenBatch) -> Tensor:
+        """Shift each answer by one token, behind the decoder's start token."""
         config: Any = self.module.config
         start = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         is_first = answers.mask.long().cumsum(1) <= 1
-        said: Tensor = answers.ids.roll(1, dims=1).masked_fill(is_first, start)
-        return said
+        shifted: Tensor = answers.ids.roll(1, dims=1).masked_fill(is_first, start)
+        return shifted
 
 
 def _as_read(sample: TextSample) -> TextSample:
@@ -197,7 +197,7 @@ def _as_read(sample: TextSample) -> TextSample:
 
 
 def mean_of_real(hidden: Tensor, mask: Tensor) -> Tensor:
-    """(samples, width): the mean over the real tokens of each text."""
+    """Return (samples, width): the mean over the real tokens of each text."""
     import torch
 
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) * mask.unsqueeze(-1)

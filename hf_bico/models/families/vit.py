@@ -1,7 +1,4 @@
-"""Image transformers with or without a classification head: ViT and DeiT, by the names of files and of loaded models.
-
-Their features are what a classification head reads; the head itself is not known here.
-"""
+"""Image transformers, bare or with a classification head: ViT and DeiT, in files and as loaded models."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ class VitModel(PretrainedModel, ImageModel):
     blocks_are_functions = True
 
     def image_features(self, pixels: Tensor) -> Tensor:
-        """The class token after the final norm."""
+        """Return the class token after the final norm."""
         model: Any = self.module
         features: Tensor = model.base_model(pixel_values=pixels).last_hidden_state[:, 0]
         return features
@@ -107,7 +104,7 @@ class Vit(BackboneFamily):
         return found, found.image_size(patch)
 
     def own_names(self, blueprint: Blueprint, shapes: Shapes, prefix: str) -> Mapping[str, str]:
-        """transformers calls the layers of a block otherwise than the files on the Hub do."""
+        """transformers names the layers of a block differently from the files on the Hub."""
         if blueprint is _LOADED:
             return {}
         modules = {own: _LOADED.modules[role] for role, own in blueprint.modules.items()}
@@ -126,6 +123,6 @@ class Vit(BackboneFamily):
     def backbone(
         self, folder: Path, config: Mapping[str, Any], shapes: Shapes, layout: Layout
     ) -> tuple[str, dict[str, Any]]:
-        """Without the pooler, which no head reads."""
+        """Drop the pooler, which no head reads."""
         distilled = any(name.endswith("embeddings.distillation_token") for name in shapes)
         return "DeiTModel" if distilled else "ViTModel", {"add_pooling_layer": False}

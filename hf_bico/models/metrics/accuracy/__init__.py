@@ -1,1 +1,0 @@
-"""Accuracy, for `evaluate`."""
