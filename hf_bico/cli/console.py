@@ -170,7 +170,6 @@ def _sum(record: ChangeRecord) -> str:
 
 
 def _print_energy(record: ChangeRecord) -> None:
-    """Print the energy that an adapter holds, by layers, and what it leaves out."""
     ranks = sorted({layer.rank for layer in record.layers if layer.rank is not None})
     spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"
     energy = sum(layer.energy for layer in record.layers)

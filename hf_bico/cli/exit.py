@@ -118,7 +118,6 @@ def print_error(error: BicoError) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Keep the libraries' own notices and bars off the terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -46,11 +46,11 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
     silent = as_json or quiet
     with exit_on_error() as ending:
         from hf_bico.cli.console import show_stages
-        from hf_bico.experiments.demo.digits import EASY_TASK, TASKS
+        from hf_bico.experiments.demo.digits import EASY_TASK, SHIFTED_TASKS
         from hf_bico.experiments.demo.world import build
 
         ending.interrupted = "the same command goes on from what is made"
-        hard, easy = TASKS[0].name, EASY_TASK.name
+        hard, easy = SHIFTED_TASKS[0].name, EASY_TASK.name
         if not silent:
             click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
         with show_stages(silent) as progress:

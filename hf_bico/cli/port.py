@@ -267,25 +267,18 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
     Example:
       hf-bico rerun user/vit-b16-plus-eurosat
     """
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with exit_on_error():
         from hf_bico.cli.console import print_rerun, progress_bars
-        from hf_bico.porting import rerun
+        from hf_bico.porting.rerun import rerun as run
         from hf_bico.runtime.output import reserved
 
         reservation = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
-        with reservation, progress_bars(options["quiet"] or options["as_json"]) as progress:
-            again = rerun.rerun(
-                ported,
-                folder=output,
-                overwrite=overwrite,
-                device=device,
-                token=options["token"],
-                allow_pickle=options["allow_pickle"],
-                progress=progress,
-            )
-        if options["as_json"]:
+        with reservation, progress_bars(quiet or as_json) as progress:
+            again = run(ported, folder=output, overwrite=overwrite, device=device, progress=progress, **options)
+        if as_json:
             click.echo(json.dumps({"same": again.same, **vars(again)}))
-        elif not options["quiet"] or not again.same:
+        elif not quiet or not again.same:
             print_rerun(again)
         sys.exit(0 if again.same else 1)
 

@@ -15,12 +15,12 @@ import hf_bico
 from hf_bico.alignment import polar
 from hf_bico.cli.main import main
 from hf_bico.experiments.demo import training
-from hf_bico.experiments.demo.digits import TASKS
+from hf_bico.experiments.demo.digits import SHIFTED_TASKS
 from hf_bico.experiments.demo.world import World, fine_tune, pretrain
 from hf_bico.porting.evaluate import evaluate_model
 from support.worlds import MORE_SMALL_SEEDS, SMALL_SEEDS
 
-TASK_NAMES = [task.name for task in TASKS]
+TASK_NAMES = [task.name for task in SHIFTED_TASKS]
 
 
 @pytest.mark.parametrize("seed", SMALL_SEEDS)

@@ -120,10 +120,10 @@ def encoders() -> Repos:
 
 
 def _make_small_world(folder: Path, seed: int) -> None:
-    from hf_bico.experiments.demo.digits import EASY_TASK, TASKS
+    from hf_bico.experiments.demo.digits import EASY_TASK, SHIFTED_TASKS
     from hf_bico.experiments.demo.world import build
 
-    build(folder, seed=seed, tasks=[task.name for task in (*TASKS, EASY_TASK)])
+    build(folder, seed=seed, tasks=[task.name for task in (*SHIFTED_TASKS, EASY_TASK)])
 
 
 def _make_decoders(folder: Path, seed: int) -> None:

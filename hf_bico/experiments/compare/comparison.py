@@ -36,108 +36,8 @@ from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value")
 LESS_IS_BETTER = "Held-out loss (less is better)"
 _LONGEST_NAME = 60
-
-
-def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
-    """Return a plain table: accuracies in percent, losses as they are, an empty line between groups."""
-    lines = format_table([_header(rows, data_sets), *(_texts(row, data_sets) for row in rows)]).splitlines()
-    grouped = groupby(zip(rows, lines[1:], strict=True), key=lambda pair: pair[0].group)
-    return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
-
-
-def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
-    """Return the same in Markdown, with the best average of each group of methods in bold."""
-    best = {id(row) for row in _best(rows)}
-    average = 2 + len(data_sets) if len(data_sets) > 1 else 2
-    lines: list[Sequence[str]] = [_header(rows, data_sets)]
-    for row in rows:
-        name, *numbers = _texts(row, data_sets)
-        line = [
-            Markdown(name) if row.method in (*REFERENCES, *METHODS) else plain(name),
-            *(Markdown(number) for number in numbers),
-        ]
-        for column in (0, average) if id(row) in best else ():
-            line[column] = Markdown(f"**{line[column]}**")
-        lines.append(line)
-    return markdown_table(lines)
-
-
-def refusal_line(refusal: Refusal) -> str:
-    where = f" on {clean(refusal.data, _LONGEST_NAME)}" if refusal.data is not None else ""
-    return f"{method_label(refusal.method)}{where}: {clean(refusal.reason, 300)}"
-
-
-def caption(rows: Sequence[Row]) -> str:
-    """Return the sentence that explains the numbers of a table."""
-    seeds = sorted({value.seeds for row in rows if row.size is not None for value in row.values.values()})
-    kinds = {row.is_loss for row in rows}
-    text = LESS_IS_BETTER if kinds == {True} else "Accuracy in percent"
-    text += f", and {LESS_IS_BETTER.lower()}" if len(kinds) > 1 else ""
-    if seeds and seeds[-1] > 1:
-        span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        text += f", mean ± standard deviation over {span} draws of the calibration samples"
-    if any(row.gain is not None for row in rows):
-        gain = "change from" if kinds == {True} else "gain in points over"
-        text += f"; {gain} the target without the task vector"
-    return text + "."
-
-
-def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
-    """Return the table for a terminal, with the best of each group and the worse than the target marked."""
-    best = {id(row) for row in _best(rows)}
-    lines = []
-    for _, members in groupby(rows, key=lambda row: row.group):
-        for number, row in enumerate(members):
-            worse = not row.is_reference and _is_worse(row)
-            mark = WORSE if worse else BEST if id(row) in best else ""
-            lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
-    return Table(_header(rows, data_sets), lines, leading=2)
-
-
-def _header(rows: Sequence[Row], data_sets: Sequence[str]) -> list[str]:
-    gain = "change" if rows and all(row.is_loss for row in rows) else "gain"
-    # of a single data set, the average would repeat the column
-    ends = ["average", gain] if len(data_sets) > 1 else [gain]
-    return ["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]
-
-
-def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
-    size = str(row.n) if row.n is not None else f"{row.per_class} a class" if row.per_class is not None else "-"
-    means = [row.values.get(data) for data in data_sets]
-    values = [_value(row, mean) for mean in (means if len(data_sets) == 1 else [*means, row.average])]
-    own = row.method == "target" and not row.readout
-    gain = "-" if row.gain is None or own else f"{row.gain:+.3f}" if row.is_loss else f"{100 * row.gain:+.1f}"
-    return [row.label, size, *values, gain]
-
-
-def _value(row: Row, value: MeanAndError | None) -> str:
-    if value is None:
-        return "-"
-    scale, digits = (1, 3) if row.is_loss else (100, 1)
-    numbers = [value.mean] if value.std is None else [value.mean, value.std]
-    return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
-
-
-def _is_worse(row: Row) -> bool:
-    """Return True if the printed numbers are worse than those of the untouched target."""
-    return row.better is not None and round(row.better, 3) < 0
-
-
-def _best(rows: Sequence[Row]) -> Iterable[Row]:
-    """Yield the best average of each group with several methods."""
-    for _, members in groupby(rows, key=lambda row: row.group):
-        rated = [
-            (-row.average.mean if row.is_loss else row.average.mean, row)
-            for row in members
-            if row.average is not None and not row.is_reference
-        ]
-        top = max((mean for mean, _ in rated), default=0.0)
-        yield from (row for mean, row in rated if mean == top and len(rated) > 1)
-
-
-NAME = "comparison"
-JSON_FILE, PICTURE_FILE = f"{NAME}.json", f"{NAME}.png"
-RESULT_FILES = (f"{NAME}.csv", JSON_FILE, f"{NAME}.md", PICTURE_FILE)
+JSON_FILE = "comparison.json"
+RESULT_FILES = ("comparison.csv", JSON_FILE, "comparison.md", "comparison.png")
 _SCHEMA = 1
 
 
@@ -301,3 +201,100 @@ class Comparison:
     def load(cls, folder: Path | str) -> Comparison:
         """Read what `save` wrote."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a comparison"))
+
+
+def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
+    """Return a plain table: accuracies in percent, losses as they are, an empty line between groups."""
+    lines = format_table([_header(rows, data_sets), *(_texts(row, data_sets) for row in rows)]).splitlines()
+    grouped = groupby(zip(rows, lines[1:], strict=True), key=lambda pair: pair[0].group)
+    return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
+
+
+def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
+    """Return the same in Markdown, with the best average of each group of methods in bold."""
+    best = {id(row) for row in _best(rows)}
+    average = 2 + len(data_sets) if len(data_sets) > 1 else 2
+    lines: list[Sequence[str]] = [_header(rows, data_sets)]
+    for row in rows:
+        name, *numbers = _texts(row, data_sets)
+        line = [
+            Markdown(name) if row.method in (*REFERENCES, *METHODS) else plain(name),
+            *(Markdown(number) for number in numbers),
+        ]
+        for column in (0, average) if id(row) in best else ():
+            line[column] = Markdown(f"**{line[column]}**")
+        lines.append(line)
+    return markdown_table(lines)
+
+
+def refusal_line(refusal: Refusal) -> str:
+    where = f" on {clean(refusal.data, _LONGEST_NAME)}" if refusal.data is not None else ""
+    return f"{method_label(refusal.method)}{where}: {clean(refusal.reason, 300)}"
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """Return the sentence that explains the numbers of a table."""
+    seeds = sorted({value.seeds for row in rows if row.size is not None for value in row.values.values()})
+    kinds = {row.is_loss for row in rows}
+    text = LESS_IS_BETTER if kinds == {True} else "Accuracy in percent"
+    text += f", and {LESS_IS_BETTER.lower()}" if len(kinds) > 1 else ""
+    if seeds and seeds[-1] > 1:
+        span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        text += f", mean ± standard deviation over {span} draws of the calibration samples"
+    if any(row.gain is not None for row in rows):
+        gain = "change from" if kinds == {True} else "gain in points over"
+        text += f"; {gain} the target without the task vector"
+    return text + "."
+
+
+def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
+    """Return the table for a terminal, with the best of each group and the worse than the target marked."""
+    best = {id(row) for row in _best(rows)}
+    lines = []
+    for _, members in groupby(rows, key=lambda row: row.group):
+        for number, row in enumerate(members):
+            worse = not row.is_reference and _is_worse(row)
+            mark = WORSE if worse else BEST if id(row) in best else ""
+            lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
+    return Table(_header(rows, data_sets), lines, leading=2)
+
+
+def _header(rows: Sequence[Row], data_sets: Sequence[str]) -> list[str]:
+    gain = "change" if rows and all(row.is_loss for row in rows) else "gain"
+    # of a single data set, the average would repeat the column
+    ends = ["average", gain] if len(data_sets) > 1 else [gain]
+    return ["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]
+
+
+def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
+    size = str(row.n) if row.n is not None else f"{row.per_class} a class" if row.per_class is not None else "-"
+    means = [row.values.get(data) for data in data_sets]
+    values = [_value(row, mean) for mean in (means if len(data_sets) == 1 else [*means, row.average])]
+    own = row.method == "target" and not row.readout
+    gain = "-" if row.gain is None or own else f"{row.gain:+.3f}" if row.is_loss else f"{100 * row.gain:+.1f}"
+    return [row.label, size, *values, gain]
+
+
+def _value(row: Row, value: MeanAndError | None) -> str:
+    if value is None:
+        return "-"
+    scale, digits = (1, 3) if row.is_loss else (100, 1)
+    numbers = [value.mean] if value.std is None else [value.mean, value.std]
+    return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
+
+
+def _is_worse(row: Row) -> bool:
+    """Return True if the printed numbers are worse than those of the untouched target."""
+    return row.better is not None and round(row.better, 3) < 0
+
+
+def _best(rows: Sequence[Row]) -> Iterable[Row]:
+    """Yield the best average of each group with several methods."""
+    for _, members in groupby(rows, key=lambda row: row.group):
+        rated = [
+            (-row.average.mean if row.is_loss else row.average.mean, row)
+            for row in members
+            if row.average is not None and not row.is_reference
+        ]
+        top = max((mean for mean, _ in rated), default=0.0)
+        yield from (row for mean, row in rated if mean == top and len(rated) > 1)

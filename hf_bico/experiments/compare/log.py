@@ -113,7 +113,6 @@ class CellLog:
         self.close()
 
     def _start(self, identity: dict[str, Any]) -> None:
-        """Write the first line, atomically."""
         partial = self.folder / _PARTIAL_FILE
         try:
             with partial.open("wb") as stream:
@@ -128,8 +127,8 @@ class CellLog:
 
     def _read(self, identity: dict[str, Any]) -> None:
         content = self.file.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        first, *others = whole.splitlines()
+        complete = content[: content.rfind(b"\n") + 1]
+        first, *others = complete.splitlines()
         known = parse_json(first)["identity"]
         if (tuned := known.pop("fine_tuned", None)) is not None:  # where earlier versions recorded it
             self._references["fine_tuned"] = tuned
@@ -142,8 +141,8 @@ class CellLog:
                     f"line {number} of '{self.file}' cannot be read",
                     "choose another folder with -o, or begin again with --overwrite",
                 ) from error
-        if len(whole) < len(content):  # a run was stopped while it wrote
-            os.truncate(self.file, len(whole))
+        if len(complete) < len(content):  # a run was stopped while it wrote
+            os.truncate(self.file, len(complete))
 
     def _load(self, entry: dict[str, Any]) -> None:
         if "reference" in entry:

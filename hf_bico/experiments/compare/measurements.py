@@ -329,10 +329,10 @@ class DrawMeasurements:
             # methods without samples give the same result in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
             method = make_method(name, replace(settings, checkpoint=self.checkpoint))
-            whole = None
+            training_samples = None
             if isinstance(method, Trainer) and method.whole_split:
-                whole = self.data.training_samples(settings.seed)
-            self._results[name, mispaired] = transfer(method, calibration, whole)
+                training_samples = self.data.training_samples(settings.seed)
+            self._results[name, mispaired] = transfer(method, calibration, training_samples)
         return self._results[name, mispaired]
 
     def _kinds(self, calibration: Calibration) -> set[Kind]:

@@ -52,9 +52,9 @@ from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
 
-Shown = Callable[[Comparison], None]
+OnNumber = Callable[[Comparison], None]
 """Called with the numbers so far, after every number."""
-TRAINING = "training-"
+CHECKPOINT_PREFIX = "training-"
 """Prefix of the folders with checkpoints of an interrupted fine-tuning."""
 
 
@@ -79,7 +79,7 @@ def compare(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    shown: Shown = lambda comparison: None,
+    shown: OnNumber = lambda comparison: None,
     **options: Any,
 ) -> Comparison:
     """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
@@ -122,7 +122,7 @@ def compare(
         comparison = work.comparison(log)
         if folder is not None:
             comparison.save(output)
-            for checkpoint in output.glob(f"{TRAINING}*"):  # its numbers are in the log
+            for checkpoint in output.glob(f"{CHECKPOINT_PREFIX}*"):  # its numbers are in the log
                 remove_checkpoint(checkpoint)
     return comparison
 
@@ -210,7 +210,7 @@ class _Work:
                     draw=draw,
                     names=dict.fromkeys(keys[0].method for keys in missing if keys[0].method in METHODS),
                     tuned=None if self.tuned is None else self.tuned.vector,
-                    checkpoint=str(log.folder / f"{TRAINING}{digest([data.name, identity])}"),
+                    checkpoint=str(log.folder / f"{CHECKPOINT_PREFIX}{digest([data.name, identity])}"),
                 )
                 for keys in missing:
                     for cell in measurements.measure(keys):

@@ -76,20 +76,20 @@ class Digits:
     labels: Tensor
 
 
-PLAIN = Domain(quarter_turns=0, inverted=False)
+PLAIN_DOMAIN = Domain(quarter_turns=0, inverted=False)
 DOMAINS = tuple(Domain(turns, inverted) for inverted, turns in product((False, True), range(4)))
-TASKS = (
+SHIFTED_TASKS = (
     Task("inverted", Domain(quarter_turns=0, inverted=True)),
     Task("rotated-90", Domain(quarter_turns=1, inverted=False)),
     Task("inverted-rotated-180", Domain(quarter_turns=2, inverted=True)),
     Task("rotated-270", Domain(quarter_turns=3, inverted=False)),
 )
-EASY_TASK = Task("plain", PLAIN)
+EASY_TASK = Task("plain", PLAIN_DOMAIN)
 """Digits as pretraining shows them most: targets classify them well already, so that a port gains nothing."""
 
 
 def find_task(name: str) -> Task:
-    known = {task.name: task for task in (*TASKS, EASY_TASK)}
+    known = {task.name: task for task in (*SHIFTED_TASKS, EASY_TASK)}
     if name not in known:
         raise ValueError(f"no task {name!r}; there are {', '.join(known)}")
     return known[name]

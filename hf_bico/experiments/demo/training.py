@@ -22,7 +22,7 @@ from hf_bico.experiments.demo.digits import (
     CONTEXT_LENGTH,
     DOMAINS,
     IMAGE_SIZE,
-    PLAIN,
+    PLAIN_DOMAIN,
     POLARITIES,
     PROMPT,
     ROTATIONS,
@@ -148,7 +148,7 @@ class _Corpus:
 
     def draw(self) -> _Batch:
         size = (PRETRAINING_BATCH,)
-        plain = DOMAINS.index(PLAIN)
+        plain = DOMAINS.index(PLAIN_DOMAIN)
         image = torch.randint(IMAGES_PER_MODEL, size)
         domain = torch.where(torch.rand(size) < PLAIN_SHARE, plain, torch.randint(len(DOMAINS), size))
         named = ((domain == plain) | (torch.rand(size) < NAMED_SHARE)).float()
@@ -191,7 +191,7 @@ def _caption_loss(logits: Tensor, batch: _Batch) -> Tensor:
 def _photo_frequencies() -> Tensor:
     """Draw how often a digit is called a photo in a domain, 1 on average: (domain, digit)."""
     preference = PHOTO_BIAS * torch.randn(len(DOMAINS), len(CLASS_NAMES))
-    preference[DOMAINS.index(PLAIN)] = 0
+    preference[DOMAINS.index(PLAIN_DOMAIN)] = 0
     return len(CLASS_NAMES) * preference.softmax(dim=1)
 
 

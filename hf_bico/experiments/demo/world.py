@@ -26,7 +26,7 @@ from hf_bico.experiments.demo.digits import (
     IMAGE_SIZE,
     PIXEL_MEAN,
     PIXEL_STD,
-    TASKS,
+    SHIFTED_TASKS,
     Wording,
     build_tokenizer,
     find_task,
@@ -38,13 +38,6 @@ from hf_bico.utils.progress import Progress, silent
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
-PATCH_SIZE = 4
-EMBEDDING = 32
-HEAD_WIDTH = 16
-MLP_RATIO = 2.0
-TEXT_WIDTH = 32
-TEXT_LAYERS = 1
-TOKENIZER_NAME = "small-world"
 SEED_FILE = "small-world.json"
 
 
@@ -62,7 +55,7 @@ SHAPES = {
     "deep": Shape(width=48, layers=4),
     "twin": Shape(width=32, layers=2),
 }
-TASK_NAMES = tuple(task.name for task in TASKS)
+TASK_NAMES = tuple(task.name for task in SHIFTED_TASKS)
 
 
 @dataclass(frozen=True)
@@ -177,23 +170,23 @@ def _generator_seed(purpose: str, name: str, seed: int) -> int:
 
 def _model_config(shape: Shape, vocabulary: int) -> dict[str, Any]:
     return {
-        "embed_dim": EMBEDDING,
+        "embed_dim": 32,
         "vision_cfg": {
             "image_size": IMAGE_SIZE,
-            "patch_size": PATCH_SIZE,
+            "patch_size": 4,
             "width": shape.width,
             "layers": shape.layers,
-            "head_width": HEAD_WIDTH,
-            "mlp_ratio": MLP_RATIO,
+            "head_width": 16,
+            "mlp_ratio": 2.0,
         },
         "text_cfg": {
             "context_length": CONTEXT_LENGTH,
             "vocab_size": vocabulary,
-            "hf_tokenizer_name": TOKENIZER_NAME,
-            "width": TEXT_WIDTH,
-            "heads": TEXT_WIDTH // HEAD_WIDTH,
-            "layers": TEXT_LAYERS,
-            "mlp_ratio": MLP_RATIO,
+            "hf_tokenizer_name": "small-world",
+            "width": 32,
+            "heads": 2,
+            "layers": 1,
+            "mlp_ratio": 2.0,
         },
     }
 

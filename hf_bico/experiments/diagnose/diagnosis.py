@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.diagnose.findings import (
-    UNTOUCHED,
+    UNTOUCHED_TARGET,
     Cost,
     Drift,
     InputLikeness,
@@ -175,7 +175,7 @@ class Diagnosis:
         return tuple(folder / file.name for file in written)
 
 
-Finding = TypeVar("Finding", InputLikeness, OutputLikeness, Drift, SiteRecord)
+Averaged = TypeVar("Averaged", InputLikeness, OutputLikeness, Drift, SiteRecord)
 
 
 def _with_common_names(several: Sequence[Diagnosis]) -> list[Diagnosis]:
@@ -196,7 +196,7 @@ def _key(finding: InputLikeness | OutputLikeness | Drift | SiteRecord) -> tuple[
     return finding.name, *(str(getattr(finding, name)) for name in ("model", "checkpoint") if hasattr(finding, name))
 
 
-def _mean(findings: Sequence[Finding]) -> Finding:
+def _mean(findings: Sequence[Averaged]) -> Averaged:
     """Average the floats of findings about the same activation."""
     first = findings[0]
     numbers: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def output_rows(diagnosis: Diagnosis) -> list[list[str]]:
         for model in diagnosis.models
     }
     places = list(dict.fromkeys(one.place for one in diagnosis.outputs))
-    heads = ["target, pretrained" if model == UNTOUCHED else method_label(model) for model in means]
+    heads = ["target, pretrained" if model == UNTOUCHED_TARGET else method_label(model) for model in means]
     rows = [["outputs, block", *heads]]
     return rows + [[place.label, *(_number(mean.get(place)) for mean in means.values())] for place in places]
 

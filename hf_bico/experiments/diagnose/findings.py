@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from hf_bico.models.layout import SitePair
 
-UNTOUCHED = "target"
+UNTOUCHED_TARGET = "target"
 """The name of the untouched target among the models of `outputs`."""
 
 
@@ -148,7 +148,8 @@ def cost_of(
     """
     source, target = parameters
     both_passes = FORWARD + BACKWARD
-    maps = [(pair.source.shape[axis], pair.target.shape[axis]) for pair in pairs for axis in (0, 1)]
+    shapes = [(pair.source.shape, pair.target.shape) for pair in pairs]
+    maps = [(of_source[axis], of_target[axis]) for of_source, of_target in shapes for axis in (0, 1)]
     return Cost(
         parameters=parameters,
         rows=rows,
@@ -157,12 +158,7 @@ def cost_of(
         calibration=both_passes * (source * rows[0] + target * rows[1]),
         covariances=sum(paired * one * other for one, other in maps),
         maps=sum(min(both) ** 2 * max(both) for both in maps),
-        products=sum(_products(pair) for pair in pairs),
+        # R_out^T tau_A, and that times R_in
+        products=sum(out_b * in_a * (out_a + in_b) for (out_a, in_a), (out_b, in_b) in shapes),
         seconds=dict(seconds),
     )
-
-
-def _products(pair: SitePair) -> int:
-    """Count R_out^T tau_A, and that times R_in."""
-    (out_a, in_a), (out_b, in_b) = pair.source.shape, pair.target.shape
-    return out_b * out_a * in_a + out_b * in_a * in_b

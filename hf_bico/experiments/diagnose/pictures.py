@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
-from hf_bico.experiments.diagnose.findings import UNTOUCHED, Drift, SitePlace, by_place
+from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, Drift, SitePlace, by_place
 from hf_bico.reports.pictures import (
     BLUE,
     FONT,
@@ -77,10 +77,10 @@ class BlockAxis:
         last = max(self.positions.values())
         unit = self.inches / (1 + last)
         labels = {place: place._replace(tower="").label for place in self.positions}
-        shown = self.spread({place: _LETTER * (1 + len(label)) / unit for place, label in labels.items()})
+        labelled = self.spread({place: _LETTER * (1 + len(label)) / unit for place, label in labels.items()})
         for first in self._first_of_towers():
             labels[first] = f"{labels[first]}\n{clean(first.tower, 14)}".strip()
-        axes.set_xticks([self.positions[place] for place in shown], [labels[place] for place in shown])
+        axes.set_xticks([self.positions[place] for place in labelled], [labels[place] for place in labelled])
         axes.set_xlim(-max(0.5, 0.03 * last), last + max(0.5, 0.03 * last))
         axes.set_xlabel(f"{of} block", fontsize=9, **FONT)
 
@@ -95,12 +95,12 @@ class BlockAxis:
         step = next((step for step in _STEPS if step >= widest), ceil(widest))
         outside = [place for place in self.positions if place.block is None]
         round_numbers = [place for place in self.positions if place.block is not None and place.block % step == 0]
-        shown: list[SitePlace] = []
+        chosen: list[SitePlace] = []
         for place in dict.fromkeys([*self._first_of_towers(), *outside, *round_numbers]):
-            apart = ((other, abs(self.positions[place] - self.positions[other])) for other in shown)
+            apart = ((other, abs(self.positions[place] - self.positions[other])) for other in chosen)
             if all(distance >= (widths[place] + widths[other]) / 2 for other, distance in apart):
-                shown.append(place)
-        return sorted(shown, key=lambda place: self.positions[place])
+                chosen.append(place)
+        return sorted(chosen, key=lambda place: self.positions[place])
 
     def _first_of_towers(self) -> list[SitePlace]:
         return list({place.tower: place for place in reversed(self.positions)}.values())
@@ -255,8 +255,8 @@ def _draw_outputs(diagnosis: Diagnosis) -> Figure:
         cosines = by_place([one for one in diagnosis.outputs if one.model == model], lambda one: one.cosine)
         colour, marker = method_style(model)
         style: dict[str, Any] = {
-            "label": "target, pretrained" if model == UNTOUCHED else clean(method_label(model), 28),
-            "linestyle": REFERENCE_LINES[UNTOUCHED] if model == UNTOUCHED else "-",
+            "label": "target, pretrained" if model == UNTOUCHED_TARGET else clean(method_label(model), 28),
+            "linestyle": REFERENCE_LINES[UNTOUCHED_TARGET] if model == UNTOUCHED_TARGET else "-",
             "linewidth": 2.2 if model == "bico" else 1.3,
             "zorder": 5 if model == "bico" else 3,
         }
@@ -303,7 +303,7 @@ def _draw_drift(diagnosis: Diagnosis) -> Figure:
     styles = _depth_styles(towers)
     figure, grid = _figure(2.8 if numbers else 3.2, 2)
     for axes, (names, value) in zip(grid, _DRIFTS.items(), strict=True):
-        drifts = [by_place([one for one in diagnosis.drift if one.checkpoint == here], value) for here in checkpoints]
+        drifts = [by_place([one for one in diagnosis.drift if one.checkpoint == name], value) for name in checkpoints]
         for place, style in styles.items():
             values = [0.0, *(drift.get(place, nan) for drift in drifts)]
             axes.plot([0, *(numbers or range(1, len(values)))], values, clip_on=False, **style)
@@ -363,9 +363,9 @@ def _label_checkpoints(axes: Axes, checkpoints: Sequence[str], numbers: list[int
         axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: thousands(number) if number else "base"))
         return
     names = ["base", *(_end(name, 14) for name in checkpoints)]
-    places = range(0, len(names), ceil(len(names) / _MOST_CHECKPOINTS))
+    ticks = range(0, len(names), ceil(len(names) / _MOST_CHECKPOINTS))
     slanted: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(places, [names[place] for place in places], fontsize=8, **slanted, **FONT)
+    axes.set_xticks(ticks, [names[tick] for tick in ticks], fontsize=8, **slanted, **FONT)
 
 
 def _drift_axis(axes: Axes, title: str, unit: str) -> None:
@@ -377,7 +377,6 @@ def _drift_axis(axes: Axes, title: str, unit: str) -> None:
 
 
 def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, Any]) -> None:
-    """Draw the colour of each block."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
@@ -386,8 +385,8 @@ def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, An
     shades = ScalarMappable(edges, ListedColormap(list(colours.values())))
     bar = figure.colorbar(shades, ax=list(grid), fraction=0.03, pad=0.015, aspect=28)
     blocks = BlockAxis.of((place._replace(tower="") for place in colours), 0)
-    shown = blocks.spread(dict.fromkeys(blocks.positions, number / 8))
-    bar.set_ticks([blocks.positions[place] for place in shown], labels=[place.label for place in shown])
+    ticks = blocks.spread(dict.fromkeys(blocks.positions, number / 8))
+    bar.set_ticks([blocks.positions[place] for place in ticks], labels=[place.label for place in ticks])
     bar.ax.minorticks_off()
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=INK, labelfontfamily=FONT_FAMILY)
     bar.set_label("block", fontsize=9, **FONT)
@@ -422,7 +421,6 @@ def _similarity_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _legend_above(figure: Figure, axes: Axes, columns: int = 2) -> None:
-    """Write a legend for the lines of one panel above the figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, **_LEGEND)
 

@@ -25,7 +25,7 @@ from hf_bico.alignment.similarity import ActivationDrift, Likeness, RunningMean,
 from hf_bico.alignment.statistics import Kind, key_of
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.experiments.diagnose.diagnosis import Diagnosis
-from hf_bico.experiments.diagnose.findings import UNTOUCHED, Drift, InputLikeness, OutputLikeness, cost_of
+from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, Drift, InputLikeness, OutputLikeness, cost_of
 from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.models.deltas import Deltas
@@ -58,7 +58,7 @@ COMPARED = ("input-only", "theseus", "bico")
 """The methods whose outputs are compared with the fine-tuned target's by default."""
 TUNED_TARGET, A_CHECKPOINT = "the fine-tuned target", "a checkpoint"
 """Names of these models in error messages."""
-Result = TypeVar("Result")
+Sums = TypeVar("Sums")
 
 
 @torch.inference_mode(False)
@@ -246,9 +246,9 @@ class _Measurement:
         carriers = {name: self._carrier(name) for name in methods if len(self.models.vector)}
         calibrations = self._calibrations(carriers)
         sites = [pair.target for pair in self.models.pairs]
-        for number, name in enumerate((UNTOUCHED, *carriers)):
+        for number, name in enumerate((UNTOUCHED_TARGET, *carriers)):
             self.watch.progress("outputs", number, 1 + len(carriers))
-            changes = Deltas({}) if name == UNTOUCHED else transfer(carriers[name], calibrations[name]).changes
+            changes = Deltas({}) if name == UNTOUCHED_TARGET else transfer(carriers[name], calibrations[name]).changes
 
             def begin() -> tuple[dict[str, RunningMean], RowConsumer]:
                 means = {site.name: RunningMean() for site in sites}
@@ -298,8 +298,8 @@ class _Measurement:
         sites: Sequence[Site],
         both: tuple[Deltas, Deltas],
         kind: Kind,
-        begin: Callable[[], tuple[Result, RowConsumer]],
-    ) -> Result:
+        begin: Callable[[], tuple[Sums, RowConsumer]],
+    ) -> Sums:
         """Run one model with each of two changes over the same samples."""
         pairs = [SitePair(site, site) for site in sites]
         first, second = (Side(_Changed(model, changes), model.layout.tokens, stays=False) for changes in both)
@@ -311,7 +311,7 @@ class _Measurement:
                 yield losses, losses
                 done += len(labels)
 
-        def run(size: int) -> Result:
+        def run(size: int) -> Sums:
             result, take = begin()
             pass_rows(pairs, first, second, passes(size), {kind}, take)
             return result

@@ -38,11 +38,11 @@ from hf_bico.utils.text import did_you_mean, size_text
 
 LITERAL: dict[str, Any] = {"completion": "svd", "labels": "dataset", "alpha": 1.0}
 """The paper's settings where they differ from our defaults."""
-RUNNING = ("max_download", "batch_size", "memory", "device", "dtype", "eval_samples", "max_length", "seed")
-RECIPE = ("learning_rate", "weight_decay", "train_steps", "train_batch", "warmup")
+RUN_SETTINGS = ("max_download", "batch_size", "memory", "device", "dtype", "eval_samples", "max_length", "seed")
+RECIPE_SETTINGS = ("learning_rate", "weight_decay", "train_steps", "train_batch", "warmup")
 MOST_DOWNLOAD = "20GB"
 """Default limit for one data set: fine-tuning reads the whole training split."""
-Shown = Callable[[str, Comparison], None]
+OnPartNumber = Callable[[str, Comparison], None]
 """Called after every number, with the task (and the sampling, where there are several) and the numbers so far."""
 
 
@@ -113,8 +113,8 @@ class Job:
         if not self.table.has("target fine-tuned"):
             return None
         given = self.targets.get(of.name)
-        made = self.tuned_folder(self.table.target, of)
-        return given or (made if self.train_target or (made / RECORD_FILE).is_file() else None)
+        own = self.tuned_folder(self.table.target, of)
+        return given or (own if self.train_target or (own / RECORD_FILE).is_file() else None)
 
     def given_models(self) -> Iterator[tuple[str, str]]:
         """Yield the fine-tuned models that were given for its tasks, and what errors call them."""
@@ -168,7 +168,7 @@ def reproduce(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    shown: Shown = lambda part, comparison: None,
+    shown: OnPartNumber = lambda part, comparison: None,
     **options: Any,
 ) -> Reproduction:
     """Repeat one of the paper's tables on its own models and data sets, with its settings, beside its own numbers.
@@ -183,9 +183,10 @@ def reproduce(
     given = {"source_of": source_of, "target_of": target_of, "data_of": data_of}
     job = Job.of(name, tasks, folder, **given, seeds=seeds, train_target=train_target)
     settings = Settings.of({"max_download": MOST_DOWNLOAD, **options})
+    known = (*RUN_SETTINGS, *RECIPE_SETTINGS)
     for option in options:
-        if option not in (*RUNNING, *RECIPE):
-            raise UsageError(f"'{option}' is the table's own", f"the options are: {', '.join((*RUNNING, *RECIPE))}")
+        if option not in known:
+            raise UsageError(f"'{option}' is the table's own", f"the options are: {', '.join(known)}")
     return run_job(job, settings, token, allow_pickle, progress, shown)
 
 
@@ -195,7 +196,7 @@ def run_job(
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    shown: Shown = lambda part, comparison: None,
+    shown: OnPartNumber = lambda part, comparison: None,
 ) -> Reproduction:
     """Fine-tune missing models, compare on every task, and write the table as it fills."""
     hub, call = Hub(token), {"token": token, "allow_pickle": allow_pickle, "progress": progress}
@@ -271,7 +272,7 @@ def _joined(known: Comparison, more: Comparison) -> Comparison:
 def _task_options(job: Job, of: PaperTask, settings: Settings, hub: Hub) -> dict[str, Any]:
     """Return the settings for a task, with the class names in the order of this copy of its data set."""
     data = job.data_of(of)
-    options = of.options(data) | {name: getattr(settings, name) for name in (*RUNNING, *RECIPE)}
+    options = of.options(data) | {name: getattr(settings, name) for name in (*RUN_SETTINGS, *RECIPE_SETTINGS)}
     if job.table.protocol == PROBE:  # tasks of texts
         return options
     return options | {"class_names": _class_names(of, data, Settings.of(options), hub)}
@@ -341,7 +342,7 @@ def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
                 f"'{folder}' holds no fine-tuned model of this tool's", "choose another folder with -o"
             )
         recipe = (training.learning_rate, training.weight_decay, training.steps, training.batch, training.warmup)
-        requested = tuple(getattr(settings, name) for name in RECIPE)
+        requested = tuple(getattr(settings, name) for name in RECIPE_SETTINGS)
         if data.id != _data_name(job.data_of(of)):
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned on '{data.id}', not on '{job.data_of(of)}'",
@@ -472,13 +473,13 @@ def _speed(settings: Settings) -> float:
     size = 4096 if device.type == "cuda" else 512
     matrix = torch.rand(size, size, device=device)
     with exact_float32():
-        for rounds in (1, 4):  # the first warms up
+        for repeats in (1, 4):  # the first warms up
             started = time.perf_counter()
-            for _ in range(rounds):
+            for _ in range(repeats):
                 product = matrix @ matrix
             float(product[0, 0])
             seconds = time.perf_counter() - started
-    return 2 * rounds * size**3 / seconds
+    return 2 * repeats * size**3 / seconds
 
 
 def _duration(seconds: float) -> str:
