@@ -122,8 +122,6 @@ class Side:
     """Whether blocks use activation checkpointing."""
     lean: bool = False
     """Whether only their MLPs do."""
-    looked_into: bool = False
-    """Whether the loss may depend on tensors inside blocks, as a custom objective's may."""
     stays: bool = True
     """Whether its weights stay on the device between batches."""
 
@@ -282,7 +280,7 @@ class _Runner:
         with ExitStack() as stack:
             stack.enter_context(side.model.observed(self.sites[number], stream))
             if self.graph and (side.checkpointing or side.lean):
-                stack.enter_context(side.model.checkpointed(stream, side.checkpointing, side.looked_into))
+                stack.enter_context(side.model.checkpointed(stream, side.checkpointing))
             yield
 
     @contextmanager

@@ -278,8 +278,7 @@ class Calibration:
     def _sides(self, checkpointing: bool = False, lean: bool = False) -> tuple[Side, Side]:
         both = ((self.models.source, self.heads.source), (self.models.target, self.heads.target))
         source, target = (
-            Side(model, model.layout.tokens, checkpointing, lean, head.looks_inside, stays=not model.visits)
-            for model, head in both
+            Side(model, model.layout.tokens, checkpointing, lean, stays=not model.visits) for model, head in both
         )
         return source, target
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +59,6 @@ class LossBatch:
 
 class Head(ABC):
     """Loss and metric of one model."""
-
-    looks_inside: ClassVar[bool] = False
-    """Whether the loss may depend on tensors inside the model's blocks, such as attention weights."""
 
     @property
     def metric(self) -> str:
@@ -139,7 +136,6 @@ class OwnHead(Head):
     """Computes the loss by the caller's function of the model and a batch; has no metric."""
 
     objective: Callable[..., Any]
-    looks_inside: ClassVar[bool] = True
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
         pixels = model.pixels(batch.samples) if isinstance(model, ImageModel) else None

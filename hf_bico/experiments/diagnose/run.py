@@ -331,8 +331,8 @@ class _Changed:
         with self.changes.applied_to(self.model.module), self.model.observed(sites, trace):
             yield trace
 
-    def checkpointed(self, trace: Trace, whole_blocks: bool, looked_into: bool) -> AbstractContextManager[None]:
-        return self.model.checkpointed(trace, whole_blocks, looked_into)
+    def checkpointed(self, trace: Trace, whole_blocks: bool) -> AbstractContextManager[None]:
+        return self.model.checkpointed(trace, whole_blocks)
 
     def weight(self, name: str) -> Tensor:
         return self.model.weight(name)

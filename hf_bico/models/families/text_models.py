@@ -83,8 +83,6 @@ class TextModel(PretrainedModel):
 class CausalModel(TextModel):
     """A loaded decoder: predicts every next token."""
 
-    blocks_are_functions = True
-
     def logits(self, batch: TokenBatch) -> Tensor:
         """Return (samples, tokens, vocabulary), each for the token after it."""
         model: Any = self.module

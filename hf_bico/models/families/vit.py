@@ -64,8 +64,6 @@ _LOADED = Blueprint(
 class VitModel(PretrainedModel, ImageModel):
     """A loaded ViT or DeiT, bare or with a head."""
 
-    blocks_are_functions = True
-
     def image_features(self, pixels: Tensor) -> Tensor:
         """Return the class token after the final norm."""
         model: Any = self.module
