@@ -125,7 +125,7 @@ class DataSet:
         labels = self.labels(split) if known else dict.fromkeys(indices, UNLABELLED)
         rows, decode, image = self._rows(split) if indices else self.splits[split], None, self.columns.image
         if self.repo is not None and image is not None:  # from the Hub: check where paths point before opening them
-            folder = self.repo.hub.snapshot(self.repo.id, self.repo.type, self.repo.commit)
+            folder = self.repo.snapshot
             rows, decode = undecoded(rows, image), lambda value: decode_image(value, folder)
         return Samples(rows, self.columns, tuple(indices), tuple(labels[index] for index in indices), decode)
 

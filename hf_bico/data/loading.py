@@ -324,7 +324,7 @@ def fetch(repo: HubRepo, names: Sequence[str]) -> Path:
     """Fetch files into the cache, several at a time; return their folder."""
     in_parallel(lambda name: repo.fetch([name]), [name for name in names if repo.cached(name) is None])
     repo.hub.remember(repo)
-    return repo.hub.snapshot(repo.id, repo.type, repo.commit)
+    return repo.snapshot
 
 
 def in_parallel(call: Callable[[Item], T], items: Sequence[Item]) -> list[T]:

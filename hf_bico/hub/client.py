@@ -66,6 +66,11 @@ class HubRepo:
         """Whether it was requested by an older name."""
         return self.requested.id != self.id and "/" in self.requested.id
 
+    @property
+    def snapshot(self) -> Path:
+        """The cache's folder of this commit; it may not exist yet."""
+        return _cache_folder(self.id, self.type) / "snapshots" / self.commit
+
     def cached(self, name: str) -> Path | None:
         """Return the path of a file in the cache, if it is there."""
         from huggingface_hub import try_to_load_from_cache
@@ -94,7 +99,7 @@ class HubRepo:
                 f"'{self.id}' cannot be put into the cache: {error.strerror}",
                 "make room, or set HF_HOME to another folder",
             ) from error
-        return self.hub.snapshot(self.id, self.type, self.commit)
+        return self.snapshot
 
     def header(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of a safetensors file, by one Range request."""
@@ -169,7 +174,10 @@ class Hub:
         return HubRepo(info.id, type, info.sha, files, bool(info.private or info.gated), reference, self, digests)
 
     def _from_cache(self, reference: HubReference, what: str, type: str) -> HubRepo:
-        folder = self.snapshot(reference.id, type, reference.revision or MAIN)
+        root, revision = _cache_folder(reference.id, type), reference.revision or MAIN
+        # not by snapshot_download(local_files_only=True): it refuses a snapshot of which some files were not needed
+        ref = root / "refs" / revision
+        folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
         if not folder.is_dir():
             raise NotCachedError(
                 f"{what}: '{reference}' is not in the cache, and the Hub is off (HF_HUB_OFFLINE)",
@@ -186,17 +194,13 @@ class Hub:
             return
         _write_ref(_cache_folder(repo.id, repo.type) / "refs" / revision, repo.commit)
 
-    @staticmethod
-    def snapshot(repo_id: str, type: str, revision: str) -> Path:
-        """Return the cache's folder for a revision; it may not exist."""
-        root = _cache_folder(repo_id, type)
-        ref = root / "refs" / revision
-        return root / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
-
     def conversion(self, repo: HubRepo) -> HubRepo | None:
         """Return the Hub's own open pull request that adds safetensors to a repo of pickles."""
+        ref = _cache_folder(repo.id, repo.type) / "refs" / "hf-bico-conversion" / repo.commit
         if is_offline():
-            return self._cached_conversion(repo)
+            if not ref.is_file():
+                return None
+            return self._from_cache(HubReference(repo.id, ref.read_text().strip()), "the conversion", repo.type)
         with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
             requests = with_retries(
                 lambda: list(
@@ -210,16 +214,9 @@ class Hub:
             converted = self.repo(HubReference(repo.id, f"refs/pr/{request.num}"), "the conversion")
             has_weights = any(name.endswith(".safetensors") for name in converted.files)
             if has_weights and self._parent(converted) == repo.commit:  # older weights are of no use
-                _write_ref(_conversion_ref(repo), converted.commit)
+                _write_ref(ref, converted.commit)
                 return converted
         return None
-
-    def _cached_conversion(self, repo: HubRepo) -> HubRepo | None:
-        """Return the conversion of this commit that an earlier run used."""
-        ref = _conversion_ref(repo)
-        if not ref.is_file():
-            return None
-        return self._from_cache(HubReference(repo.id, ref.read_text().strip()), "the conversion", repo.type)
 
     def _parent(self, repo: HubRepo) -> str | None:
         with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
@@ -263,10 +260,6 @@ def _cache_folder(repo_id: str, type: str) -> Path:
     from huggingface_hub.file_download import repo_folder_name
 
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type=type)
-
-
-def _conversion_ref(repo: HubRepo) -> Path:
-    return _cache_folder(repo.id, repo.type) / "refs" / "hf-bico-conversion" / repo.commit
 
 
 def _write_ref(file: Path, commit: str) -> None:
@@ -349,13 +342,14 @@ def fetch_small_files(repo: HubRepo) -> RepoFiles:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of a Hub repo; a read requests exactly those bytes."""
+    """A file of a Hub repo; a read requests exactly those bytes.
+
+    HfFileSystem would make two more requests for each file that it opens.
+    """
 
     def __init__(self, repo: HubRepo, name: str) -> None:
-        self._repo = repo
-        self._name = name
-        self._size = repo.files[name]
-        self._place = 0
+        self._repo, self._name, self._size = repo, name, repo.files[name]
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -363,26 +357,20 @@ class RemoteFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._place
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
-        return self._place
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
 
     def read(self, size: int = -1) -> bytes:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
-        repo, start = self._repo, self._place
+        repo, start = self._repo, self._position
         end = self._size if size < 0 else min(start + size, self._size)
         if end <= start:
             return b""
         address = hf_hub_url(repo.id, self._name, repo_type=repo.type, revision=repo.commit)
-        headers = {
-            **build_hf_headers(token=repo.hub.token, library_name="hf-bico"),
-            "Range": f"bytes={start}-{end - 1}",
-        }
+        headers = build_hf_headers(token=repo.hub.token, library_name="hf-bico") | {"Range": f"bytes={start}-{end - 1}"}
         response = http_backoff("GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
         hf_raise_for_status(response)
         content: bytes = response.content
@@ -391,5 +379,5 @@ class RemoteFile(io.RawIOBase):
                 f"'{repo.id}': {end - start} bytes of '{self._name}' were asked for and {len(content)} came",
                 "try again in a while; an endpoint other than the Hub's own must serve Range requests",
             )
-        self._place = end
+        self._position = end
         return content

@@ -152,7 +152,7 @@ def _already_exists(repo_id: str) -> RemoteExistsError:
 def remote_info(hub: Hub, repo_id: str, revision: str | None, *, exists: bool = False) -> Any:
     """Return the Hub's info on a repo with its files; None if there is no such repo or revision.
 
-    One that `exists` is asked for again, then missed with an error: some server of the Hub may not know it yet.
+    With `exists`, a missing repo is requested again, then an error: not every server of the Hub may know it yet.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -279,9 +279,9 @@ def push_files(folder: Path, repo_id: str, options: PushOptions, restricted: Seq
         info = _replaced(hub, repo_id, options.revision)
         files = _files(info)
         if options.create_pr:
-            opened = _find_pull_request(folder, repo_id, options, hub, changed=False)
-            if opened is not None:
-                return opened
+            pushed = _find_pull_request(folder, repo_id, options, hub, changed=False)
+            if pushed is not None:
+                return pushed
         elif _holds(files, folder):
             return _pushed(hub, repo_id, options.revision, info, changed=False)
         elif files and not options.overwrite:

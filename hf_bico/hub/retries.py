@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Status codes of a busy Hub; the request may have been carried out all the same."""
-TIMEOUT = 60.0
+REQUEST_TIMEOUT = 60.0
 """Seconds to wait for an answer; huggingface_hub itself would wait for ever."""
 _CONNECT_TIMEOUT = 20.0
 _WAITS = (1.0, 2.0, 4.0)
@@ -93,7 +93,8 @@ def _set_timeouts() -> None:
 
 def _with_timeout(request: Any) -> None:
     """Set the timeouts that neither huggingface_hub nor the user has set."""
-    defaults = {"connect": min(TIMEOUT, _CONNECT_TIMEOUT), "read": TIMEOUT, "write": TIMEOUT, "pool": TIMEOUT}
+    connect = min(REQUEST_TIMEOUT, _CONNECT_TIMEOUT)
+    defaults = dict.fromkeys(("read", "write", "pool"), REQUEST_TIMEOUT) | {"connect": connect}
     given = {kind: limit for kind, limit in request.extensions.get("timeout", {}).items() if limit is not None}
     request.extensions = {**request.extensions, "timeout": {**defaults, **given}}
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.errors import ProcessLostError, UsageError
 
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(hours=1)
+_PEER_TIMEOUT = timedelta(hours=1)
 """How long to wait for the other processes: the slowest may still be downloading. One that dies is noticed at once."""
-_BUCKET = 16 * 2**20
-"""Bytes of small tensors that are reduced together."""
 _group_numbers = count()
 _joined = False
 
@@ -85,16 +84,10 @@ class ProcessGroup:
         """Sum the tensors over all processes, in place; shapes must be the same everywhere."""
         if self.size == 1:
             return
-        import torch
+        import torch.distributed as dist
 
-        for bucket in _buckets(tensors):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
-                _all_reduce(bucket[0])
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            _all_reduce(flat)
-            for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(total.view_as(tensor))
+        for tensor in tensors:
+            _in_place(dist.all_reduce, tensor)
 
     def gather(self, own: dict[str, T]) -> dict[str, T]:
         """Return the union of all processes' entries, in the order of ranks, on every process.
@@ -105,8 +98,7 @@ class ProcessGroup:
             return own
         union: dict[str, T] = {}
         for rank in range(self.size):
-            for name in self._from(rank, list(own)):  # one by one: a message takes several times its size in memory
-                union[name] = self._from(rank, own[name] if rank == self.rank else cast(T, None))
+            union |= self._from(rank, own)
         return union
 
     def broadcast(self, value: T) -> T:
@@ -124,22 +116,26 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def _from(self, rank: int, value: T) -> T:
-        """Return one process's value on every process."""
+        """Return one process's value on every process: pickled without its tensors, which follow one by one."""
         import torch
         import torch.distributed as dist
 
         is_sender = rank == self.rank
-        message: list[bytes] = [b""]
+        message: list[Any] = [None]
+        tensors: list[Tensor] = []
         if is_sender:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            message = [buffer.getvalue()]
+            content, tensors = _pickle_without_tensors(value)
+            message = [(content, [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors])]
         with _peers_alive():
             dist.broadcast_object_list(message, rank)
-        if is_sender:
-            return value
-        received: T = torch.load(io.BytesIO(message[0]), map_location=_to_own_gpu, weights_only=False)
-        return received
+        content, kinds = message[0]
+        if not is_sender:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
+        for tensor in tensors:
+            if tensor.numel() > 0:  # as bytes: gloo does not know every dtype
+                in_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                _in_place(partial(dist.broadcast, src=rank), in_bytes)
+        return value if is_sender else _unpickle(content, tensors)
 
 
 ALONE = ProcessGroup()
@@ -168,7 +164,7 @@ def join(device: torch.device) -> ProcessGroup:
             store, rank, size = _rendezvous()
             # a prefix of its own: the addresses of an earlier group are still in the store
             own = dist.PrefixStore(f"hf_bico-{next(_group_numbers)}", store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PEER_TIMEOUT)
     except ValueError as error:
         raise UsageError(
             f"{process_count()} processes cannot find each other: {error}",
@@ -182,36 +178,45 @@ def _rendezvous() -> tuple[Any, int, int]:
     """Return the launcher's store, this process's rank and the number of processes."""
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
-    store.set_timeout(TIMEOUT)
+    store, rank, size = next(iter(rendezvous("env://", timeout=_PEER_TIMEOUT)))
+    store.set_timeout(_PEER_TIMEOUT)
     return store, rank, size
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype and device up to `_BUCKET` bytes; larger ones stay alone."""
-    buckets: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        bucket = buckets.setdefault((tensor.dtype, tensor.device), [])
-        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET:
-            yield list(bucket)
-            bucket.clear()
-        bucket.append(tensor)
-    yield from buckets.values()
+def _pickle_without_tensors(value: object) -> tuple[bytes, list[Tensor]]:
+    from torch import Tensor
+
+    tensors: dict[int, Tensor] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, Tensor):
+                return None
+            tensors.setdefault(id(obj), obj)
+            return list(tensors).index(id(obj))
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue(), list(tensors.values())
 
 
-def _all_reduce(tensor: Tensor) -> None:
+def _unpickle(content: bytes, tensors: Sequence[Tensor]) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> Tensor:
+            return tensors[pid]
+
+    return Unpickler(io.BytesIO(content)).load()
+
+
+def _in_place(operation: Callable[[Tensor], object], tensor: Tensor) -> None:
+    """Run a collective operation; on a copy if the caller's group has only NCCL, which takes no CPU tensors."""
     import torch.distributed as dist
 
-    # a group of the caller may have NCCL alone, which knows no tensors of main memory
-    reduced = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+    moved = (tensor.cuda() if dist.get_backend() == "nccl" else tensor).contiguous()
     with _peers_alive():
-        dist.all_reduce(reduced)
-    if reduced is not tensor:
-        tensor.copy_(reduced)
-
-
-def _to_own_gpu(storage: Any, location: str) -> Any:
-    return storage.cuda() if location.startswith("cuda") else storage
+        operation(moved)
+    if moved is not tensor:
+        tensor.copy_(moved)
 
 
 @contextmanager
