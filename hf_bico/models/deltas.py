@@ -7,7 +7,7 @@ a whole. Low-rank changes stay factors, in sums and in the file too. Knows tenso
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,21 +99,18 @@ class Deltas(Mapping[str, Tensor]):
 
     def renamed(self, names: Mapping[str, str]) -> Deltas:
         """Rename some of the changes; `names` maps old names to new ones."""
-        if not names:
-            return self
-        changed = Deltas({})
-        changed.terms = tuple((weight, RenamedChanges(source, names)) for weight, source in self.terms)
-        return changed
+        return self._mapped(lambda source: RenamedChanges(source, names)) if names else self
 
     def without(self, names: Collection[str]) -> Deltas:
         """Drop these changes."""
         if not names:
             return self
-        kept = Deltas({})
-        kept.terms = tuple(
-            (weight, {name: source[name] for name in source if name not in names}) for weight, source in self.terms
-        )
-        return kept
+        return self._mapped(lambda source: {name: source[name] for name in source if name not in names})
+
+    def _mapped(self, change: Callable[[Mapping[str, Change]], Mapping[str, Change]]) -> Deltas:
+        mapped = Deltas({})
+        mapped.terms = tuple((weight, change(source)) for weight, source in self.terms)
+        return mapped
 
     def energy(self, name: str) -> float:
         """Return the squared norm of one change."""

@@ -84,7 +84,7 @@ class OpenedRepo:
         return RepoMetadata() if self.place is None else read_metadata(self.place.folder, self.place.name)
 
     @property
-    def beside(self) -> Sequence[str]:
+    def side_names(self) -> Sequence[str]:
         """The files beside the weights that may be needed, the configuration first."""
         return ()
 
@@ -93,7 +93,7 @@ class OpenedRepo:
         if self.place is None or self.weights is None:
             return []
         index = () if self.weights.index is None else (self.weights.index,)
-        sides = self.beside if beside else self.beside[:1]
+        sides = self.side_names if beside else self.side_names[:1]
         return [name for name in (*sides, *index, *self.weights.names) if name in self.place.sizes]
 
     def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
@@ -166,7 +166,7 @@ class Model(OpenedRepo):
         return found
 
     @property
-    def beside(self) -> Sequence[str]:
+    def side_names(self) -> Sequence[str]:
         return self.family.side_names
 
     def load(self, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None) -> LiveModel:

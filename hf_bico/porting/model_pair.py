@@ -202,7 +202,7 @@ class ModelPair:
         limit = settings.memory or available_memory(self.device)
         size = settings.calibration_batch or settings.batch_size
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU
-        memory = plan_memory(needs, limit, size, [self.source.visits], cost)
+        memory = plan_memory(needs, limit, size, [self.source.swapped], cost)
         if settings.memory is not None and not memory.fits:
             spread = settings.device_map is None and all(model.family.can_be_spread for model in pretrained)
             raise MemoryExhaustedError(
@@ -219,7 +219,7 @@ class ModelPair:
         return sum(
             parameter.nbytes
             for parameter in model.module.parameters()
-            if model.visits or (parameter.device.type, parameter.device.index or 0) == here
+            if model.swapped or (parameter.device.type, parameter.device.index or 0) == here
         )
 
     @property
@@ -282,7 +282,7 @@ def _load(planned: Plan, settings: Settings, device: torch.device, dtype: torch.
         return base.load(device, dtype), target.load(device, dtype)
     loaded = base.load(torch.device("cpu"), dtype), target.load(torch.device("cpu"), dtype)
     for model in loaded:
-        model.runs_on, model.visits = device, True
+        model.runs_on, model.swapped = device, True
     return loaded
 
 

@@ -370,7 +370,7 @@ def _own_tokenizer(source: Model | Adapter) -> Any:
 
 def _tokenizer(model: Model) -> Any:
     if model.place is not None:
-        model.place.fetch(model.beside)
+        model.place.fetch(model.side_names)
         return load_tokenizer(model.place.folder)
     live = model.family.wrap(model.module)
     return live.tokenizer if isinstance(live, PretrainedModel) else None

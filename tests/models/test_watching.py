@@ -292,7 +292,7 @@ class Moves:
 
 def test_a_model_that_visits_comes_and_goes_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     live = loaded(folders["llama"])
-    live.runs_on, live.visits = torch.device("cpu", 0), True
+    live.runs_on, live.swapped = torch.device("cpu", 0), True
     assert live.device == torch.device("cpu", 0)
     moves = Moves(live.module, monkeypatch)
     with live.quiet(), live.observed(live.layout.main_sites):
@@ -317,7 +317,7 @@ def change_of(live: LiveModel) -> Deltas:
 
 def test_changed_weights_visit_too(folders: dict[str, Path]) -> None:
     plain, live = loaded(folders["llama"]), loaded(folders["llama"])
-    live.runs_on, live.visits = CPU, True
+    live.runs_on, live.swapped = CPU, True
     change = change_of(plain)
     before = {name: tensor.clone() for name, tensor in live.module.state_dict().items()}
     with change.applied_to(plain.module), plain.quiet():
@@ -360,7 +360,7 @@ def test_statistics_of_weights_that_are_kept_away(folders: dict[str, Path]) -> N
 def test_statistics_of_models_that_visit(folders: dict[str, Path]) -> None:
     plain, guests = both(folders["llama"]), both(folders["llama"])
     for live in guests:
-        live.runs_on, live.visits = CPU, True
+        live.runs_on, live.swapped = CPU, True
     for kinds in KINDS:
         assert are_equal(statistics_of(plain, kinds, False), statistics_of(guests, kinds, False, stays=False))
 

@@ -69,7 +69,7 @@ class Adapter(OpenedRepo):
         return cls(name=name, checkpoint=checkpoint, config=parse_adapter_config(json.loads(raw), name))
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def side_names(self) -> tuple[str, ...]:
         return (ADAPTER_CONFIG,)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from posixpath import commonpath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import UnreadableSampleError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Site
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 class LiveModel(ABC):
     """A loaded model: features of samples, and access to its sites."""
 
+    blocks_are_functions: ClassVar[bool] = False
+    """Whether a block, and its MLP, maps one tensor to one tensor, whatever masks it gets too."""
     max_length: int | None = None
     """The most tokens of a text; None for the model's own limit."""
     runs_on: torch.device | None = None
     """The device that it runs on, if its weights are not there all the time."""
-    visits: bool = False
-    """Whether its weights are moved there for each run, and back afterwards."""
-    _visiting: int = 0
+    swapped: bool = False
+    """Whether its weights are moved there for each run, and back afterwards, to leave room for another model."""
+    _runs: int = 0
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self.module = module
@@ -91,7 +93,7 @@ class LiveModel(ABC):
         training = [module for module in self.module.modules() if module.training]
         try:
             self.module.eval().requires_grad_(False)
-            with self._visit():
+            with self._on_device():
                 yield
         finally:
             for parameter, flag in flags:
@@ -100,23 +102,26 @@ class LiveModel(ABC):
                 module.training = True
 
     @contextmanager
-    def _visit(self) -> Iterator[None]:
+    def _on_device(self) -> Iterator[None]:
         """Move the weights to the device, inside the `with`."""
-        if not self.visits:
+        if not self.swapped:
             yield
             return
-        self._visiting += 1
+        self._runs += 1
         try:
             self.module.to(self.runs_on)
             yield
         finally:
-            self._visiting -= 1
-            if not self._visiting:
+            self._runs -= 1
+            if not self._runs:
                 self.module.to("cpu")
 
     @contextmanager
-    def checkpointed(self, trace: Trace, whole_blocks: bool = True) -> Iterator[None]:
-        """Keep only the input of each block, or of its MLP, for the backward pass, which runs it again."""
+    def checkpointed(self, trace: Trace, whole_blocks: bool = True, looked_into: bool = False) -> Iterator[None]:
+        """Keep only the input of each block, or of its MLP, for the backward pass, which runs it again.
+
+        Inside the `with` only. `looked_into` says that a loss may depend on tensors which the blocks do not return.
+        """
         from hf_bico.models.hooks import recomputed
 
         with ExitStack() as stack:
@@ -127,7 +132,7 @@ class LiveModel(ABC):
                     stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
                 own, forward = block.__dict__.get("forward"), block.forward
-                block.forward = recomputed(forward, trace)
+                block.forward = recomputed(forward, trace, self.blocks_are_functions and not looked_into)
                 stack.callback(_put_forward, block, own)
             yield
 
@@ -233,6 +238,8 @@ class ImageModel(LiveModel):
 
 class ClipModel(ImageModel):
     """A loaded CLIP-like model: image features and text features."""
+
+    blocks_are_functions = True
 
     @abstractmethod
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
