@@ -7,15 +7,13 @@ is a function of one tensor needs less bookkeeping than `torch.utils.checkpoint`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hf_bico.errors import ObjectiveError
@@ -161,11 +159,8 @@ class Observable(Protocol):
 
     def observed(self, sites: Sequence[Site], trace: Trace) -> AbstractContextManager[Trace]: ...
 
-    def checkpointed(self, trace: Trace, whole_blocks: bool, looked_into: bool) -> AbstractContextManager[None]:
-        """Save memory in the backward pass by running blocks, or their MLPs, twice.
-
-        `looked_into` says that a loss may depend on tensors which these do not return.
-        """
+    def checkpointed(self, trace: Trace, whole_blocks: bool) -> AbstractContextManager[None]:
+        """Save memory in the backward pass by running blocks, or their MLPs, twice."""
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a site as (out, in)."""
@@ -193,64 +188,21 @@ class Losses:
 Pass = Callable[[], Losses]
 """One forward pass of a model over one batch."""
 
-PLAIN = (NoneType, bool, int, float, str, torch.dtype, torch.device)
-"""Arguments beside tensors that a recomputed part cannot write to."""
 
+def recomputed(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """Wrap a function so that it is recomputed in the backward pass, with its sites noted in the first pass only."""
 
-def recomputed(run: Callable[..., Any], trace: Trace, is_function: bool = False) -> Callable[..., Any]:
-    """Wrap a function so that it is recomputed in the backward pass, with its sites noted in the first pass only.
-
-    `is_function` says that gradients pass only through its first argument and its result.
-    """
-
-    def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), trace.recomputing()
 
     def part(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*arguments, **options)
-        if is_function and _enters_alone(arguments, options):
-            x, *others = arguments
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            structure, *leaves = _Recomputed.apply(lambda x: run(x, *others, **options), trace, x)
-            return tree_unflatten(leaves, structure)
-        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=again, **options)
+        return checkpoint(
+            run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **options
+        )
 
     return part
-
-
-def _enters_alone(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Tell whether only the first argument can have a gradient, and none can be written to."""
-    if not arguments or not isinstance(arguments[0], Tensor) or not arguments[0].is_floating_point():
-        return False
-    return all(map(_is_plain, (*arguments[1:], *options.values())))
-
-
-def _is_plain(one: Any) -> bool:
-    if isinstance(one, Tensor):
-        return not one.requires_grad
-    return all(map(_is_plain, one)) if isinstance(one, tuple) else isinstance(one, PLAIN)
-
-
-class _Recomputed(torch.autograd.Function):
-    """A recomputed function of one tensor; returns the structure of its result, then the leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Any], trace: Trace, x: Tensor) -> Any:
-        ctx.run, ctx.trace = run, trace
-        ctx.save_for_backward(x)
-        leaves, structure = tree_flatten(run(x))
-        return structure, *leaves
-
-    @staticmethod
-    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[None, None, Tensor | None]:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad(), ctx.trace.recomputing():
-            leaves = tree_leaves(ctx.run(x))
-        pairs = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        differentiable = [(leaf, gradient) for leaf, gradient in pairs if leaf.requires_grad]
-        torch.autograd.backward([leaf for leaf, _ in differentiable], [gradient for _, gradient in differentiable])
-        return None, None, x.grad
 
 
 def offloaded_weights(model: nn.Module) -> dict[str, Tensor]:

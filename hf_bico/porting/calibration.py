@@ -27,6 +27,7 @@ from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import DataUnknownError, UnsuitableMethodError, UsageError
 from hf_bico.models.deltas import Deltas
+from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
 from hf_bico.models.layout import SitePair, descent_sites
@@ -276,11 +277,10 @@ class Calibration:
         return statistics
 
     def _sides(self, checkpointing: bool = False, lean: bool = False) -> tuple[Side, Side]:
-        both = ((self.models.source, self.heads.source), (self.models.target, self.heads.target))
-        source, target = (
-            Side(model, model.layout.tokens, checkpointing, lean, stays=not model.visits) for model, head in both
-        )
-        return source, target
+        def side(model: LiveModel) -> Side:
+            return Side(model, model.layout.tokens, checkpointing, lean, stays=not model.swapped)
+
+        return side(self.models.source), side(self.models.target)
 
     def show_rows(
         self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, RowConsumer]]

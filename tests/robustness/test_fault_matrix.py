@@ -135,7 +135,7 @@ def test_a_pull_request_is_opened_once(hub: Hub, result: Path, fault: Fault) -> 
 def test_a_pull_request_that_is_opened_late_is_not_opened_twice(
     hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "TIMEOUT", 0.5)
+    monkeypatch.setattr(retries, "REQUEST_TIMEOUT", 0.5)
     hub.create(REPO).commit({"README.md": "# main"})
     hub.inject(Fault("POST", "/validate-yaml", "slow", seconds=1))  # which may be asked again
     hub.inject(Fault("POST", "/commit/", "slow", seconds=1))
@@ -165,7 +165,7 @@ def test_a_branch_that_could_not_be_deleted_is_gone_on_with(hub: Hub, result: Pa
 def test_an_answer_is_not_waited_for_for_ever(
     hub: Hub, no_waiting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "TIMEOUT", 0.2)
+    monkeypatch.setattr(retries, "REQUEST_TIMEOUT", 0.2)
     hub.create("user/model").commit({"README.md": "# here"})
     hub.inject(Fault("GET", "/api/models/user/model", "slow", times=None, seconds=2))
     started = time.monotonic()
@@ -178,7 +178,7 @@ def test_an_answer_is_not_waited_for_for_ever(
 @pytest.mark.usefixtures("own_client", "no_waiting")
 def test_a_time_that_was_set_stays(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header is asked for with the client's own ten seconds."""
-    monkeypatch.setattr(retries, "TIMEOUT", 0.2)
+    monkeypatch.setattr(retries, "REQUEST_TIMEOUT", 0.2)
     hub.create("user/model").commit({"model.safetensors": save({"weight": torch.ones(2)})})
     repo = Client().repo(HubReference("user/model"), "the model")
     slow = hub.inject(Fault("GET", "/resolve/", "slow", times=None, seconds=0.5))

@@ -248,7 +248,7 @@ def hurried(cache: Path, settings: dict[str, Any]) -> Iterator[None]:
         "huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT": PATIENCE,
         "huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT": PATIENCE,
         "huggingface_hub.file_download._ETAG_RETRY_TIMEOUT": PATIENCE,
-        "hf_bico.hub.retries.TIMEOUT": PATIENCE,
+        "hf_bico.hub.retries.REQUEST_TIMEOUT": PATIENCE,
         **settings,
     }
     patches = [patch(name, value) for name, value in changed.items()]

@@ -101,8 +101,6 @@ class Generic(Family):
 class _CheckedModel(PretrainedModel):
     """A loaded model of which only the module classes are known."""
 
-    blocks_are_functions = False
-
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
         """Tap a site; its input and output must be unchanged when the pass ends."""
         super()._watch(site, trace, stack)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from posixpath import commonpath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import UnreadableSampleError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Site
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 class LiveModel(ABC):
     """A loaded model: features of samples, and access to its sites."""
 
-    blocks_are_functions: ClassVar[bool] = False
-    """Whether a block, and its MLP, maps one tensor to one tensor, whatever masks it gets too."""
     max_length: int | None = None
     """The most tokens of a text; None for the model's own limit."""
     runs_on: torch.device | None = None
@@ -117,11 +115,8 @@ class LiveModel(ABC):
                 self.module.to("cpu")
 
     @contextmanager
-    def checkpointed(self, trace: Trace, whole_blocks: bool = True, looked_into: bool = False) -> Iterator[None]:
-        """Keep only the input of each block, or of its MLP, for the backward pass, which runs it again.
-
-        Inside the `with` only. `looked_into` says that a loss may depend on tensors which the blocks do not return.
-        """
+    def checkpointed(self, trace: Trace, whole_blocks: bool = True) -> Iterator[None]:
+        """Keep only the input of each block, or of its MLP, for the backward pass, which runs it again."""
         from hf_bico.models.hooks import recomputed
 
         with ExitStack() as stack:
@@ -132,7 +127,7 @@ class LiveModel(ABC):
                     stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
                 own, forward = block.__dict__.get("forward"), block.forward
-                block.forward = recomputed(forward, trace, self.blocks_are_functions and not looked_into)
+                block.forward = recomputed(forward, trace)
                 stack.callback(_put_forward, block, own)
             yield
 
@@ -238,8 +233,6 @@ class ImageModel(LiveModel):
 
 class ClipModel(ImageModel):
     """A loaded CLIP-like model: image features and text features."""
-
-    blocks_are_functions = True
 
     @abstractmethod
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
