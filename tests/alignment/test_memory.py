@@ -490,7 +490,7 @@ def test_plan_tells_how_much_memory_it_takes_and_how(scene: Scene, scarce: int) 
 )
 def test_every_way_has_its_words(found: MemoryPlan, words: str, scene: Scene) -> None:
     planned = plan(scene.tuned, scene.target, base=scene.base)
-    vars(planned)["fitted"] = found
+    vars(planned)["memory_estimate"] = found
     assert dict(planned.rows())["memory"] == f"{words}fits this machine"
 
 
