@@ -119,11 +119,11 @@ class WrittenHead:
     """ "carried" from the source, or "fitted" to the calibration samples."""
 
     @classmethod
-    def of(cls, found: TargetHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
+    def of(cls, own: TargetHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
         """Bring a head into the shape that the target's class needs."""
         place = head_modules(target)
-        head = in_form(found.head, place.activation, found.head.width)
-        written = cls(place, head, tuple(class_names), found.origin)
+        head = in_form(own.head, place.activation, own.head.width)
+        written = cls(place, head, tuple(class_names), own.origin)
         skeleton = written.skeleton(target)
         known = {*written.over(target, skeleton).layout.own_names.values(), *written.tensors}
         lacking = [name for name in skeleton.state_dict() if name not in known]

@@ -430,3 +430,9 @@ def test_bico_needs_data(scene: Scene) -> None:
 def test_contradicting_options(options: dict[str, object], message: str, scene: Scene) -> None:
     with pytest.raises(UsageError, match=message):
         port(scene, **options)
+
+
+def test_a_notebook_shows_a_port_that_left_most_behind_and_was_not_measured(scene: Scene) -> None:
+    ported = port(scene, n=8, layers=[0, 0])
+    assert sum(entry.energy for entry in ported.record.left) > 0.5
+    assert ported._repr_markdown_() == "Ported of tuned to target, as full"
