@@ -691,6 +691,6 @@ def test_turned_samples_keep_their_own_predictions(plain: Case) -> None:
     turned = AugmentedSamples(calibration.drawn_samples.rotated(7), 2, calibration.settings.seed)
     with calibration.models.vector.applied_to(calibration.models.source.module):
         logits = logits_of(calibration.models.source, calibration.heads.tuned, turned, 32)  # type: ignore[union-attr]
-    found = calibration._likely({Kind.EXPECTED_GRADIENTS}, turn=7)
+    found = calibration._likely_labels({Kind.EXPECTED_GRADIENTS}, shift=7)
     assert found is not None
     assert torch.allclose(found.probabilities, LikelyLabels.of(logits).probabilities)
