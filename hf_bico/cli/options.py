@@ -64,7 +64,7 @@ class SectionedHelp(click.Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.indentation():
             formatter.write_paragraph()
-            formatter.write_text(self._told()[0])
+            formatter.write_text(self._parts()[0])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found: dict[str, list[tuple[str, str]]] = {section.title: [] for section in SECTIONS}
@@ -79,14 +79,14 @@ class SectionedHelp(click.Command):
                     formatter.write_dl(rows)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        title, examples = self._told()[1]
+        title, examples = self._parts()[1]
         if examples:
             with formatter.section(title):
                 formatter.write_text(f"\b\n{examples}")
         super().format_epilog(ctx, formatter)
 
-    def _told(self) -> tuple[str, tuple[str, str]]:
-        """The description, and the examples with their heading."""
+    def _parts(self) -> tuple[str, tuple[str, str]]:
+        """Return the description, and the examples with their heading."""
         text, found, rest = inspect.cleandoc(self.help or "").partition(_EXAMPLES)
         first, _, lines = rest.partition(":\n")
         return text.rstrip(), (f"Example{first}" if found else "", inspect.cleandoc(lines))
@@ -211,7 +211,7 @@ def read_settings(options: dict[str, Any]) -> Settings:
 
 
 def read_methods(text: str) -> list[str]:
-    """Methods as they are typed: naive,theseus,bico; or all."""
+    """Read methods as they are typed: naive,theseus,bico; or all."""
     names, known = [name.strip() for name in text.split(",") if name.strip()], ("all", *METHODS)
     for name in names:
         if name not in known:
@@ -222,7 +222,7 @@ def read_methods(text: str) -> list[str]:
 
 
 def require_used(method: str) -> None:
-    """Refuse what was typed and the method does not look at: it would change nothing."""
+    """Refuse options that were typed and that the method does not read."""
     context = click.get_current_context()
     for parameter in context.command.params:
         name = str(parameter.name)
@@ -244,7 +244,7 @@ def _is_typed(context: click.Context, name: str) -> bool:
 
 
 def read_push(options: dict[str, Any]) -> PushOptions:
-    """The options of a push, taken out of a port's."""
+    """Take the options of a push out of a port's."""
     from hf_bico.hub.push import PushOptions
 
     own = {name: options.pop(name) for name in ("private", "create_pr", "revision", "message", "overwrite")}
@@ -252,7 +252,7 @@ def read_push(options: dict[str, Any]) -> PushOptions:
 
 
 def typed_line(command: str, leave_out: Sequence[str]) -> str:
-    """The command line as it was typed, without some of its options."""
+    """Return the command line as it was typed, without some of its options."""
     context = click.get_current_context()
     words = ["hf-bico", command]
     for parameter in context.command.params:
@@ -267,5 +267,5 @@ def typed_line(command: str, leave_out: Sequence[str]) -> str:
 
 
 def last_name(reference: str) -> str:
-    """The last part of a reference, without its revision: what to call an output folder after."""
+    """Return the last part of a reference, without its revision, to name an output folder after."""
     return Path(reference.rstrip("/").partition("@")[0]).name or "model"

@@ -271,9 +271,9 @@ def typed_reference(model: Model | Adapter) -> str:
 
 
 def _command(planned: Plan, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
-    """The command line that does the same, by the folders' names: no path of this machine.
+    """Return the command line that does the same, with the names of folders and no path of this machine.
 
-    None where no command line could: models, rows or an objective that were passed from Python.
+    None for models, rows or an objective that were passed from Python.
     """
     lineage = planned.lineage
     models = lineage.models

@@ -97,7 +97,7 @@ def _reference(entry: ModelRecord | DataRecord) -> str | Path:
 
 
 def _settings(record: Record, name: str, device: str) -> Settings:
-    """The settings of the port that gave a record."""
+    """Return the settings of the port that gave a record."""
     if record.command is None:
         raise RecordError(
             f"'{name}' was made from models, rows or an objective that were passed from Python",
@@ -106,7 +106,7 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     options: dict[str, Any] = {
         "method": record.method.name,
         "alpha": record.method.alpha,
-        "batch_size": _asked_batch(record.command),
+        "batch_size": _typed_batch(record.command),
         "calibration_batch": record.run.batch_size,
         "dtype": record.run.dtype,
         "device": device,
@@ -134,8 +134,8 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
 
 
-def _asked_batch(command: str) -> int | None:
-    """The batch size that was asked for, where one was: else all but calibration has the usual one."""
+def _typed_batch(command: str) -> int | None:
+    """Return the batch size that was typed, if any: it also holds outside of calibration."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -163,7 +163,7 @@ def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
 
 
 def _augment(method: MethodRecord, samples: int) -> int | None:
-    """How many altered copies were asked for: a readout takes none that were only the method's habit."""
+    """Return the copies that were asked for; a readout does not take those that are only the method's default."""
     copies = method.copies or 0
     if method.readout is not None and method.readout.copies:
         return method.readout.copies

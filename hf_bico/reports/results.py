@@ -65,7 +65,7 @@ def gain_of(value: EvaluationRecord, over: EvaluationRecord) -> float:
 
 
 def is_trained(record: Record) -> bool:
-    """Whether the target was trained, and nothing was carried."""
+    """Return True if the target was trained, and nothing was carried."""
     return record.method.training is not None or method_info(record.method.name).trains_on is not None
 
 
