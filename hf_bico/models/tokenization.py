@@ -23,7 +23,7 @@ from hf_bico.runtime.environment import to_device
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
 
-SECONDS = 5.0
+TEMPLATE_SECONDS = 5.0
 """The limit for one chat: real templates take milliseconds."""
 _RENDER = """
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -324,9 +324,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], answering: bool) ->
         with _lock:
             if not _renderers or not _renderers[0].alive:
                 _renderers[:] = [Sandbox(_RENDER, "-P")]
-            return str(_renderers[0].ask(options, SECONDS))
+            return str(_renderers[0].ask(options, TEMPLATE_SECONDS))
     except (TimeoutError, EOFError):
-        raise ValueError(f"it is not rendered within {SECONDS:g} seconds and {MEMORY >> 30} GiB") from None
+        raise ValueError(f"it is not rendered within {TEMPLATE_SECONDS:g} seconds and {MEMORY >> 30} GiB") from None
     except OSError:
         raise ValueError("its process has ended") from None
 

@@ -35,7 +35,7 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import Stopwatch, halving_batches, prefetch
 from hf_bico.settings import Settings
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def require_enough_to_mispair(samples: int) -> None:
@@ -282,15 +282,13 @@ class Calibration:
 
         return side(self.models.source), side(self.models.target)
 
-    def show_rows(
-        self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[Result, RowConsumer]]
-    ) -> Result:
+    def show_rows(self, kind: Kind, pairs: Sequence[SitePair], begin: Callable[[], tuple[T, RowConsumer]]) -> T:
         """Hand on the rows of some pairs at the two pretrained models, without any gradient.
 
         `begin` returns a result and the function that adds rows to it; it is called again when memory runs out.
         """
 
-        def run(size: int) -> Result:
+        def run(size: int) -> T:
             result, take = begin()
             pass_rows(pairs, *self._sides(), self._passes(size, {kind}, 0), {kind}, take)
             return result
@@ -338,7 +336,7 @@ class Calibration:
         return LikelyLabels.of(self.predictions.roll(-shift * (1 + self.copies), 0))
 
 
-def _required(value: Result | None) -> Result:
+def _required(value: T | None) -> T:
     """Return what exists only with samples, or refuse to do without."""
     if value is None:
         raise DataUnknownError("no calibration data was given", "name it with --data")

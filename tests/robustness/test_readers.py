@@ -156,7 +156,7 @@ def _without_the_last_net(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where seconds are the limit, fewer show it too."""
-    monkeypatch.setattr("hf_bico.models.tokenization.SECONDS", 2.0)
+    monkeypatch.setattr("hf_bico.models.tokenization.TEMPLATE_SECONDS", 2.0)
 
 
 @pytest.fixture(scope="module", params=sorted(READERS))

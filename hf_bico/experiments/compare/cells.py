@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_bico.settings import METHODS, method_info
 
-LOSS = "loss"
+LOSS_PROTOCOL = "loss"
 """The protocol whose numbers are losses, not accuracies: less is better."""
 REFERENCE_LABELS = {
     "target": "target, zero-shot",
@@ -57,7 +57,7 @@ class CellKey:
 
     @property
     def is_loss(self) -> bool:
-        return self.protocol == LOSS
+        return self.protocol == LOSS_PROTOCOL
 
     @property
     def is_reference(self) -> bool:

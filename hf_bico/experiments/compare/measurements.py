@@ -27,7 +27,7 @@ from hf_bico.data.draw import (
     open_data,
 )
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
-from hf_bico.experiments.compare.cells import LOSS, Cell, CellKey
+from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, Cell, CellKey
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
@@ -151,7 +151,7 @@ class Grid:
         uses_draw = takes_samples(key.method) or key.readout or self._pairs_by_samples(key.method)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
-            protocols.append(LOSS if self.settings.objective in BY_LOSS else None)
+            protocols.append(LOSS_PROTOCOL if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
         if draw is not None:
@@ -301,7 +301,7 @@ class DrawMeasurements:
         probed_on = data.samples if self._drawn is None else self._drawn.samples
         evaluator = HeldOutEvaluation(data.name, data.split, data.prepared, probed_on, evaluation, batch_size)
         for record in self._records(evaluator, keys[0]):
-            protocol = LOSS if record.metric == LOSS else record.protocol
+            protocol = LOSS_PROTOCOL if record.metric == LOSS_PROTOCOL else record.protocol
             yield by_protocol[protocol].with_value(record.value)
 
     def _records(self, evaluator: HeldOutEvaluation, key: CellKey) -> list[EvaluationRecord]:

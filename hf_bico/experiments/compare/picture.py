@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.experiments.compare.cells import LOSS, CellKey, Row
+from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, CellKey, Row
 from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, frame, png
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
@@ -139,7 +139,7 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
 
 
 def _quantity(protocol: str | None) -> str:
-    if protocol == LOSS:
+    if protocol == LOSS_PROTOCOL:
         return "held-out loss"
     return f"{'accuracy' if protocol is None else f'{protocol} accuracy'} (%)"
 
@@ -186,7 +186,7 @@ def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
 
 def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
     """Draw a line for each method, the best on top."""
-    ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.protocol == LOSS)
+    ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.protocol == LOSS_PROTOCOL)
     for number, line in enumerate(ordered):
         style = {**line.style, "linestyle": "none"}
         axes.errorbar(line.means, [number], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)

@@ -35,7 +35,7 @@ from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 NOT_DEFINED = "n/a"
-SCHEMA = 1
+DIAGNOSIS_SCHEMA = 1
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {
     "similarity.png": similarity_picture,
@@ -83,7 +83,7 @@ class Diagnosis:
     seed: int = 0
     device: str = "cpu"
     versions: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: int = DIAGNOSIS_SCHEMA
 
     @property
     def title(self) -> str:
@@ -102,7 +102,7 @@ class Diagnosis:
         try:
             content = parse_json(text)
             schema = content.get("schema") if isinstance(content, dict) else None
-            if schema != SCHEMA:
+            if schema != DIAGNOSIS_SCHEMA:
                 raise RecordError(f"the diagnosis has schema {schema!r}", "use the version of hf-bico that wrote it")
             diagnosis: Diagnosis = from_plain(cls, content)
         except (ValueError, TypeError) as error:

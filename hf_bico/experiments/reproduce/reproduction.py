@@ -17,7 +17,7 @@ from hf_bico.settings import PROBE
 from hf_bico.utils.text import Markdown, format_table, markdown_table, plain
 
 JSON_FILE, MARKDOWN_FILE = "reproduction.json", "reproduction.md"
-SCHEMA = 1
+REPRODUCTION_SCHEMA = 1
 _LABELS = {"naive": "naive"}
 _PROBED = {**_LABELS, "target": "target, pretrained", "base": "source, pretrained"}
 """Labels where models are measured by a probe, so that none is zero-shot."""
@@ -151,7 +151,7 @@ class Reproduction:
             for (name, sampling), comparison in self.comparisons.items()
         ]
         content: dict[str, Any] = {
-            "schema": SCHEMA,
+            "schema": REPRODUCTION_SCHEMA,
             **{name: getattr(self.table, name) for name in ("name", "title", "source", "target", "protocol")},
             "tasks": self.tasks,
             "rows": rows,

@@ -136,7 +136,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-SECONDS = 5.0
+EXPRESSION_SECONDS = 5.0
 """The limit for all names of a model: real adapters take milliseconds."""
 _PLAIN = re.compile(r"[\w.\- ]*")
 _MATCH = """
@@ -162,10 +162,10 @@ def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> 
     try:
         # isolated: none of the user's packages or settings are loaded
         with Sandbox(_MATCH, "-I", "-S") as sandbox:
-            sandbox.ask([expressions, list(names)], SECONDS)
+            sandbox.ask([expressions, list(names)], EXPRESSION_SECONDS)
         return
     except TimeoutError:
-        problem = f"cannot be matched within {SECONDS:g} seconds"
+        problem = f"cannot be matched within {EXPRESSION_SECONDS:g} seconds"
     except (EOFError, OSError, ValueError):
         problem = "cannot be matched"
     raise AdapterError(

@@ -22,7 +22,6 @@ from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
 from hf_bico.models.adapters.lora_names import (
     AdapterKeys,
     LoraKeys,
-    Shapes,
     Target,
     parameters_of,
     places_of,
@@ -31,6 +30,7 @@ from hf_bico.models.adapters.lora_names import (
     tensors_of,
 )
 from hf_bico.models.checkpoints import Checkpoint, LazyMapping, non_float_tensors
+from hf_bico.models.families.base import Shapes
 from hf_bico.models.name_matching import Overlap, reinitialised_head
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 from hf_bico.errors import AdapterError, BaseMismatchError, UnsupportedAdapterError
 from hf_bico.models.adapters.config import MERGE
+from hf_bico.models.families.base import Shapes
 from hf_bico.models.name_matching import align_names
 
 _LORA = re.compile(
@@ -122,8 +123,6 @@ def parameters_of(module: str, targets: Collection[str]) -> list[str]:
             found.append(f"{module}.{parameter}")
     return list(dict.fromkeys(found))
 
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 # a part of the tower's prefix, by a word in the name of its class
 _TOWERS = {"vision": "vis", "text": "text", "audio": "audio"}
