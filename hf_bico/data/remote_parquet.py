@@ -19,8 +19,7 @@ from hf_bico.data.columns import Columns
 from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import RequiredRows
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
-from hf_bico.hub.client import RemoteFile
-from hf_bico.hub.retries import translate_hub_errors
+from hf_bico.hub.client import RemoteFile, translate_hub_errors
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
-from hf_bico.hub.client import MAIN, Hub
+from hf_bico.hub.client import MAIN, Hub, translate_hub_errors
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
-from hf_bico.hub.retries import LOG_IN, is_offline, request_errors, translate_hub_errors, with_retries
+from hf_bico.hub.retries import LOG_IN, is_offline, request_errors, with_retries
 from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:

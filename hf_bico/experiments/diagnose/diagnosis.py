@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.diagnose.findings import (
+    DIAGNOSIS_SCHEMA,
     UNTOUCHED_TARGET,
     Cost,
+    DiagnosisData,
     Drift,
     InputLikeness,
     OutputLikeness,
@@ -35,7 +37,6 @@ from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
 
 NOT_DEFINED = "n/a"
-DIAGNOSIS_SCHEMA = 1
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {
     "similarity.png": similarity_picture,
@@ -56,43 +57,8 @@ _CAPTIONS = {
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Similarity of two models on some samples, and the quality of a task vector's transport between them.
-
-    `outputs` need a fine-tuned target; `drift` has the order of `checkpoints`, the last of which is the fine-tuned
-    source. `sites` describe the maps and the task vector's energy.
-    """
-
-    hf_bico: str
-    source: str
-    base: str
-    target: str
-    data: str
-    split: str
-    samples: int
-    method: str
-    completion: str
-    inputs: list[InputLikeness]
-    sites: list[SiteRecord]
-    layers: list[int]
-    cost: Cost
-    fine_tuned: str | None = None
-    outputs: list[OutputLikeness] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
-    drift: list[Drift] = field(default_factory=list)
-    seed: int = 0
-    device: str = "cpu"
-    versions: dict[str, str] = field(default_factory=dict)
-    schema: int = DIAGNOSIS_SCHEMA
-
-    @property
-    def title(self) -> str:
-        return f"{self.base} to {self.target}"
-
-    @property
-    def models(self) -> list[str]:
-        """Names of the models in `outputs`."""
-        return list(dict.fromkeys(one.model for one in self.outputs))
+class Diagnosis(DiagnosisData):
+    """A diagnosis with its tables, pictures and files."""
 
     def to_json(self) -> str:
         return to_plain(self)

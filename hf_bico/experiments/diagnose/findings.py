@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from hf_bico.models.layout import SitePair
+from hf_bico.reports.record import SiteRecord
 
 UNTOUCHED_TARGET = "target"
 """The name of the untouched target among the models of `outputs`."""
@@ -162,3 +163,46 @@ def cost_of(
         products=sum(out_b * in_a * (out_a + in_b) for (out_a, in_a), (out_b, in_b) in shapes),
         seconds=dict(seconds),
     )
+
+
+DIAGNOSIS_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class DiagnosisData:
+    """Similarity of two models on some samples, and the quality of a task vector's transport between them.
+
+    `outputs` need a fine-tuned target; `drift` has the order of `checkpoints`, the last of which is the fine-tuned
+    source. `sites` describe the maps and the task vector's energy.
+    """
+
+    hf_bico: str
+    source: str
+    base: str
+    target: str
+    data: str
+    split: str
+    samples: int
+    method: str
+    completion: str
+    inputs: list[InputLikeness]
+    sites: list[SiteRecord]
+    layers: list[int]
+    cost: Cost
+    fine_tuned: str | None = None
+    outputs: list[OutputLikeness] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    drift: list[Drift] = field(default_factory=list)
+    seed: int = 0
+    device: str = "cpu"
+    versions: dict[str, str] = field(default_factory=dict)
+    schema: int = DIAGNOSIS_SCHEMA
+
+    @property
+    def title(self) -> str:
+        return f"{self.base} to {self.target}"
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models in `outputs`."""
+        return list(dict.fromkeys(one.model for one in self.outputs))

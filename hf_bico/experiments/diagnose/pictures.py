@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
-from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, Drift, SitePlace, by_place
+from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, DiagnosisData, Drift, SitePlace, by_place
 from hf_bico.reports.pictures import (
     BLUE,
     FONT,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 
 _LETTER = 0.075
 """Inches of a letter of a label."""
@@ -132,23 +131,23 @@ _LEGEND: dict[str, Any] = {
 }
 
 
-def similarity_picture(diagnosis: Diagnosis) -> bytes | None:
+def similarity_picture(diagnosis: DiagnosisData) -> bytes | None:
     """Draw figure 1: CKA and cosine of the inputs of each target block, before and after the input-side alignment."""
     return png(lambda: _draw_similarity(diagnosis)) if diagnosis.inputs else None
 
 
-def initial_picture(diagnoses: Sequence[Diagnosis]) -> bytes | None:
+def initial_picture(diagnoses: Sequence[DiagnosisData]) -> bytes | None:
     """Draw figure B: CKA of several pairs before any alignment, and cosine if both models have the same width."""
     towers = _towers(diagnoses)
     return png(lambda: _draw_initial(towers)) if towers else None
 
 
-def outputs_picture(diagnosis: Diagnosis) -> bytes | None:
+def outputs_picture(diagnosis: DiagnosisData) -> bytes | None:
     """Draw figure 2: cosine of each model's outputs to those of the fine-tuned target."""
     return png(lambda: _draw_outputs(diagnosis)) if diagnosis.outputs else None
 
 
-def drift_picture(diagnosis: Diagnosis) -> bytes | None:
+def drift_picture(diagnosis: DiagnosisData) -> bytes | None:
     """Draw figure A: drift of each block's inputs from the base, over checkpoints, or over blocks if there is one."""
     checkpoints = _checkpoints(diagnosis)
     if len(checkpoints) > 1:
@@ -156,7 +155,7 @@ def drift_picture(diagnosis: Diagnosis) -> bytes | None:
     return png(lambda: _draw_only_drift(diagnosis)) if checkpoints else None
 
 
-def sites_picture(diagnosis: Diagnosis) -> bytes | None:
+def sites_picture(diagnosis: DiagnosisData) -> bytes | None:
     """Draw score in, score out and unseen energy of every site, as on the card of a port."""
     return alignment_picture(diagnosis.sites, len(diagnosis.layers))
 
@@ -164,7 +163,7 @@ def sites_picture(diagnosis: Diagnosis) -> bytes | None:
 # Figure 1
 
 
-def _draw_similarity(diagnosis: Diagnosis) -> Figure:
+def _draw_similarity(diagnosis: DiagnosisData) -> Figure:
     inputs = diagnosis.inputs
     cka, cosine = by_place(inputs, lambda one: one.cka), by_place(inputs, lambda one: one.cosine)
     aligned = by_place(inputs, lambda one: one.cka_aligned), by_place(inputs, lambda one: one.cosine_aligned)
@@ -208,7 +207,7 @@ class _Tower:
         return [place.block for place in self.cka if place.block is not None]
 
 
-def _towers(diagnoses: Sequence[Diagnosis]) -> list[_Tower]:
+def _towers(diagnoses: Sequence[DiagnosisData]) -> list[_Tower]:
     titles = [diagnosis.title for diagnosis in diagnoses if diagnosis.inputs]
     towers = []
     for diagnosis in diagnoses:
@@ -247,7 +246,7 @@ def _draw_initial(towers: Sequence[_Tower]) -> Figure:
 # Figure 2
 
 
-def _draw_outputs(diagnosis: Diagnosis) -> Figure:
+def _draw_outputs(diagnosis: DiagnosisData) -> Figure:
     figure, (axes,) = _figure(3.2)
     blocks = BlockAxis.of((one.place for one in diagnosis.outputs), _MOST)
     ends = []
@@ -276,13 +275,13 @@ def _draw_outputs(diagnosis: Diagnosis) -> Figure:
 # Figure A
 
 
-def _checkpoints(diagnosis: Diagnosis) -> list[str]:
+def _checkpoints(diagnosis: DiagnosisData) -> list[str]:
     """Return the checkpoints with known drift, in order."""
     known = {one.checkpoint for one in diagnosis.drift}
     return [name for name in dict.fromkeys(diagnosis.checkpoints) if name in known]
 
 
-def _draw_only_drift(diagnosis: Diagnosis) -> Figure:
+def _draw_only_drift(diagnosis: DiagnosisData) -> Figure:
     (checkpoint,) = _checkpoints(diagnosis)
     drift = [one for one in diagnosis.drift if one.checkpoint == checkpoint]
     blocks = BlockAxis.of((one.place for one in drift), _HALF)
@@ -294,7 +293,7 @@ def _draw_only_drift(diagnosis: Diagnosis) -> Figure:
     return figure
 
 
-def _draw_drift(diagnosis: Diagnosis) -> Figure:
+def _draw_drift(diagnosis: DiagnosisData) -> Figure:
     checkpoints = _checkpoints(diagnosis)
     numbers = _numbers(checkpoints)
     towers: dict[str, list[SitePlace]] = {}
