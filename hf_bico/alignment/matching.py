@@ -1,4 +1,4 @@
-"""Match each target block with a source block, and each target site with a source site.
+"""Match each target block with a source block, by depth or as given, and each target site with a source site.
 
 Works on layouts alone: no weights, no torch.
 """

@@ -159,7 +159,7 @@ class Calibration:
             with self.watch("transport"):
                 for pair in group:
                     delta = site_delta(models.vector, pair.source).scaled(1 / method.steps)
-                    carried = models.in_written_precision(pair, method.carry(pair, delta))
+                    carried = models.in_assembly_precision(pair, method.carry(pair, delta))
                     descent = descents.pop(pair.target.name)
                     along = None if descent is None else descent_along(carried.delta, descent)
                     transported[pair.target.name] = replace(carried, descent=along)

@@ -1,6 +1,6 @@
 """Loads both pretrained models once, with the task vector to carry between them.
 
-Does not know how a change is carried, written or evaluated.
+Knows both models as files and as modules, and the memory they need; no method, and no evaluation.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class ModelPair:
     vector: TaskVector
     pairs: list[SitePair]
     source: LiveModel
+    """The base, loaded; `tuned_source` adds the task vector."""
     target: LiveModel
     device: torch.device
     """The device that runs the models and keeps sums."""
@@ -182,10 +183,10 @@ class ModelPair:
 
     def memory_plan(self, kinds: Collection[Kind], samples: Batched, settings: Settings) -> MemoryPlan:
         """Plan how to collect statistics of these kinds within the available memory."""
-        pretrained = (self.lineage.base, self.lineage.target)
+        files = (self.lineage.base, self.lineage.target)
         source, target = (
             ModelFootprint(model.layout, stored.checkpoint.shapes, model.dtype.itemsize, _longest(model, samples))
-            for model, stored in zip((self.source, self.target), pretrained, strict=True)
+            for model, stored in zip((self.source, self.target), files, strict=True)
         )
         needs = needs_of(
             self.pairs,
@@ -204,7 +205,7 @@ class ModelPair:
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU
         memory = plan_memory(needs, limit, size, [self.source.swapped], cost)
         if settings.memory is not None and not memory.fits:
-            spread = settings.device_map is None and all(model.family.can_be_spread for model in pretrained)
+            spread = settings.device_map is None and all(model.family.can_be_spread for model in files)
             raise MemoryExhaustedError(
                 f"a port between these models takes about {size_text(memory.limit)} in the leanest way, and "
                 f"--memory is {size_text(settings.memory)}",
@@ -227,8 +228,8 @@ class ModelPair:
         """True if some weights wait in main memory until a block needs them."""
         return any(parameter.is_meta for model in (self.source, self.target) for parameter in model.module.parameters())
 
-    def in_written_precision(self, pair: SitePair, carried: TransportedSite) -> TransportedSite:
-        """Convert a site's change to the precision in which it is written."""
+    def in_assembly_precision(self, pair: SitePair, carried: TransportedSite) -> TransportedSite:
+        """Convert a site's change to the target's precision, at least float32."""
         dtype = self.lineage.target.checkpoint.tensor(pair.target.weight.tensor).dtype
         return replace(carried, delta=carried.delta.to(torch.promote_types(dtype, torch.float32)))
 
@@ -267,7 +268,10 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
 
 
 def _load(planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[LiveModel, LiveModel]:
-    """Load both models on the device, or in main memory if only one at a time fits on the device."""
+    """Load both models: spread by a device map, on the device, or in main memory if only one fits on the device.
+
+    Modules that were passed stay where they are.
+    """
     base, target = planned.lineage.base, planned.lineage.target
     if settings.device_map is not None:
         # half of the memory for the two models' weights, half for sums and activations

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.alignment.objectives.base import Batch, Classifier
+from hf_bico.alignment.objectives.base import Classifier
 from hf_bico.data.draw import repeat_notices
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
@@ -44,8 +44,6 @@ from hf_bico.runtime.environment import (
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress, silent
-
-__all__ = ["Batch", "port", "run_port"]
 
 
 @translate_errors()
@@ -250,6 +248,7 @@ def _findings(
 
 
 def _run_record(started: datetime, watch: Stopwatch, calibration: Calibration, processes: int) -> RunRecord:
+    """Return when, how long and on what the port ran."""
     models = calibration.models
     return RunRecord(
         started=started.isoformat(timespec="seconds"),

@@ -191,7 +191,7 @@ def require_projection(planned: Plan, settings: Settings) -> None:
 
 
 def require_device_map(settings: Settings, device: torch.device, processes: int = 1) -> None:
-    """Refuse a device map without a GPU to use, or in several processes."""
+    """Refuse a device map with --device cpu on a machine with GPUs, or in several processes."""
     if settings.device_map is None:
         return
     if device.type == "cpu" and torch.cuda.is_available():

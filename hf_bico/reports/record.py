@@ -267,7 +267,7 @@ class Record(_RecordBase):
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
-    foresight: ForecastRecord | None = None
+    foresight: ForecastRecord | None = None  # the forecast: the key is that of the schema
     evaluation: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     schema: int = RECORD_SCHEMA

@@ -44,7 +44,7 @@ PICTURES = {
     "drift.png": drift_picture,
     "sites.png": sites_picture,
 }
-"""The paper's figures 1, 2 and A for these models, and the heat strips of a model card."""
+"""The paper's figures 1, 2 and A for these models, and the heat maps of a model card."""
 INITIAL_FILE = "initial.png"
 """The paper's figure B, together with other diagnoses."""
 _CAPTIONS = {

@@ -70,7 +70,7 @@ def read_adapter_config(folder: Path, name: str) -> AdapterConfig:
 
 
 def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
-    """Do the same with the file's content."""
+    """Parse an adapter's configuration; refuse by name what cannot be read exactly."""
     kind = raw.get("peft_type")
     if kind in BY_PEFT:
         return AdapterConfig(str(kind), base_class=_base_class(raw), raw=raw)

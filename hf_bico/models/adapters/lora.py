@@ -242,7 +242,7 @@ class _Lora:
                 "save the adapter again",
             )
         alpha = self._by_pattern(self.config.alpha_pattern, name, self.config.alpha)
-        return float(alpha) / (sqrt(rank) if self.config.root_scaled else rank)
+        return float(alpha) / (sqrt(rank) if self.config.root_scaled else rank)  # rsLoRA divides by the root
 
     def _by_pattern(self, patterns: Mapping[str, float], name: str, otherwise: float) -> float:
         """Return the value of the first pattern that fits the name's end, as peft looks it up."""
