@@ -52,7 +52,7 @@ class MethodInfo:
     uses_loss: bool = True
     """Whether it reads gradients of the objective; a method without samples does not."""
     uses_labels: bool = True
-    """Whether those gradients are of labels; a method without gradients reads none."""
+    """Whether those gradients need labels; a method without gradients needs none."""
     turns: bool = True
     """Whether it turns the task vector by maps."""
     maps: str = "inputs (in) and output gradients (out)"
@@ -60,7 +60,7 @@ class MethodInfo:
     trains_on: str | None = None
     """What the target is trained on instead: "samples", or all of the "split"."""
     options: tuple[str, ...] = ()
-    """The options that no other method reads, unless it names them too."""
+    """The options that it reads and not every method does, such as "completion"."""
     copies: int = 0
     """Altered copies of each sample where samples are few."""
     usual: bool = False
@@ -198,21 +198,24 @@ class Option:
     """Whether a measured number depends on it."""
     python: str = ""
     """What Python callers may give instead."""
+    takes_functions: bool = False
+    """Whether Python callers may give a function instead of one of the choices."""
 
     def typed_as(self, name: str) -> str:
         """Return what is typed on the command line for the option of this name."""
         return self.flag or f"--{name.replace('_', '-')}"
 
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is none of the choices, or below the least."""
-        if self.choices is not None and value is not None and isinstance(value, str):
+    def check(self, name: str, value: Any, default: Any) -> None:
+        """Refuse a value that is not among the choices, or is below the least; None only where it is the default."""
+        is_free = (value is None and default is None) or (self.takes_functions and callable(value))
+        if self.choices is not None and not is_free:
             _require_one_of(self.typed_as(name), value, tuple(self.choices))
-        if self.least is None or value is None:
+        if self.least is None:
             return
         if self.type is float:
             if not isinstance(value, int | float) or not isfinite(value) or value < self.least:
                 raise UsageError(f"{self.typed_as(name)} is {value}", f"use a number of at least {self.least}")
-        elif type(value) is not int or value < self.least:
+        elif value is not None and (type(value) is not int or value < self.least):
             raise UsageError(f"{self.typed_as(name)} is {value}", f"use a whole number of at least {self.least}")
 
 
@@ -368,7 +371,7 @@ class Settings:
         group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
     objective: str | Callable[..., Any] = option(
         "auto", _METHOD, "The loss whose gradients are lined up; auto: what the models are made for.",
-        group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True,
+        group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True, takes_functions=True,
         python="A callable (model, batch) -> loss that sums over the samples of `batch.pixels` or `batch.tokens`, and "
         "`batch.labels` (each -1 where the data set has none).")
     path_steps: int = option(2, _METHOD, "Steps of bico-path.", group="aligning", type=int, least=1, decisive=True)
@@ -430,8 +433,8 @@ class Settings:
         return cls(**{**options, **read})
 
     def __post_init__(self) -> None:
-        for name, known in OPTIONS.items():
-            known.check(name, getattr(self, name))
+        for one in fields(self):
+            OPTIONS[one.name].check(one.name, getattr(self, one.name), one.default)
         self._check_layers()
         self._check_texts()
         self._check_together()

@@ -111,12 +111,9 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
     """Return the click option of a setting as `hf_bico.settings` declares it, maybe with another `help`."""
     known = OPTIONS[name]
     facts: dict[str, Any] = {"metavar": known.metavar, "help": help or known.help}
-    names = [known.typed_as(name)]
-    if known.type is bool:  # --no-eval is the flag of what is on by default
+    if known.type is bool:
         facts["is_flag"] = True
-        names += [] if _DEFAULTS[name] else [name]
     else:
-        names.append(name)
         default = known.typed_default or _DEFAULTS[name]
         if default is not None and known.read is not read_lines:
             facts |= {"default": default, "show_default": True}
@@ -129,7 +126,17 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
         facts["type"] = click.Path(dir_okay=False)
     if known.metavar == "FOLDER":
         facts["shell_complete"] = complete_folder
-    return Section(known.section).option(*names, **facts)
+    return Section(known.section).option(known.typed_as(name), _parameter(name), **facts)
+
+
+def _switches_off(name: str) -> bool:
+    """Return True for a setting that is on by default, such as `evaluate`: its flag, --no-eval, turns it off."""
+    return _DEFAULTS[name] is True
+
+
+def _parameter(name: str) -> str:
+    """Return the name of a setting's click parameter."""
+    return OPTIONS[name].typed_as(name).removeprefix("--").replace("-", "_") if _switches_off(name) else name
 
 
 def settings_of(*groups: str) -> Callable[[Command], Command]:
@@ -196,17 +203,13 @@ def read_settings(options: dict[str, Any]) -> Settings:
     """Read what was typed into settings, which are checked before anything heavy is imported."""
     values: dict[str, Any] = {}
     for name, known in OPTIONS.items():
-        typed = known.typed_as(name)
-        if known.type is bool and _DEFAULTS[name]:
-            name_typed = typed.removeprefix("--").replace("-", "_")
-            if name_typed in options:
-                values[name] = not options.pop(name_typed)
-        elif name in options:
-            value = options.pop(name)
-            if known.read is not None and value is not None:
-                value = known.read(value, typed)
-            if value is not None or _DEFAULTS[name] is None:
-                values[name] = value
+        if _parameter(name) not in options:
+            continue
+        value = options.pop(_parameter(name))
+        if known.read is not None and value is not None:
+            value = known.read(value, known.typed_as(name))
+        if value is not None or _DEFAULTS[name] is None:  # what was not typed has its default
+            values[name] = not value if _switches_off(name) else value
     return Settings(**values, **options)
 
 

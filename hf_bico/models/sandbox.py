@@ -54,7 +54,7 @@ class Sandbox:
         self.end()
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Return the answer to a JSON value; a ValueError says why there is none.
+        """Return the answer to a JSON value, or raise a ValueError with the reason.
 
         A TimeoutError, EOFError or other OSError says that the process was late, died now, or had died before.
         """

@@ -85,7 +85,7 @@ class Lineage:
 
     @property
     def repos(self) -> list[RepoName]:
-        """Type and id of each Hub repo; LOCAL in addition, if a model or the data is none."""
+        """Type and id of each Hub repo, and LOCAL if a model or the data set is local."""
         return [*((repo.type, repo.id) for repo in self._hub_repos), *([LOCAL] if self._is_local else [])]
 
     @property
@@ -154,7 +154,7 @@ def open_source(
 
 
 def _shared_library(*places: object) -> str:
-    """Return the library in whose layout all of these repos hold weights; transformers if there is none."""
+    """Return the library whose layout all of these repos share, transformers by default."""
     known = [place for place in places if isinstance(place, RepoFiles)]
     shared = (library for library in WEIGHT_FILES if all(holds_layout(place.sizes, library) for place in known))
     return next(shared, "transformers")

@@ -357,7 +357,7 @@ def _has_template(tokenizer: Any) -> bool:
 
 
 def _own_tokenizer(source: Model | Adapter) -> Any:
-    """Load the tokenizer that is stored with a model's or an adapter's weights; None if there is none."""
+    """Load the tokenizer that is stored with a model or an adapter, or return None."""
     place = source.place
     names = [name for name in TOKENIZER_FILES if place is not None and name in place.sizes]
     if place is None or "tokenizer_config.json" not in names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import shlex
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -51,7 +52,7 @@ AnyRecord = TypeVar("AnyRecord", Record, ChangeRecord)
 
 
 @dataclass(frozen=True, repr=False)
-class BaseResult(Generic[AnyRecord]):
+class BaseResult(ABC, Generic[AnyRecord]):
     """A change of a model, the format in which it is written, and its record."""
 
     task_vector: TaskVector
@@ -86,8 +87,8 @@ class BaseResult(Generic[AnyRecord]):
         files = sha256_of(write_change(form, self.target, folder))
         return self._record_of(form, _output_record(form, files, repo, revision))
 
-    def _record_of(self, form: WrittenChange, output: OutputRecord) -> AnyRecord:
-        raise NotImplementedError
+    @abstractmethod
+    def _record_of(self, form: WrittenChange, output: OutputRecord) -> AnyRecord: ...
 
     def _save(
         self, folder: str | Path, overwrite: bool, form: WrittenChange, repo: str | None, revision: str | None

@@ -5,6 +5,7 @@ Data classes with a schema number, written as JSON without empty fields. They ho
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,14 +228,14 @@ class RunRecord:
     versions: dict[str, str]
 
 
-class _RecordBase:
+class _RecordBase(ABC):
     """Methods of every record; fields stay in the subclasses, because their order is that of the file."""
 
     target: ModelRecord
 
     @property
-    def sources(self) -> list[ModelRecord]:
-        raise NotImplementedError
+    @abstractmethod
+    def sources(self) -> list[ModelRecord]: ...
 
     @property
     def models(self) -> list[ModelRecord]:

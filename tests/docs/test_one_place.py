@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,8 +17,9 @@ import hf_bico
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.statistics import Kind
 from hf_bico.cli.main import main
+from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.picture import method_style
-from hf_bico.settings import METHODS
+from hf_bico.settings import METHODS, OPTIONS, Settings
 from support import ROOT
 from support.scenes import Scene, make_scene
 
@@ -64,6 +66,16 @@ def test_an_option_is_one_field(scene: Scene, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (done.returncode, done.stderr[-2000:]) == (0, "")
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices or option.type is float])
+@pytest.mark.parametrize("value", [None, 5j, ["auto"], b"auto"], ids=repr)
+def test_what_an_option_does_not_take_is_refused(name: str, value: Any) -> None:
+    if value is None and vars(Settings())[name] is None:
+        assert vars(Settings(**{name: None}))[name] is None
+        return
+    with pytest.raises(UsageError, match="--"):
+        Settings(**{name: value})
 
 
 class Halves(Aligner):

@@ -21,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import click
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from hf_bico.models import families
 from hf_bico.settings import METHODS
 from support import ROOT
 from support.loopback import HUB, TOKEN
@@ -85,7 +87,8 @@ def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
     run, lines = PageRun(text, exact), text.splitlines()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     moved, said = 0, ""
-    with _scene(world, folder, loras="-lora" in text), _registries():
+    # what a page registers is forgotten after it
+    with _scene(world, folder, loras="-lora" in text), patch.dict(METHODS), patch.dict(families._registered):
         for block in read_blocks(text):
             place = f"{shown_path(page)}:{block.fence_line}"
             os.chdir(folder)  # whatever ran before
@@ -108,17 +111,6 @@ def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
     for drawn, kept in KEPT.get(shown_path(page), {}).items():
         run.pictures[ROOT / kept] = (folder / drawn).read_bytes()
     return run
-
-
-@contextlib.contextmanager
-def _registries() -> Iterator[None]:
-    """Forget what a page registers."""
-    methods = dict(METHODS)
-    try:
-        yield
-    finally:
-        METHODS.clear()
-        METHODS.update(methods)
 
 
 def _run_transcript(block: Block, run: PageRun, place: str) -> list[str]:

@@ -44,7 +44,7 @@ def all_families() -> tuple[Family, ...]:
 
 
 def family_named(name: str | None) -> Family | None:
-    """Return the family with the name that a record has; None if there is none."""
+    """Return the family that a record names, or None if it is not known."""
     return next((family for family in all_families() if family.name == name), None)
 
 

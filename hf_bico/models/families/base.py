@@ -110,7 +110,7 @@ class Family(ABC):
         """Return sites, tokens and what stays behind, from names, shapes and the model's configuration."""
 
     def read_config(self, folder: Path) -> Mapping[str, Any]:
-        """Read the model's configuration file; empty if there is none."""
+        """Read the model's configuration file; without a file it is empty."""
         file = folder / self.config_file
         try:
             config = read_object(file) if file.is_file() else {}

@@ -147,7 +147,7 @@ def _models_language(module: nn.Module) -> bool:
 
 
 def _of_language(module: nn.Module, layout: Layout) -> Layout:
-    """Turn the layout into that of a decoder: sites read tokens of texts, and the output layer is none."""
+    """Turn the layout into that of a decoder: its sites read text tokens, and the output layer is left out."""
     if not _models_language(module):
         return layout
     model: Any = module
