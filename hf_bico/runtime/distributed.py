@@ -186,18 +186,21 @@ def _rendezvous() -> tuple[Any, int, int]:
 def _pickle_without_tensors(value: object) -> tuple[bytes, list[Tensor]]:
     from torch import Tensor
 
-    tensors: dict[int, Tensor] = {}
+    tensors: list[Tensor] = []
+    places: dict[int, int] = {}  # by id: a tensor that is there twice is sent once
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> int | None:
             if not isinstance(obj, Tensor):
                 return None
-            tensors.setdefault(id(obj), obj)
-            return list(tensors).index(id(obj))
+            if id(obj) not in places:
+                places[id(obj)] = len(tensors)
+                tensors.append(obj)
+            return places[id(obj)]
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
-    return buffer.getvalue(), list(tensors.values())
+    return buffer.getvalue(), tensors
 
 
 def _unpickle(content: bytes, tensors: Sequence[Tensor]) -> Any:
