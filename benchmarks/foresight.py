@@ -224,7 +224,7 @@ def draw(found: Sequence[Ported]) -> Figure:
     from matplotlib.figure import Figure
 
     from hf_bico.porting.transfer import DOUBTFUL
-    from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GRID, INK, ORANGE, RED, frame
+    from hf_bico.reports.pictures import BLUE, GRID, INK, ORANGE, RED, frame
 
     kinds = {
         "samples mispaired": ([one for one in found if one.mispaired], ORANGE, "x"),
@@ -241,9 +241,9 @@ def draw(found: Sequence[Ported]) -> Figure:
         where = [one.outlook for one in some], [one.gain for one in some]
         axes.plot(*where, marker, color=colour, markersize=3.2, alpha=0.55, label=name, markeredgewidth=0.7)
     axes.set_xlim(min(one.outlook for one in found) - 0.02, 1)
-    axes.set_xlabel("outlook, from calibration alone (grey: called doubtful)", fontsize=9, **FONT)
-    axes.set_ylabel("gain, points of accuracy", fontsize=9, **FONT)
-    axes.legend(loc="upper left", fontsize=8.5, frameon=False, prop={"family": FONT_FAMILY, "size": 8.5})
+    axes.set_xlabel("outlook, from calibration alone (grey: called doubtful)")
+    axes.set_ylabel("gain, points of accuracy")
+    axes.legend(loc="upper left", fontsize=8.5)
     return figure
 
 

@@ -16,7 +16,7 @@ from textwrap import indent, wrap
 from typing import Any
 
 from hf_bico.errors import RankError, UsageError
-from hf_bico.utils.text import did_you_mean, near
+from hf_bico.utils.text import did_you_mean
 
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 PREDICTING = ("zero-shot", "classification")
@@ -37,13 +37,11 @@ FEW_SAMPLES = 50
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """Everything that is known of a method without loading it.
-
-    `implementation` is the class, or "module:Class", which is imported when it is first used.
-    """
+    """Everything that is known of a method without loading it."""
 
     name: str
     implementation: str | type
+    """The class, or "module:Class", which is imported when it is first used."""
     label: str
     """Its name in tables and pictures."""
     sentence: str | None = None
@@ -224,11 +222,10 @@ def option(default: Any, section: str, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"option": Option(section, help, **facts)})
 
 
-def require_rank(rank: Any) -> int | float | None:
+def require_rank(rank: int | float | None) -> int | float | None:
     """Return a rank that is a whole number of at least 1, a share of energy between 0 and 1, or None."""
     if rank is None or (type(rank) is int and rank >= 1) or (type(rank) is float and 0.0 < rank < 1.0):
-        found: int | float | None = rank
-        return found
+        return rank
     which = ": the rank 1, or all of the energy?" if rank == 1.0 and type(rank) is float else ""
     raise RankError(
         f"the rank is {rank!r}{which}",
@@ -240,10 +237,11 @@ def read_rank(text: str, option: str = "--rank") -> int | float:
     """Read a rank as it is typed: 16, or 0.95."""
     for kind in (int, float):
         try:
-            rank = require_rank(kind(text))
+            rank = kind(text)
         except ValueError:
             continue
-        return 1 if rank is None else rank
+        require_rank(rank)
+        return rank
     raise RankError(f"{option} is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
 
 
@@ -251,15 +249,11 @@ def read_layers(text: str, option: str = "--layers") -> str | tuple[int, ...]:
     """Read layers as they are typed: index, similarity, or 0,0,1,1."""
     if text in LAYERS:
         return text
-    meant = near(text, LAYERS)
-    if meant is not None:
-        raise UsageError(f"{option} is '{text}'", f"did you mean '{meant}'?")
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise UsageError(
-            f"{option} is '{text}'", f"use {' or '.join(LAYERS)}, or the source block of each target block: 0,0,1,1"
-        ) from None
+        otherwise = f"use {' or '.join(LAYERS)}, or the source block of each target block: 0,0,1,1"
+        raise UsageError(f"{option} is '{text}'", did_you_mean(text, LAYERS, otherwise)) from None
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
@@ -280,13 +274,12 @@ def read_size(text: str, option: str) -> int:
 def read_lines(file: str, option: str) -> list[str]:
     """Read a text file of one entry a line."""
     try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8-sig").splitlines()]
+        text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option}: '{file}' cannot be read", "give a text file with one entry a line") from error
-    kept = [line for line in lines if line]
-    if not kept:
+    if not text.strip():
         raise UsageError(f"{option}: '{file}' is empty", "give a text file with one entry a line")
-    return kept
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:

@@ -97,19 +97,10 @@ def _with_prefix(rows: Tensor, tokens: Tokens, prefix: int) -> Tensor:
 @lru_cache(maxsize=8)
 def _resizing_matrix(tokens: Tokens, prefix: int, grid: tuple[int, int], device: torch.device) -> Tensor:
     """Return the matrix from a sample's tokens to `prefix` prefix tokens and patches on another grid."""
-    count = tokens.prefix + tokens.grid[0] * tokens.grid[1]
-    each = torch.eye(count, dtype=torch.float64, device=device)
-    patches = resize(each[None, tokens.prefix :], tokens.grid, grid)[0]
-    return torch.cat([each[:prefix], patches])
-
-
-def resize(patches: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Resize (samples, h w, width) patches to another grid: bilinear, align_corners=False, no antialiasing."""
-    if grid == new_grid:
-        return patches
-    image = patches.double().transpose(1, 2).unflatten(2, grid)
-    resized = functional.interpolate(image, size=new_grid, mode="bilinear", align_corners=False, antialias=False)
-    return resized.flatten(2).transpose(1, 2)
+    each = torch.eye(tokens.count, dtype=torch.float64, device=device)
+    image = each[None, tokens.prefix :].transpose(1, 2).unflatten(2, tokens.grid)
+    resized = functional.interpolate(image, size=grid, mode="bilinear", align_corners=False, antialias=False)
+    return torch.cat([each[:prefix], resized.flatten(2).transpose(1, 2)[0]])
 
 
 @dataclass(frozen=True)
@@ -205,13 +196,11 @@ class _Runner:
         self.of_task, self.of_expected = bool(OF_TASK_LOSS & kinds), bool(OF_EXPECTED_LOSSES & kinds)
         self.graph = self.of_task or self.of_expected
         self.at_once = at_once or self.of_expected
-        self.weights: dict[str, tuple[Tensor, Tensor]] = {}
+        self.weights = {
+            pair.target.name: (source.model.weight(pair.source.name), target.model.weight(pair.target.name))
+            for pair in (pairs if Kind.INPUT_GRADIENTS in kinds else ())
+        }
         """Of both sites of each pair, for the gradients at their inputs."""
-        if Kind.INPUT_GRADIENTS in kinds:
-            for pair in pairs:
-                both = source.model.weight(pair.source.name), target.model.weight(pair.target.name)
-                self.weights[pair.target.name] = both
-        self.pairs_gradients = bool({Kind.GRADIENTS, Kind.INPUT_GRADIENTS} & kinds)
 
     def run(self, batch: _Batch, source_pass: Pass, target_pass: Pass) -> None:
         """Run both models over one batch."""
@@ -246,7 +235,7 @@ class _Runner:
             yield losses
 
     def _backward_source(self, batch: _Batch, losses: Losses) -> None:
-        if self.pairs_gradients:
+        if {Kind.GRADIENTS, Kind.INPUT_GRADIENTS} & self.kinds:
             self.streams[0].differentiate(losses.task, batch.source_gradient, keep=self.of_expected)
 
     def _backward_target(self, batch: _Batch, losses: Losses) -> None:
@@ -258,7 +247,7 @@ class _Runner:
         if not self.of_expected:
             return
         for source_loss, target_loss in zip(source.expected, target.expected, strict=True):
-            batch.drop_gradients()
+            batch.gradients.clear()
             self.streams[0].differentiate(source_loss, batch.source_gradient, keep=True)
             self.streams[1].differentiate(target_loss, batch.target_expected, keep=True)
         batch.weigh_inputs()
@@ -301,7 +290,7 @@ class _Batch:
         self.runner, self._add, self._statistics = runner, consume, statistics
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
         self._uses: Counter[tuple[str, str]] = Counter()
         self._target_inputs: dict[str, Tensor] = {}
         self._target_text: TextRows | None = None
@@ -321,10 +310,7 @@ class _Batch:
         self._outputs[site.name] = y
 
     def source_gradient(self, site: Site, gradient: Tensor) -> None:
-        self._gradients[site.name] = gradient
-
-    def drop_gradients(self) -> None:
-        self._gradients.clear()
+        self.gradients[site.name] = gradient
 
     # rows of the target are paired and added
 
@@ -352,11 +338,11 @@ class _Batch:
         pair, kinds = self.runner.pair_of[site.name], self.runner.kinds
         if site.name in self.runner.target_sites:
             self._add_target(site, gradient)
-        if pair.source.name not in self._gradients:
+        if pair.source.name not in self.gradients:
             return
-        rows = self._rows(pair, self._gradients[pair.source.name], gradient)
+        rows = self._rows(pair, self.gradients[pair.source.name], gradient)
         if self._is_last_use(Kind.GRADIENTS, pair.source.name, self.runner.site_uses):
-            del self._gradients[pair.source.name]
+            del self.gradients[pair.source.name]
         if Kind.GRADIENTS in kinds:
             self._add(Kind.GRADIENTS, pair, *rows)
         if Kind.INPUT_GRADIENTS in kinds:  # G W, the part that passes through this site
@@ -367,15 +353,13 @@ class _Batch:
     def target_expected(self, site: Site, gradient: Tensor) -> None:
         """Add gradients of the loss with one label; their summed energies weigh the inputs later."""
         pair = self.runner.pair_of[site.name]
-        if pair.source.name not in self._gradients:
+        if pair.source.name not in self.gradients:
             return
-        rows = self._rows(pair, self._gradients[pair.source.name], gradient)
+        rows = self._rows(pair, self.gradients[pair.source.name], gradient)
         if Kind.EXPECTED_GRADIENTS in self.runner.kinds:
             self._add(Kind.EXPECTED_GRADIENTS, pair, *rows)
-        first, second = (one.double().square().sum(-1) for one in rows)
-        if site.name in self._energies:
-            before = self._energies[site.name]
-            first, second = before[0] + first, before[1] + second
+        before: Sequence[Tensor | float] = self._energies.get(site.name, (0.0, 0.0))
+        first, second = (sums + one.double().square().sum(-1) for sums, one in zip(before, rows, strict=True))
         self._energies[site.name] = first, second
 
     def weigh_inputs(self) -> None:
@@ -390,12 +374,11 @@ class _Batch:
 
     def end_forward(self, losses: Losses) -> None:
         """Add the rows that waited for the target's losses, which say which of them are real tokens."""
-        text = losses.text
-        self._target_text, self._forward_ended = text, True
+        self._target_text, self._forward_ended = losses.text, True
         if self._statistics.task is not None:
             self._statistics.task.add(losses)
-        if self.source_text is not None and text is not None:
-            self._token_positions = pair_tokens(self.source_text, text)
+        if self.source_text is not None and losses.text is not None:
+            self._token_positions = pair_tokens(self.source_text, losses.text)
         deferred, self._deferred = self._deferred, []
         for take, site, rows in deferred:
             take(site, rows)

@@ -99,9 +99,6 @@ class MemoryNeeds:
     kept_inputs: int = 0
     """Inputs of the target's sites that are kept until the backward pass."""
 
-    def of_models(self, alternating: bool) -> int:
-        return max(self.weights) if alternating else sum(self.weights)
-
     def of_sample(self, mode: MemoryMode) -> int:
         """Return the activations of one sample at the peak."""
         source, target = self.samples
@@ -116,10 +113,6 @@ class MemoryNeeds:
             return max(1, sum(graphs) + kept + max(source.site_inputs, waiting), last)
         # the source's graph shrinks as its gradients come, and its inputs shrink as the target's graph grows
         return max(1, rows + source.block, graphs[0] + source.site_inputs, last + waiting)
-
-    @property
-    def can_be_lean(self) -> bool:
-        return any(one.lean is not None for one in self.samples)
 
 
 def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
@@ -191,7 +184,7 @@ class ModelFootprint:
         if site.text:
             return self.tokens
         tokens = self.layout.tokens
-        return USUAL_TOKENS if tokens is None else tokens.prefix + prod(tokens.grid)
+        return USUAL_TOKENS if tokens is None else tokens.count
 
     def bytes_of(self, sites: Iterable[Site]) -> tuple[int, int]:
         """Return the bytes of one sample that these sites read, each activation once, and write."""
@@ -232,10 +225,8 @@ class ModelFootprint:
     @property
     def _vocabulary(self) -> int:
         """Rows of the longest embedding table."""
-        carried = self.layout.tensors
-        return max(
-            (shape[0] for name, shape in self.shapes.items() if name not in carried and len(shape) == 2), default=0
-        )
+        others = self.shapes.keys() - self.layout.tensors
+        return max((self.shapes[name][0] for name in others if len(self.shapes[name]) == 2), default=0)
 
 
 def needs_of(
@@ -253,35 +244,27 @@ def needs_of(
     `ranks` are those of a LoRA by the source's tensors; `language` tells whether the loss is over a vocabulary.
     """
     groups = solved_together(pairs)
+    of_descent = descent_sites(pairs) if "descent" in kinds else set()
+    # the target's sites whose inputs are multiplied with their gradients
+    read_later = [pair.target for pair in pairs if "target gradients" in kinds or pair.target.name in of_descent]
     sources = list({pair.source.name: pair.source for pair in pairs}.values())
+    changes = ((pair.target.shape, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs)
     adding = (
         FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
     )
     return MemoryNeeds(
         weights=(source.weights, target.weights),
-        sums=tuple(sum_bytes(group, kinds, descent_sites(pairs)) for group in groups),
+        sums=tuple(sum_bytes(group, kinds, of_descent) for group in groups),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
-        carried=FLOAT32 * sum(_carried(pair, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs),
+        # a matrix or two factors for each pair
+        carried=FLOAT32 * sum(prod(shape) if rank is None else rank * sum(shape) for shape, rank in changes),
         samples=(source.sample(sources, language), target.sample([pair.target for pair in pairs], language)),
         both_graphs=both_graphs,
         texts=any(pair.target.text for pair in pairs),
-        descents=sum_bytes(pairs, ("descent",), descent_sites(pairs)) if "descent" in kinds else 0,
+        descents=sum_bytes(pairs, ("descent",), of_descent),
         adding=int(BESIDE * max(adding, default=0)),
-        kept_inputs=int(BESIDE * target.bytes_of(_read_later(pairs, kinds))[0]),
+        kept_inputs=int(BESIDE * target.bytes_of(read_later)[0]),
     )
-
-
-def _read_later(pairs: Sequence[SitePair], kinds: Collection[str]) -> list[Site]:
-    """Return the target's sites whose inputs are multiplied with their gradients."""
-    if "target gradients" in kinds:
-        return [pair.target for pair in pairs]
-    some = descent_sites(pairs) if "descent" in kinds else ()
-    return [pair.target for pair in pairs if pair.target.name in some]
-
-
-def _carried(pair: SitePair, rank: int | None) -> int:
-    """Return the number of elements of one transported change: two factors, or a matrix."""
-    return prod(pair.target.shape) if rank is None else rank * sum(pair.target.shape)
 
 
 LEAST_ACTIVATIONS = 250_000_000
@@ -358,12 +341,13 @@ def plan_memory(
     in turn.
     """
     room = None if limit is None else int(limit * (1 - SPARE_SHARE))
+    can_be_lean = any(one.lean is not None for one in needs.samples)
     too_large: list[MemoryPlan] = []
     for alternating in [False] if needs.both_graphs else turns:
         plans = [
             replace(_plan(needs, room, size, alternating, mode), batch_cost=batch_cost)
             for mode in MEMORY_MODES
-            if (not mode.lean or needs.can_be_lean) and not (mode.at_once and (alternating or needs.both_graphs))
+            if (not mode.lean or can_be_lean) and not (mode.at_once and (alternating or needs.both_graphs))
             for size in _batch_sizes(needs, batch_size, mode, halved=room is not None)
         ]
         fitting = [one for one in plans if one.fits]
@@ -384,7 +368,8 @@ def _batch_sizes(needs: MemoryNeeds, requested: int | None, mode: MemoryMode, ha
 
 
 def _plan(needs: MemoryNeeds, room: int | None, size: int, alternating: bool, mode: MemoryMode) -> MemoryPlan:
-    models, activations = needs.of_models(alternating), size * needs.of_sample(mode)
+    models = max(needs.weights) if alternating else sum(needs.weights)
+    activations = size * needs.of_sample(mode)
     passes, waiting = [list(needs.sums)], 0
 
     def peak() -> int:

@@ -106,21 +106,6 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class _Converged:
-    """A batch whose singular values above the cut were brought to one.
-
-    `halfway` are the Gram matrices before the last polynomials: their eigenvalues are above `threshold` exactly where
-    the values are above the cut. `clean` matrices have no other values left: they are the result.
-    """
-
-    matrices: Tensor
-    grams: Tensor
-    halfway: Tensor
-    threshold: float
-    clean: Tensor
-
-
-@dataclass(frozen=True)
 class _Candidates:
     """Partial isometries with their ranks, and which of them passed every check."""
 
@@ -176,7 +161,7 @@ def _isometries_by_iteration(batch: Tensor, cut: float, large: int) -> list[Part
     batch.div_(squares.sqrt()[:, None, None])
     grams.div_(squares[:, None, None])
     if batch.shape[-1] < large:
-        parts = _checked(batch, _iterated(batch, grams, cut), cut)
+        parts = _checked(batch, _iterated(_halley_step(_Stage(batch, grams, cut), FIRST_MARGIN)), cut)
     else:
         pairs = zip(batch.split(1), grams.split(1), strict=True)
         parts = [part for one, gram in pairs for part in _checked(one, _large(one, gram, cut), cut)]
@@ -197,43 +182,38 @@ def _checked(batch: Tensor, candidates: _Candidates, cut: float) -> list[Partial
     return checked
 
 
-def _iterated(unit: Tensor, grams: Tensor, cut: float) -> _Candidates:
-    return _separated(_converged(_halley_step(_Stage(unit, grams, cut), FIRST_MARGIN)))
-
-
 def _halley_step(stage: _Stage, margin: float = MARGIN) -> _Stage:
     low = margin * stage.edge
     matrices = halley(stage.matrices, halley_inverses(stage.grams, low), low)
     return _Stage(matrices, torch.bmm(matrices.mT, matrices), halley_image(stage.edge, low))
 
 
-def _converged(stage: _Stage) -> _Converged:
-    """Bring singular values of [edge, 1] to one; those below the edge end anywhere between zero and one."""
+def _iterated(stage: _Stage) -> _Candidates:
+    """Bring singular values of [edge, 1] to one, and project on their directions where others are left.
+
+    Those below the edge end anywhere between zero and one. The eigenvalues of `halfway`, the Gram matrices before the
+    last polynomials, are above the threshold exactly where values are above the cut.
+    """
     while stage.edge < ENOUGH:
         stage = _halley_step(stage)
-    threshold = stage.edge**2
-    matrices = to_one(stage.matrices, stage.grams, stage.edge)
+    halfway, threshold = stage.grams, stage.edge**2
+    matrices = to_one(stage.matrices, halfway, stage.edge)
     grams = torch.bmm(matrices.mT, matrices)
     # positive definite exactly where all values left were above the edge: halfway - threshold on the row space, one
     # on its complement
-    above = stage.grams - (threshold * (1 + DOUBT) + 1) * grams
+    above = halfway - (threshold * (1 + DOUBT) + 1) * grams
     above.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    clean = (_openness(grams) < TOLERANCE) & (torch.linalg.cholesky_ex(above)[1] == 0)
-    return _Converged(matrices, grams, stage.grams, threshold, clean)
-
-
-def _separated(state: _Converged) -> _Candidates:
-    """Project matrices that are not clean on the directions above the cut, by the sign of `halfway - threshold`."""
-    result = _Candidates(state.matrices, _trace(state.grams), state.clean.clone())
-    left = [index for index, clean in enumerate(state.clean.tolist()) if not clean]
+    sure = (_openness(grams) < TOLERANCE) & (torch.linalg.cholesky_ex(above)[1] == 0)
+    del stage, above  # the projectors need their memory
+    ranks = _trace(grams)
+    left = [index for index, clean in enumerate(sure.tolist()) if not clean]
     if left:
-        projectors = _projectors_above(state.halfway[left], state.threshold)
-        ranks = _trace(projectors)
-        fit = (ranks - _inner(projectors, state.grams[left])).abs() < MISFIT
-        result.matrices[left] = torch.bmm(state.matrices[left], projectors)
-        result.ranks[left] = ranks
-        result.sure[left] = fit & (_openness(projectors) < TOLERANCE)
-    return result
+        projectors = _projectors_above(halfway[left], threshold)
+        ranks[left] = _trace(projectors)
+        fit = (ranks[left] - _inner(projectors, grams[left])).abs() < MISFIT
+        matrices[left] = torch.bmm(matrices[left], projectors)
+        sure[left] = fit & (_openness(projectors) < TOLERANCE)
+    return _Candidates(matrices, ranks, sure)
 
 
 def _projectors_above(symmetric: Tensor, threshold: float) -> Tensor:
@@ -263,7 +243,7 @@ def _large(unit: Tensor, gram: Tensor, cut: float) -> _Candidates:
     del inverse, stage
     if subspace is not None:
         return subspace.complement_isometry(matrices, edge)
-    return _separated(_converged(_Stage(matrices, torch.bmm(matrices.mT, matrices), edge)))
+    return _iterated(_Stage(matrices, torch.bmm(matrices.mT, matrices), edge))
 
 
 @dataclass(frozen=True)

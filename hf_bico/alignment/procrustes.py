@@ -77,8 +77,7 @@ def polar(
     maps: dict[int, OrthogonalMap] = {}
     for indices in _batches(waiting):
         batch = [waiting.pop(index) for index in indices]
-        solved = _dropped(batch, cut) if completion == "drop" else _completed(batch, cut)
-        for index, (part, matrix) in zip(indices, solved, strict=True):
+        for index, (part, matrix) in zip(indices, _solved(batch, completion, cut), strict=True):
             score = part.nuclear / norms[index] if norms[index] > 0 else 0.0
             maps[index] = OrthogonalMap(matrix, part.matrix, part.rank, score, part.way)
     return [maps[index] for index in range(len(maps))]
@@ -97,8 +96,11 @@ def _batches(waiting: dict[int, Statistic]) -> list[list[int]]:
     return batches
 
 
-def _dropped(batch: list[Statistic], cut: float) -> list[tuple[PartialIsometry, Tensor]]:
-    """Solve a batch without completion: the partial isometry is the map."""
+def _solved(batch: list[Statistic], completion: str, cut: float) -> list[tuple[PartialIsometry, Tensor]]:
+    """Solve a batch, with the map to apply: U V^T over all singular values where the null space is completed."""
+    if completion != "drop":
+        parts, left, right = isometries_by_svd(_stacked(batch), cut)
+        return list(zip(parts, left @ right, strict=True))
     few = all(isinstance(one, PairedRows) and one.few for one in batch)
     parts = _of_few_rows(batch, cut) if few else partial_isometries(_stacked(batch), cut)
     return [(part, part.matrix) for part in parts]
@@ -113,12 +115,6 @@ def _of_few_rows(batch: list[Statistic], cut: float) -> list[PartialIsometry]:
     parts = partial_isometries(inner @ outer.mT, cut)
     bases = zip(parts, source, target, strict=True)
     return [replace(part, matrix=left @ part.matrix @ right.mT) for part, left, right in bases]
-
-
-def _completed(batch: list[Statistic], cut: float) -> list[tuple[PartialIsometry, Tensor]]:
-    """Solve a batch with U V^T over all singular values as the map; it is arbitrary in the null space."""
-    parts, left, right = isometries_by_svd(_stacked(batch), cut)
-    return list(zip(parts, left @ right, strict=True))
 
 
 def _stacked(batch: list[Statistic]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def solve_readout(
     tensor([0, 1])
     """
     hidden, weight, desired = (tensor.to(hidden.device, torch.float64) for tensor in (hidden, weight, desired))
-    head = _in_double(head, hidden.device)
+    classes, scale = head.classes.to(hidden), head.scale.to(hidden)
+    head = ZeroShotHead(classes, scale, None if head.bias is None else head.bias.to(hidden))
     features, gram = hidden @ weight.T, hidden @ hidden.T
     if not all(bool(tensor.isfinite().all()) for tensor in (gram, features, head.logits(features), desired)):
         raise NonFiniteWeightsError(
@@ -80,7 +81,7 @@ def solve_readout(
         left_out[strength] = _distance(head, features + predicted, desired)
     best = min(READOUT_STRENGTHS, key=left_out.__getitem__)
     if left_out[best] >= (1 - LEAST_GAIN) * before:
-        return Readout(none.change, accepted=False, strength=None, before=before, left_out=left_out[best])
+        return replace(none, left_out=left_out[best])
     change = torch.cholesky_solve(shifts, _factor(gram, best)).T @ hidden
     return Readout(change, accepted=True, strength=best, before=before, left_out=left_out[best])
 
@@ -149,10 +150,3 @@ def _centred(logits: Tensor) -> Tensor:
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
     """Divide, with 0 / 0 = 0."""
     return torch.where(below > 0, above / below.where(below > 0, torch.ones_like(below)), torch.zeros_like(above))
-
-
-def _in_double(head: ZeroShotHead, device: torch.device) -> ZeroShotHead:
-    def double(tensor: Tensor) -> Tensor:
-        return tensor.to(device, torch.float64)
-
-    return ZeroShotHead(double(head.classes), double(head.scale), None if head.bias is None else double(head.bias))

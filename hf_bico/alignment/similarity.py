@@ -14,9 +14,8 @@ def linear_cka(x: Tensor, y: Tensor) -> float:
     x, y = _centred(x), _centred(y)
     if max(x.shape[1], y.shape[1]) > len(x):  # (n, n) is smaller than (d, d)
         gram_x, gram_y = x @ x.T, y @ y.T
-        norms = gram_x.norm() * gram_y.norm()
-        return 0.0 if norms == 0 else min(1.0, float((gram_x * gram_y).sum() / norms))
-    return _alignment(x.T @ y, x.T @ x, y.T @ y)
+        return _alignment(gram_x * gram_y, gram_x, gram_y)
+    return _alignment((x.T @ y).square(), x.T @ x, y.T @ y)
 
 
 def _centred(rows: Tensor) -> Tensor:
@@ -49,13 +48,10 @@ class Likeness:
     def add(self, x: Tensor, y: Tensor) -> None:
         x, y = (rows.to(self.rotation) for rows in (x, y))
         self.rows += len(x)
-        self._add_centred(x, y)
         if self.widths[0] == self.widths[1]:
             self._before.add(1 - cosine_distances(x, y))
         self._after.add(1 - cosine_distances(x @ self.rotation, y))
-
-    def _add_centred(self, x: Tensor, y: Tensor) -> None:
-        """Add rows minus the first row: next to large means, products would lose the digits of what varies."""
+        # rows minus the first row: next to large means, products would lose the digits of what varies
         if self._first is None:
             self._first = x[:1], y[:1]
         x, y = x - self._first[0], y - self._first[1]
@@ -76,12 +72,12 @@ class Likeness:
     @property
     def cka(self) -> float:
         own_x, own_y, shared = self._centred()
-        return _alignment(shared, own_x, own_y)
+        return _alignment(shared.square(), own_x, own_y)
 
     @property
     def cka_aligned(self) -> float:
         own_x, own_y, shared = self._centred()
-        return _alignment(self.rotation.T @ shared, self.rotation.T @ own_x @ self.rotation, own_y)
+        return _alignment((self.rotation.T @ shared).square(), self.rotation.T @ own_x @ self.rotation, own_y)
 
     def _centred(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return X^T X, Y^T Y and X^T Y of the rows minus their means."""
@@ -96,7 +92,7 @@ class Likeness:
 
 def _alignment(shared: Tensor, own_x: Tensor, own_y: Tensor) -> float:
     norms = own_x.norm() * own_y.norm()
-    return 0.0 if norms == 0 else min(1.0, float(shared.square().sum() / norms))
+    return 0.0 if norms == 0 else min(1.0, float(shared.sum() / norms))
 
 
 class ActivationDrift:

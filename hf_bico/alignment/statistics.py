@@ -149,9 +149,9 @@ class ParameterGradient:
             weight, bias = rows.T @ x.reshape(-1, x.shape[-1]), rows.sum(0)
             self.weight += weight
             self.bias += bias
-            least = NEGLIGIBLE_GRADIENT * weight.abs().max()
-            self.weight_votes += signs(weight, least)
-            self.bias_votes += signs(bias, least)
+            weight_signs, bias_signs = _signs(weight, bias)
+            self.weight_votes += weight_signs
+            self.bias_votes += bias_signs
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -160,8 +160,7 @@ class ParameterGradient:
     @property
     def mean_signs(self) -> tuple[Tensor, Tensor]:
         """Signs of the mean over the samples: weight and bias."""
-        least = NEGLIGIBLE_GRADIENT * self.weight.abs().max()
-        return signs(self.weight, least), signs(self.bias, least)
+        return _signs(self.weight, self.bias)
 
     @property
     def majority_signs(self) -> tuple[Tensor, Tensor]:
@@ -211,8 +210,9 @@ class TaskLossTotals:
     def add(self, losses: Losses) -> None:
         self.stands_in = self.stands_in or losses.stands_in
         if losses.task is not None:
-            parts = (losses.task.detach(), losses.answers, losses.wrong)
-            self.total += torch.stack([_number(part, self.total) for part in parts])
+            for number, part in enumerate((losses.task.detach(), losses.answers, losses.wrong)):
+                if part is not None:
+                    self.total[number] += to_device(part, self.total.device, self.total.dtype)
 
     @property
     def loss(self) -> float | None:
@@ -227,13 +227,10 @@ class TaskLossTotals:
         return int(self.total[2])
 
 
-def _number(part: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like[0]) if part is None else to_device(part, like.device, like.dtype)
-
-
-def signs(gradient: Tensor, least: Tensor) -> Tensor:
+def _signs(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return signs, 0 for rounding noise: a softmax ignores the keys' bias, whose gradient is nothing else."""
-    return torch.where(gradient.abs() > least, gradient.sign(), 0.0)
+    least = NEGLIGIBLE_GRADIENT * weight.abs().max()
+    return torch.where(weight.abs() > least, weight.sign(), 0.0), torch.where(bias.abs() > least, bias.sign(), 0.0)
 
 
 @dataclass
@@ -262,9 +259,8 @@ class Statistics:
         for pair in pairs:
             for kind, sums in statistics.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
-                if key_of(kind, pair) not in sums:
-                    widths = pair.source.shape[axis], pair.target.shape[axis]
-                    sums[key_of(kind, pair)] = CrossCovariance(widths, device)
+                widths = pair.source.shape[axis], pair.target.shape[axis]
+                sums.setdefault(key_of(kind, pair), CrossCovariance(widths, device))
             if Kind.TARGET_GRADIENTS in kinds:
                 statistics.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
             if Kind.DESCENT in kinds and (descents_of is None or pair.target.name in descents_of):
@@ -279,9 +275,9 @@ class Statistics:
     @property
     def tensors(self) -> list[Tensor]:
         """All sums; processes that ran different samples add theirs to each other."""
-        sums = [one for by_key in self.sums.values() for one in by_key.values()]
-        gradients = (self.target_gradients.values(), self.descents.values())
-        parts: Iterator[CrossCovariance | ParameterGradient | LossGradient] = chain(sums, *gradients)
+        parts: Iterator[CrossCovariance | ParameterGradient | LossGradient] = chain(
+            *(sums.values() for sums in self.sums.values()), self.target_gradients.values(), self.descents.values()
+        )
         return [tensor for part in parts for tensor in part.tensors] + ([] if self.task is None else [self.task.total])
 
     @property
@@ -304,12 +300,11 @@ class Statistics:
 
     def less(self, other: Statistics) -> Statistics:
         """Return the cross-covariances minus those of another pass, which cancels what both have in common."""
-        return Statistics(
-            {
-                kind: {key: one.less(other.sums[kind][key]) for key, one in sums.items()}
-                for kind, sums in self.sums.items()
-            }
-        )
+        differences = {
+            kind: {key: one.less(other.sums[kind][key]) for key, one in sums.items()}
+            for kind, sums in self.sums.items()
+        }
+        return Statistics(differences)
 
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]

@@ -38,8 +38,7 @@ def descent_along(delta: SiteDelta, descent: LossGradient) -> SiteLossChange:
         change += _inner(descent.weight.float(), delta.weight)
         delta_energy = energy(delta.weight)
     if delta.bias is not None:
-        gradient = descent.bias.float()
-        change += float((delta.bias.to(gradient) * gradient).sum())
+        change += _inner(descent.bias.float(), delta.bias)
         delta_energy += energy(delta.bias)
         gradient_energy += descent.energies[1]  # a site without a bias cannot use the bias' gradient
     return SiteLossChange(change, gradient_energy, delta_energy)
@@ -95,9 +94,7 @@ def _assembled(parts: Sequence[tuple[Slot, Change]], target: Checkpoint, name: s
     factors = [(slot, change) for slot, change in parts if isinstance(change, Factors)]
     if len(factors) == len(parts):
         placed = [(slot.rows[0] if slot.rows else 0, part.to("cpu", wide)) for slot, part in factors]
-        if factors[0][0].transposed:
-            return stacked(placed, shape[1]).T
-        return stacked(placed, shape[0])
+        return stacked(placed, shape[1]).T if factors[0][0].transposed else stacked(placed, shape[0])
     whole = torch.zeros(shape, dtype=wide)
     for slot, change in parts:
         slot.view(whole).copy_(dense(change))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_model
+from hf_bico.cli.console import print_change, progress_bars
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     METHOD,
@@ -25,6 +26,8 @@ from hf_bico.cli.options import (
     setting,
 )
 from hf_bico.errors import UsageError
+from hf_bico.reports.record import read_change_record
+from hf_bico.runtime.output import reserved
 from hf_bico.settings import FORMATS, read_rank, require_rank
 
 overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
@@ -40,7 +43,7 @@ overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an o
 @overwrite_option
 @hub_options
 @output_options
-def extract(finetuned: str, rank: str | None, output: str | None, overwrite: bool, **options: Any) -> None:
+def extract(finetuned: str, rank: str | None, output: str | None, **options: Any) -> None:
     """Take FINETUNED's change of its base as a PEFT adapter.
 
     \b
@@ -48,18 +51,10 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
       hf-bico extract user/vit-b16-eurosat --rank 16
       hf-bico extract my-finetune --base model-A --rank 0.95 -o my-lora
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with exit_on_error():
         adapter_rank = None if rank is None else read_rank(rank)
         folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
-        from hf_bico.cli.console import progress_bars
-        from hf_bico.runtime.output import reserved
-
-        with reserved(folder, overwrite), progress_bars(quiet or as_json) as progress:
-            from hf_bico.porting.task_arithmetic import extract as run
-
-            run(finetuned, rank=adapter_rank, progress=progress, **options).save(folder, overwrite)
-        _print_result(folder, as_json, quiet)
+        _run("extract", finetuned, folder, rank=adapter_rank, **options)
 
 
 @click.command(cls=SectionedHelp, short_help="Add adapters or task vectors to a model.")
@@ -84,9 +79,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, overwrite: boo
 @overwrite_option
 @hub_options
 @output_options
-def apply(
-    vectors: tuple[str, ...], rank: str | None, weights: str | None, output: str | None, overwrite: bool, **options: Any
-) -> None:
+def apply(vectors: tuple[str, ...], rank: str | None, weights: str | None, output: str | None, **options: Any) -> None:
     """Add adapters or task vectors to a model, which is a way to rescale a port without calibrating again.
 
     VECTORS are adapters, and what 'port' writes with --format adapter or --format delta; a full model's change is taken
@@ -98,21 +91,13 @@ def apply(
       hf-bico apply user/lora-a user/lora-b --weights 0.7,0.3 --alpha 0.8 -o merged
       hf-bico apply my-ported-lora --alpha 0.5 --format adapter -o halved
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with exit_on_error():
         adapter_rank = None if rank is None else read_rank(rank)
         if require_rank(adapter_rank) is not None and options["format"] != "adapter":
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
         factors = None if weights is None else _numbers(weights, len(vectors))
         folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
-        from hf_bico.cli.console import progress_bars
-        from hf_bico.runtime.output import reserved
-
-        with reserved(folder, overwrite), progress_bars(quiet or as_json) as progress:
-            from hf_bico.porting.task_arithmetic import apply as run
-
-            run(vectors, weights=factors, rank=adapter_rank, progress=progress, **options).save(folder, overwrite)
-        _print_result(folder, as_json, quiet)
+        _run("apply", vectors, folder, weights=factors, rank=adapter_rank, **options)
 
 
 def _numbers(text: str, count: int) -> list[float]:
@@ -125,10 +110,12 @@ def _numbers(text: str, count: int) -> list[float]:
     return numbers
 
 
-def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
-    from hf_bico.cli.console import print_change
-    from hf_bico.reports.record import read_change_record
+def _run(job: str, given: Any, folder: Path, overwrite: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Run a job of task arithmetic, save its result and print what it is."""
+    with reserved(folder, overwrite), progress_bars(quiet or as_json) as progress:
+        from hf_bico.porting import task_arithmetic
 
+        getattr(task_arithmetic, job)(given, progress=progress, **options).save(folder, overwrite)
     record = read_change_record(folder)
     if as_json:
         click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))

@@ -14,7 +14,6 @@ import click
 
 from hf_bico.settings import METHODS
 
-_CACHE_PREFIXES = {"model": "models--", "dataset": "datasets--"}
 _SAFE_NAME = re.compile(r"(?!-)[\w.+@%,-]+")
 """A name that needs no quotes in any shell; others are not offered, because a shell would interpret them."""
 
@@ -43,7 +42,7 @@ def complete_methods(context: click.Context, parameter: click.Parameter, incompl
 
 def cached_ids(type: str) -> list[str]:
     """Return the ids of all repos of a type in the local Hub cache, from the names of its folders."""
-    prefix = _CACHE_PREFIXES[type]
+    prefix = f"{type}s--"
     try:
         names = sorted(entry.name for entry in os.scandir(_hub_cache()) if entry.name.startswith(prefix))
     except OSError:
@@ -53,12 +52,10 @@ def cached_ids(type: str) -> list[str]:
 
 def _hub_cache() -> Path:
     """Return the cache folder of huggingface_hub, without importing it."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(name):
-            return Path(os.path.expandvars(os.environ[name])).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
+    given = os.environ.get
+    home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = given("HF_HUB_CACHE") or given("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(cache)).expanduser()
 
 
 def _folders(incomplete: str) -> list[str]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, text_table
-from hf_bico.reports.record import JOINED
+from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, Comparison, live_table, text_table
+from hf_bico.reports.record import JOINED, ChangeRecord, ForecastRecord, Record
 from hf_bico.reports.results import (
     Report,
     control_sentence,
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_bico.experiments.compare.cells import CellKey
-    from hf_bico.experiments.compare.comparison import Comparison
     from hf_bico.hub.push import Pushed
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.rerun import Rerun
-    from hf_bico.reports.record import ChangeRecord, ForecastRecord, Record
 
 
 def is_screen(stream: TextIO | None) -> bool:
@@ -62,15 +60,12 @@ def console_of(stream: TextIO) -> Console:
 def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     for word, text in planned.rows():
         click.echo(f"{word:<7} {text}")
-    click.echo(f"\n{_verdict(planned, needs_data)}\nNext: {command}")
-
-
-def _verdict(planned: Plan, needs_data: bool) -> str:
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
-    return f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
+    verdict = f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
+    click.echo(f"\n{verdict}\nNext: {command}")
 
 
 def print_forecast(forecast: ForecastRecord, write: Callable[[str], None]) -> None:
@@ -84,15 +79,18 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     if result:
         click.echo(result + "\n")
     if results(record):
-        _print_results(record)
+        header, *rows = result_rows(record)
+        lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
+        _print_table(Table(header, lines), format_table([header, *rows]))
+        click.echo(f"({measured_on(record)})\n")
     for sentence in (control_sentence(record), readout_sentence(record)):
         if sentence:
             click.echo(f"{sentence}\n")
     if is_trained(record):
         click.echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
     else:
-        header, *rows = report.rows()
-        _print_table(Table(header, [Line(cells) for cells in rows]), report.table())
+        columns, *layers = report.rows()
+        _print_table(Table(columns, [Line(cells) for cells in layers]), report.table())
         click.echo(f"\n{report.summary()}")
     if record.output is not None and record.output.energy_kept is not None:
         change = "change" if is_trained(record) else "carried change"
@@ -106,13 +104,6 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
 
 
-def _print_results(record: Record) -> None:
-    header, *rows = result_rows(record)
-    lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
-    _print_table(Table(header, lines), format_table([header, *rows]))
-    click.echo(f"({measured_on(record)})\n")
-
-
 def _marks(record: Record) -> list[str]:
     """Mark each port that is better or worse than its target."""
     entries = [result.entry for result in results(record)]
@@ -122,12 +113,10 @@ def _marks(record: Record) -> list[str]:
 
 
 def print_compared(comparison: Comparison, folder: Path) -> None:
-    from hf_bico.experiments.compare.comparison import live_table
-
+    rows, data_sets = comparison.rows(), comparison.data_sets
     click.echo(f"{comparison.title}\n")
-    table = live_table(comparison.rows(), comparison.data_sets)
-    _print_table(table, text_table(comparison.rows(), comparison.data_sets))
-    if any(row.is_loss for row in comparison.rows()):
+    _print_table(live_table(rows, data_sets), text_table(rows, data_sets))
+    if any(row.is_loss for row in rows):
         click.echo(f"\n{LESS_IS_BETTER}")
     if comparison.refusals:
         click.echo(f"\n{comparison.refused()}")
@@ -155,18 +144,17 @@ def print_pushed(pushed: Pushed) -> None:
 
 
 def print_change(record: ChangeRecord, folder: Path) -> None:
-    click.echo(_sum(record) if record.job == "apply" else f"{record.parts[0].model.id} over {record.target.id}:")
+    if record.job == "apply":
+        parts = [f" + {part.weight * record.alpha:g} x {part.model.id}" for part in record.parts]
+        click.echo(f"{record.target.id}{''.join(parts)}")
+    else:
+        click.echo(f"{record.parts[0].model.id} over {record.target.id}:")
     if record.output.energy_kept is not None:
         _print_energy(record)
     for notice in record.notices:
         click.echo(f"Notice: {notice}")
     size = sum(file.stat().st_size for name in record.output.files if (file := folder / name).is_file())
     click.echo(f"Written to {folder} ({size_text(size)})" if size else f"Written to {folder}")
-
-
-def _sum(record: ChangeRecord) -> str:
-    parts = [(part.weight * record.alpha, part.model.id) for part in record.parts]
-    return f"{record.target.id}" + "".join(f" + {weight:g} x {name}" for weight, name in parts)
 
 
 def _print_energy(record: ChangeRecord) -> None:
@@ -257,8 +245,6 @@ def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison,
     from rich.console import Group
     from rich.live import Live
 
-    from hf_bico.experiments.compare.comparison import live_table
-
     bars = _bars()
     with Live(bars, console=console_of(sys.stderr), transient=True) as live:
 
@@ -289,18 +275,13 @@ def _update_of(bars: Any) -> Progress:
     tasks: dict[str, Any] = {}
 
     def update(stage: str, done: int, total: int) -> None:
-        count = _count_text(stage, done, total)
+        count = f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
+        count = count if total > 1 else ""  # the bar says it
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, count=count)
         bars.update(tasks[stage], completed=done, total=total, count=count)
 
     return update
-
-
-def _count_text(stage: str, done: int, total: int) -> str:
-    if total <= 1:  # the bar says it
-        return ""
-    return f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
 
 
 def _announce_download(stage: str, done: int, total: int) -> None:

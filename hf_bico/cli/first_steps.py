@@ -9,18 +9,19 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from hf_bico.cli.console import show_stages
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_options
 from hf_bico.errors import UsageError
-
-if TYPE_CHECKING:
-    from hf_bico.experiments.compare.comparison import Comparison
-
+from hf_bico.experiments.compare.cells import method_label
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.reports.record import read_record
+from hf_bico.utils.text import format_table
 
 SIZE, DRAWS = 100, 3
 SHOWN_METHODS = "naive,theseus,bico,bico-fisher,bico-path"
@@ -45,7 +46,6 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
     """
     silent = as_json or quiet
     with exit_on_error() as ending:
-        from hf_bico.cli.console import show_stages
         from hf_bico.experiments.demo.digits import EASY_TASK, SHIFTED_TASKS
         from hf_bico.experiments.demo.world import build
 
@@ -56,7 +56,7 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
         with show_stages(silent) as progress:
             build(folder, seed=seed, tasks=[hard, easy], progress=progress)
         with chdir(folder):
-            hf_bico = _CommandRunner(silent)
+            hf_bico = partial(_run, silent)
             hf_bico("plan", *_models(hard))
             hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
             hf_bico("eval", "ported", "--data", f"data/{hard}")
@@ -68,17 +68,12 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
         _print_results(folder, seed, [hard, easy], as_json, quiet)
 
 
-class _CommandRunner:
-    """Prints a command line, unless silent, and runs it."""
-
-    def __init__(self, silent: bool) -> None:
-        self.silent = silent
-        self.group = click.get_current_context().find_root().command
-
-    def __call__(self, *words: str) -> None:
-        if not self.silent:
-            click.secho(f"\n$ hf-bico {shlex.join(words)}", bold=True)
-        self.group.main([*words, *(["-q"] if self.silent else [])], prog_name="hf-bico", standalone_mode=False)
+def _run(silent: bool, *words: str) -> None:
+    """Print a command line, unless silent, and run it."""
+    if not silent:
+        click.secho(f"\n$ hf-bico {shlex.join(words)}", bold=True)
+    group = click.get_current_context().find_root().command
+    group.main([*words, *(["-q"] if silent else [])], prog_name="hf-bico", standalone_mode=False)
 
 
 def _models(task: str) -> list[str]:
@@ -87,9 +82,6 @@ def _models(task: str) -> list[str]:
 
 def _print_results(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
     """Print the numbers of both tasks, the files to look at, and commands to try next."""
-    from hf_bico.experiments.compare.comparison import Comparison
-    from hf_bico.reports.record import read_record
-
     comparisons = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
     if as_json:
         plain = {task: json.loads(comparison.to_json()) for task, comparison in comparisons.items()}
@@ -123,9 +115,6 @@ def _activation() -> str:
 
 def _side_by_side(comparisons: Mapping[str, Comparison]) -> str:
     """Return a table with one column per task: the target, each method, and the target fine-tuned directly."""
-    from hf_bico.experiments.compare.cells import method_label
-    from hf_bico.utils.text import format_table
-
     names = ("target", *SHOWN_METHODS.split(","), "target fine-tuned")
     columns = [
         {row.method: row.average for row in comparison.rows() if row.size in (None, SIZE)}
@@ -137,7 +126,6 @@ def _side_by_side(comparisons: Mapping[str, Comparison]) -> str:
 
 
 SHELLS = ("bash", "zsh", "fish")
-_PROGRAM, _VARIABLE = "hf-bico", "_HF_BICO_COMPLETE"
 
 
 @click.command(cls=SectionedHelp, short_help="Tab completion for your shell.")
@@ -156,27 +144,20 @@ def completion(shell: str | None, as_json: bool, quiet: bool) -> None:
       hf-bico completion fish > ~/.config/fish/completions/hf-bico.fish
     """
     with exit_on_error():
-        shell = shell or _own_shell()
-        script = _script(click.get_current_context().find_root().command, shell)
+        from click.shell_completion import get_completion_class
+
+        path, known = os.environ.get("SHELL", ""), f"name one of: {', '.join(SHELLS)}"
+        shell = shell or Path(path).name
+        if shell not in SHELLS:
+            raise UsageError(f"the shell is not known by $SHELL, which is '{path}'", known)
+        completion_class = get_completion_class(shell)
+        if completion_class is None:
+            raise UsageError(f"this release of click knows no completion for {shell}", known)
+        group = click.get_current_context().find_root().command
+        script = completion_class(group, {}, "hf-bico", "_HF_BICO_COMPLETE").source()
+        # click's own would cut a value at its first comma: --methods naive,theseus
+        script = script.replace('string split ","', 'string split --max 1 ","')
         if as_json:
             click.echo(json.dumps({"shell": shell, "script": script}))
         elif not quiet:
             click.echo(script, nl=False)
-
-
-def _own_shell() -> str:
-    path = os.environ.get("SHELL", "")
-    if Path(path).name not in SHELLS:
-        raise UsageError(f"the shell is not known by $SHELL, which is '{path}'", f"name one of: {', '.join(SHELLS)}")
-    return Path(path).name
-
-
-def _script(group: click.Command, shell: str) -> str:
-    from click.shell_completion import get_completion_class
-
-    completion_class = get_completion_class(shell)
-    if completion_class is None:
-        raise UsageError(f"this release of click knows no completion for {shell}", f"name one of: {', '.join(SHELLS)}")
-    script = completion_class(group, {}, _PROGRAM, _VARIABLE).source()
-    # click's own would cut a value at its first comma: --methods naive,theseus
-    return script.replace('string split ","', 'string split --max 1 ","')

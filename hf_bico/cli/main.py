@@ -90,20 +90,21 @@ class _Commands(SectionedHelp, click.Group):
         **extra: Any,
     ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        if standalone_mode:
+            with exit_process_on_error(as_json="--json" in words):
+                sys.exit(self.main(words, prog_name, complete_var, standalone_mode=False, **extra))
         extra.setdefault("color", False if is_plain(sys.stdout) else None)
-        if not standalone_mode:
-            return self._run(words, prog_name, complete_var, **extra)
-        with exit_process_on_error(as_json="--json" in words):
-            sys.exit(self._run(words, prog_name, complete_var, **extra))
-
-    def _run(self, words: list[str], prog_name: str | None, complete_var: str | None, **extra: Any) -> Any:
         try:
             return super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
         except _Interrupted as error:
             raise KeyboardInterrupt from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    commands=[command for commands in GROUPS.values() for command in commands],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="hf-bico")
 def main() -> None:
     """Carry what a fine-tuned model learnt to another pretrained model, without training.
@@ -121,8 +122,3 @@ def main() -> None:
       hf-bico extract user/vit-b16-eurosat --rank 16
       hf-bico apply user/eurosat-lora --alpha 0.5 -o merged
     """
-
-
-for _commands in GROUPS.values():
-    for _command in _commands:
-        main.add_command(_command)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
+from hf_bico.cli.console import print_compared, progress_bars, show_comparison
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
-    CALIBRATION_DATA,
     MEASURING,
     METHOD,
     MODELS,
@@ -25,6 +25,7 @@ from hf_bico.cli.options import (
     folder_option,
     hub_options,
     last_name,
+    lineage_options,
     output_options,
     read_methods,
     read_settings,
@@ -33,10 +34,10 @@ from hf_bico.cli.options import (
     target_option,
 )
 from hf_bico.errors import UsageError
+from hf_bico.experiments.compare.comparison import Comparison
+from hf_bico.reports.results import value_text
+from hf_bico.runtime.output import locked_folder
 from hf_bico.settings import DEFAULT_SAMPLES, METHODS
-
-if TYPE_CHECKING:
-    from hf_bico.experiments.compare.comparison import Comparison
 
 _RESUMABLE = "what was measured is in {}, and the same command goes on from there"
 
@@ -68,7 +69,7 @@ _RESUMABLE = "what was measured is in {}, and the same command goes on from ther
 @RUNNING.option("--dry-run", is_flag=True, help="Only show the table, and what it would take.")
 @hub_options
 @output_options
-def reproduce(table: str | None, **options: Any) -> None:
+def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Repeat one of the paper's tables, 1 to 5 or A to H, on its own models and data sets.
 
     First says what it will download and about how long it will take. Everything is kept as it comes: the same command
@@ -81,7 +82,6 @@ def reproduce(table: str | None, **options: Any) -> None:
       hf-bico reproduce 1 --tasks eurosat,mnist
       hf-bico reproduce 3 --source-of eurosat=user/vit-b16-datacomp-eurosat --tasks eurosat
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with exit_on_error() as ending:
         from hf_bico.experiments.reproduce import paper
 
@@ -90,10 +90,10 @@ def reproduce(table: str | None, **options: Any) -> None:
             return
         output, dry_run = options.pop("output"), options.pop("dry_run")
         token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
-        tasks = None if options["tasks"] is None else [word.strip() for word in options["tasks"].split(",")]
+        named = options.pop("tasks")
+        tasks = None if named is None else [word.strip() for word in named.split(",")]
         own: dict[str, Any] = {name: options.pop(name) for name in ("seeds", "train_target")}
         own |= {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
-        options.pop("tasks")
         settings = read_settings({**options, "class_names": None, "templates": None})
         folder = Path(output or "reproduced").expanduser()
         paper.table(table)  # refuses a mistyped name before the slow imports
@@ -107,14 +107,12 @@ def reproduce(table: str | None, **options: Any) -> None:
         if dry_run:
             from hf_bico.experiments.reproduce.reproduction import Reproduction
 
-            empty = Reproduction(job.table, tuple(one.name for one in job.tasks))
+            empty = Reproduction(job.table, job.task_names)
             if as_json:
                 click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(empty.to_json())}))
             elif not quiet:
                 click.echo(f"\n{empty.text()}")
             return
-        from hf_bico.cli.console import show_comparison
-
         ending.interrupted = "nothing was measured yet"
         with show_comparison(silent) as (progress, show):
 
@@ -186,7 +184,7 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
 @RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
 @hub_options
 @output_options
-def compare(source: str, target: str, base: str | None, data: tuple[str, ...], **options: Any) -> None:
+def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Measure methods side by side on your models: the target, every method, and the fine-tuned references.
 
     Every number is kept as it comes: the same command goes on with an interrupted comparison, and more methods add to
@@ -198,30 +196,25 @@ def compare(source: str, target: str, base: str | None, data: tuple[str, ...], *
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods theseus,bico -n 10,100 --seeds 5
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    output, fine_tuned = options.pop("output"), options.pop("fine_tuned")
-    job = {name: options.pop(name) for name in ("overwrite", "token", "allow_pickle", "seeds", "with_base")}
-    methods, n, per_class = (options.pop(name) for name in ("methods", "n", "per_class"))
+    names = ("base", "fine_tuned", "overwrite", "token", "allow_pickle", "seeds", "with_base")
+    job = {name: options.pop(name) for name in names}
+    output, methods, n, per_class = (options.pop(name) for name in ("output", "methods", "n", "per_class"))
     with exit_on_error() as ending:
         settings = read_settings(options)
-        chosen = {} if methods is None else {"methods": read_methods(methods)}
-        sizes = {
-            name: _numbers(text, option) for name, text, option in (("n", n, "-n"), ("per_class", per_class, "-k"))
-        }
+        job["methods"] = None if methods is None else read_methods(methods)
+        job |= {"n": _numbers(n, "-n"), "per_class": _numbers(per_class, "-k")}
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
-        from hf_bico.cli.console import print_compared, show_comparison
         from hf_bico.experiments.compare.run import compare as run
 
         ending.interrupted = "nothing was measured yet"
-        arguments: dict[str, Any] = {name: value for name, value in vars(settings).items() if name != "method"}
-        arguments |= {**sizes, **chosen, **job, "base": base, "fine_tuned": fine_tuned, "folder": folder}
+        job = {name: value for name, value in vars(settings).items() if name != "method"} | job | {"folder": folder}
         with show_comparison(quiet or as_json) as (progress, show):
 
             def on_number(comparison: Comparison) -> None:
                 ending.interrupted = _RESUMABLE.format(folder)
                 show(comparison, None)
 
-            comparison = run(source, target, data=list(data) or None, progress=progress, shown=on_number, **arguments)
+            comparison = run(source, target, data=list(data) or None, progress=progress, shown=on_number, **job)
         if as_json:
             click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(comparison.to_json())}))
         elif not quiet:
@@ -239,8 +232,7 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
 
 @click.command(cls=SectionedHelp, short_help="Look at two models layer by layer, before and after alignment.")
 @click.argument("source", shell_complete=complete_model)
-@target_option
-@base_option
+@lineage_options
 @MODELS.option(
     "--fine-tuned",
     metavar="MODEL",
@@ -255,7 +247,6 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
     shell_complete=complete_model,
     help="A checkpoint of the fine-tuning, to see how layers drift; repeat it, in their order.",
 )
-@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
 @SAMPLES.option("--split", help="Split to calibrate on; train by default.")
 @SAMPLES.option("-n", "n", type=int, help=f"Samples in all; {DEFAULT_SAMPLES} by default.")
 @SAMPLES.option("-k", "per_class", type=int, help="Samples of each class, instead of -n.")
@@ -283,7 +274,7 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
 @RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
 @hub_options
 @output_options
-def diagnose(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Look at two models layer by layer: how alike they see the samples, and what becomes of the task vector.
 
     Linear CKA and cosine of what every layer reads, before and after the input-side map; ranks, scores, energies; how
@@ -297,25 +288,22 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
       hf-bico diagnose my-finetune --base model-A --to model-B --data eurosat --checkpoint step-1 --checkpoint step-2
       hf-bico diagnose model-A --base model-A --to model-B --data eurosat --beside other-diagnosis
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     output, overwrite, beside = options.pop("output"), options.pop("overwrite"), options.pop("beside")
-    job = {name: options.pop(name) for name in ("fine_tuned", "checkpoints", "token", "allow_pickle")}
+    names = ("base", "data", "fine_tuned", "checkpoints", "token", "allow_pickle")
+    job = {name: options.pop(name) for name in names}
     with exit_on_error():
         methods = read_methods(options.pop("methods"))
         settings = read_settings(options)
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
-        from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own
+        from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own, seconds_line
 
         require_own(folder, overwrite)
         others = [Diagnosis.load(other) for other in beside]
-        from hf_bico.cli.console import progress_bars
-        from hf_bico.experiments.diagnose.diagnosis import seconds_line
         from hf_bico.experiments.diagnose.run import diagnose as run
-        from hf_bico.runtime.output import locked_folder
 
         job |= {name: value for name, value in vars(settings).items() if name != "evaluate"}
         with locked_folder(folder), progress_bars(quiet or as_json) as progress:
-            diagnosis = run(source, target, base=base, data=data, methods=methods, progress=progress, **job)
+            diagnosis = run(source, target, methods=methods, progress=progress, **job)
             diagnosis.save(folder, others, overwrite)
         if as_json:
             click.echo(json.dumps({"folder": str(folder), "diagnosis": json.loads(diagnosis.to_json())}))
@@ -345,7 +333,7 @@ def diagnose(source: str, target: str, base: str | None, data: str | None, **opt
 @settings_of("data")
 @hub_options
 @output_options
-def evaluate(model: str, data: str | None, base: str | None, n: int | None, probe: int | None, **options: Any) -> None:
+def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Measure MODEL: a CLIP zero-shot, a classifier by its head, a language model by its loss; or by a linear probe.
 
     \b
@@ -354,14 +342,12 @@ def evaluate(model: str, data: str | None, base: str | None, n: int | None, prob
       hf-bico eval my-delta --base model-B --data eurosat
       hf-bico eval my-vision-tower --data eurosat --probe 100
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    hub = {"token": options.pop("token"), "allow_pickle": options.pop("allow_pickle")}
+    job = {name: options.pop(name) for name in ("data", "base", "probe", "token", "allow_pickle")}
     with exit_on_error():
-        settings = read_settings({**options, "n": n})
+        settings = read_settings(options)
         from hf_bico.porting.evaluate import evaluate_model
-        from hf_bico.reports.results import value_text
 
-        result = evaluate_model(model, data, base=base, probe=probe, **hub, **vars(settings))
+        result = evaluate_model(model, **job, **vars(settings))
         if as_json:
             click.echo(json.dumps({name: value for name, value in vars(result).items() if value is not None}))
         elif not quiet:

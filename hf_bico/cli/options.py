@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_bico.cli.completion import complete_folder, complete_model
+from hf_bico.cli.completion import complete_data, complete_folder, complete_model
 from hf_bico.errors import UsageError
 from hf_bico.settings import METHODS, OPTIONS, Settings, option_methods, read_lines
 from hf_bico.utils.text import near
@@ -129,14 +129,9 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
     return Section(known.section).option(known.typed_as(name), _parameter(name), **facts)
 
 
-def _switches_off(name: str) -> bool:
-    """Return True for a setting that is on by default, such as `evaluate`: its flag, --no-eval, turns it off."""
-    return _DEFAULTS[name] is True
-
-
 def _parameter(name: str) -> str:
-    """Return the name of a setting's click parameter."""
-    return OPTIONS[name].typed_as(name).removeprefix("--").replace("-", "_") if _switches_off(name) else name
+    """Return the name of a setting's click parameter: `no_eval`, which turns it off, for `evaluate`, on by default."""
+    return OPTIONS[name].typed_as(name).removeprefix("--").replace("-", "_") if _DEFAULTS[name] is True else name
 
 
 def settings_of(*groups: str) -> Callable[[Command], Command]:
@@ -154,10 +149,6 @@ base_option = MODELS.option(
     help="The model that was fine-tuned; by default what card or configuration say.",
 )
 token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
-CALIBRATION_DATA = (
-    "Calibration data: a Hub id, or a folder of images or of parquet, JSON, CSV or text files; by default what the "
-    "card says."
-)
 
 
 def folder_option(help: str) -> Callable[[Command], Command]:
@@ -175,6 +166,17 @@ def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Com
 
     return add
 
+
+lineage_options = _together(
+    target_option,
+    base_option,
+    SAMPLES.option(
+        "--data",
+        shell_complete=complete_data,
+        help="Calibration data: a Hub id, or a folder of images or of parquet, JSON, CSV or text files; by default "
+        "what the card says.",
+    ),
+)
 
 output_options = _together(
     GENERAL.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings."),
@@ -209,7 +211,7 @@ def read_settings(options: dict[str, Any]) -> Settings:
         if known.read is not None and value is not None:
             value = known.read(value, known.typed_as(name))
         if value is not None or _DEFAULTS[name] is None:  # what was not typed has its default
-            values[name] = not value if _switches_off(name) else value
+            values[name] = not value if _DEFAULTS[name] is True else value
     return Settings(**values, **options)
 
 

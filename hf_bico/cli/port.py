@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
-from hf_bico.cli.completion import complete_data, complete_model
+from hf_bico.cli import console
+from hf_bico.cli.completion import complete_model
 from hf_bico.cli.exit import Ending, exit_on_error, finish_alone, require_no_device_number
 from hf_bico.cli.options import (
-    CALIBRATION_DATA,
     HUB,
     OUTPUT,
     RUNNING,
-    SAMPLES,
     SectionedHelp,
-    base_option,
     folder_option,
     hub_options,
     last_name,
+    lineage_options,
     output_options,
     push_options,
     read_push,
@@ -38,13 +37,14 @@ from hf_bico.cli.options import (
     require_used,
     setting,
     settings_of,
-    target_option,
     typed_line,
 )
 from hf_bico.errors import LineageError
+from hf_bico.reports.record import ModelRecord, read_record
+from hf_bico.reports.results import headline, is_worse
 from hf_bico.runtime.distributed import is_first_process
-from hf_bico.runtime.output import RECORD_FILE
-from hf_bico.settings import Settings, read_rank, read_size
+from hf_bico.runtime.output import RECORD_FILE, atomic_folder, reserved
+from hf_bico.settings import Settings
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from hf_bico.models.model import Model
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
-    from hf_bico.reports.record import ModelRecord
 
 _DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
@@ -61,9 +60,7 @@ _DIGEST_FILE = ".hf-bico-line"
 
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
 @click.argument("source", shell_complete=complete_model)
-@target_option
-@base_option
-@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
+@lineage_options
 @settings_of("port", "data", "limits", "aligning", "training", "measuring")
 @folder_option("Output folder; ./SOURCE-to-TARGET by default.")
 @HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
@@ -73,7 +70,7 @@ _DIGEST_FILE = ".hf-bico-line"
 @RUNNING.option("--dry-run", is_flag=True, help="Only show the plan.")
 @hub_options
 @output_options
-def port(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Carry SOURCE's task vector to another pretrained model.
 
     SOURCE is the fine-tuned model or the adapter; like every model and data set, a Hub id or a folder.
@@ -86,20 +83,18 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
       hf-bico port user/my-lora --to model-B
       hf-bico port my-finetune --base model-A --to model-B --data eurosat --format adapter --rank 16
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    output, overwrite = options.pop("output"), options["overwrite"]
-    token, allow_pickle = options.pop("token"), options.pop("allow_pickle")
-    push_to, target_id, dry_run = options.pop("push_to"), options.pop("target_id"), options.pop("dry_run")
+    where = {name: options.pop(name) for name in ("base", "data", "target_id", "allow_pickle")}
+    token, output, push_to, dry_run = (options.pop(name) for name in ("token", "output", "push_to", "dry_run"))
     with exit_on_error() as ending:
         require_no_device_number(options["device"])
         push = read_push(options)
         settings = read_settings(options)
         require_used(settings.method)
         from hf_bico.hub.client import Hub
+        from hf_bico.hub.push import require_hidden, require_pushable
         from hf_bico.porting.planner import plan as make_plan
 
-        hub = Hub(token)
-        where = {"base": base, "data": data, "target_id": target_id, "hub": hub, "allow_pickle": allow_pickle}
+        hub = where["hub"] = Hub(token)
         command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
         if dry_run:
             planned, needs_data = _plan_for_settings(make_plan(source, target, **where), settings)
@@ -108,10 +103,8 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
         if not is_first_process():  # which prints, writes and pushes
             push_to, quiet = None, True
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
-        digest = None if push_to is None or overwrite else _written_digest(folder)
+        digest = None if push_to is None or push.overwrite else _written_digest(folder)
         if push_to is not None and digest is None:
-            from hf_bico.hub.push import require_pushable
-
             push_to = require_pushable(push_to, push, hub)
         planned = make_plan(source, target, **where)
         if digest is not None and digest == _digest(command, planned.lineage.models):
@@ -120,14 +113,10 @@ def port(source: str, target: str, base: str | None, data: str | None, **options
                 click.echo(f"This port is in {folder} already: it is pushed as it is.")
         else:
             if push_to is not None:
-                from hf_bico.hub.push import require_hidden
-
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
-            from hf_bico.runtime.output import reserved
-
             size = planned.in_format(settings.format, settings.rank).output_bytes
-            with reserved(folder, overwrite, size) if is_first_process() else nullcontext():
-                destination = _Destination(folder, overwrite, push_to, push, command)
+            with reserved(folder, push.overwrite, size) if is_first_process() else nullcontext():
+                destination = _Destination(folder, push_to, push, command)
                 _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
         if is_first_process():
             _publish(folder, push_to, push, hub, as_json, quiet)
@@ -138,15 +127,12 @@ class _Destination:
     """Output folder of a port, and the repo to push it to; `command` is the command line that it is made by."""
 
     folder: Path
-    overwrite: bool
     repo: str | None
     push: PushOptions
     command: str
 
     def write(self, ported: Ported) -> None:
-        from hf_bico.runtime.output import atomic_folder
-
-        with atomic_folder(self.folder, self.overwrite) as scratch:
+        with atomic_folder(self.folder, self.push.overwrite) as scratch:
             ported.write(scratch, repo=self.repo, revision=self.push.revision)
             if self.repo is not None:
                 digest = _digest(self.command, ported.record.models)
@@ -171,13 +157,10 @@ def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination
     if own_checkpoint:  # so that a long training can be resumed
         settings = replace(settings, checkpoint=f"{destination.folder}.training")
         ending.interrupted = "the same command goes on with the training"
-    # slow imports come after the checks of what was typed
-    from hf_bico.cli.console import print_forecast, print_ported, progress_bars_and_text
-    from hf_bico.porting.port import run_port
-    from hf_bico.reports.record import read_record
+    from hf_bico.porting.port import run_port  # slow: it comes after the checks of what was typed
 
-    with progress_bars_and_text(silent) as (progress, write):
-        ported = run_port(planned, settings, hub, progress, lambda forecast: print_forecast(forecast, write))
+    with console.progress_bars_and_text(silent) as (progress, write):
+        ported = run_port(planned, settings, hub, progress, lambda forecast: console.print_forecast(forecast, write))
         if not is_first_process():
             return
         finish_alone()
@@ -190,15 +173,12 @@ def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination
     if not silent:
         pushing = destination.repo is not None
         with suppress(BrokenPipeError) if pushing else nullcontext():  # it is pushed all the same
-            print_ported(read_record(destination.folder), ported.report, destination.folder, pushing=pushing)
+            console.print_ported(read_record(destination.folder), ported.report, destination.folder, pushing=pushing)
 
 
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
     """Print warnings, push the folder if a repo was given, and print where it is."""
-    from hf_bico.cli.console import print_pushed
     from hf_bico.porting.publish import push_folder
-    from hf_bico.reports.record import read_record
-    from hf_bico.reports.results import headline, is_worse
 
     record = read_record(folder)
     if as_json or quiet:
@@ -211,21 +191,19 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
         content = {"folder": str(folder), "record": json.loads(record.to_json())}
         click.echo(json.dumps(content if pushed is None else {**content, "pushed": vars(pushed)}))
     elif pushed is not None and not quiet:
-        print_pushed(pushed)
+        console.print_pushed(pushed)
 
 
 @click.command(cls=SectionedHelp, short_help="What a port would carry, before anything is downloaded.")
 @click.argument("source", shell_complete=complete_model)
-@target_option
-@base_option
-@SAMPLES.option("--data", shell_complete=complete_data, help=CALIBRATION_DATA)
+@lineage_options
 @setting("format")
 @setting("rank")
 @setting("batch_size")
 @setting("memory")
 @hub_options
 @output_options
-def plan(source: str, target: str, base: str | None, data: str | None, **options: Any) -> None:
+def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Say what a port would carry and leave behind, without downloading or reading a weight.
 
     \b
@@ -234,7 +212,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
       hf-bico plan my-finetune --base model-A --to model-B --memory 8GB
     """
     command = ["hf-bico", "port", source]
-    values = {"base": base, "to": target, "data": data, **options}
+    values = {"to": target, **options}
     for name in ("base", "to", "data", "format", "rank", "memory", "batch_size"):
         command += [f"--{name.replace('_', '-')}", str(values[name])] if values[name] else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
@@ -242,13 +220,11 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
         from hf_bico.hub.client import Hub
         from hf_bico.porting.planner import plan as make_plan
 
-        hub, allow_pickle = Hub(options["token"]), options["allow_pickle"]
-        planned = make_plan(source, target, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
-        rank = None if options["rank"] is None else read_rank(options["rank"])
-        memory = None if options["memory"] is None else read_size(options["memory"], "--memory")
-        settings = Settings(format=options["format"], rank=rank, memory=memory, batch_size=options["batch_size"])
+        where = {name: options.pop(name) for name in ("base", "data", "allow_pickle")}
+        planned = make_plan(source, target, hub=Hub(options.pop("token")), **where)
+        settings = read_settings(options)
         planned = planned.in_format(settings.format, settings.rank).within(_limits(settings))
-        _print_plan(planned, options["as_json"], options["quiet"], shlex.join(command))
+        _print_plan(planned, as_json, quiet, shlex.join(command))
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a port from its record, and compare the weights.")
@@ -258,7 +234,7 @@ def plan(source: str, target: str, base: str | None, data: str | None, **options
 @setting("device")
 @hub_options
 @output_options
-def rerun(ported: str, output: str | None, overwrite: bool, device: str, **options: Any) -> None:
+def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet: bool, **options: Any) -> None:
     """Repeat a port from its record alone, and compare the weights' SHA-256.
 
     PORTED is a folder or Hub repo that hf-bico wrote. Exit code 1 when a file differs.
@@ -267,19 +243,16 @@ def rerun(ported: str, output: str | None, overwrite: bool, device: str, **optio
     Example:
       hf-bico rerun user/vit-b16-plus-eurosat
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
     with exit_on_error():
-        from hf_bico.cli.console import print_rerun, progress_bars
         from hf_bico.porting.rerun import rerun as run
-        from hf_bico.runtime.output import reserved
 
         reservation = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
-        with reservation, progress_bars(quiet or as_json) as progress:
-            again = run(ported, folder=output, overwrite=overwrite, device=device, progress=progress, **options)
+        with reservation, console.progress_bars(quiet or as_json) as progress:
+            again = run(ported, folder=output, overwrite=overwrite, progress=progress, **options)
         if as_json:
             click.echo(json.dumps({"same": again.same, **vars(again)}))
         elif not quiet or not again.same:
-            print_rerun(again)
+            console.print_rerun(again)
         sys.exit(0 if again.same else 1)
 
 
@@ -288,15 +261,13 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     from hf_bico.porting.planner import with_blocks, with_model_defaults
 
     planned = with_blocks(planned, settings.layers).within(_limits(settings))
+    if planned.lineage.data is not None:
+        settings = with_model_defaults(settings, *planned.lineage.layouts)
     if settings.method == "bico" and not settings.readout:  # it refuses no models, and this path imports no torch
-        if planned.lineage.data is not None:
-            with_model_defaults(settings, *planned.lineage.layouts)
         return planned.in_format(settings.format, settings.rank), True
     from hf_bico.alignment.methods import make_method
     from hf_bico.porting.prepare import require_possible
 
-    if planned.lineage.data is not None:
-        settings = with_model_defaults(settings, *planned.lineage.layouts)
     method = make_method(settings.method, settings)
     with suppress(LineageError):  # the printed verdict says that no data is known
         require_possible(planned, settings, method)
@@ -310,11 +281,9 @@ def _limits(settings: Settings) -> MemoryLimits:
 
 
 def _print_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
-    from hf_bico.cli.console import print_plan
-
     if needs_data and planned.lineage.data is None:
         command += " --data DATA"
     if as_json:
         click.echo(json.dumps({**planned.as_dict(), "command": command}))
     elif not quiet:
-        print_plan(planned, command, needs_data)
+        console.print_plan(planned, command, needs_data)

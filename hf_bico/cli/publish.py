@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_folder
+from hf_bico.cli.console import print_pushed
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
 from hf_bico.errors import RepoNotFoundError
+from hf_bico.reports.record import read_any
 
 
 @click.command(cls=SectionedHelp, short_help="Write the model card of a result again.")
@@ -26,7 +28,6 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
     """
     with exit_on_error():
         from hf_bico.reports.model_cards import write_card
-        from hf_bico.reports.record import read_any
 
         path = Path(folder).expanduser()
         if not path.is_dir():
@@ -55,7 +56,6 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
       hf-bico push out user/vit-b16-plus-eurosat --create-pr
     """
     with exit_on_error() as ending:
-        from hf_bico.cli.console import print_pushed
         from hf_bico.hub.client import Hub
         from hf_bico.hub.push import PushOptions
         from hf_bico.porting.publish import push_folder

@@ -57,10 +57,13 @@ class AugmentedSamples:
             yield list(islice(images, len(labels))), labels
 
     def _images(self) -> Iterator[Any]:
+        import numpy as np
+
         for row, ([image], _) in zip(self.samples.indices, self.samples.batches(1), strict=True):
             yield image
             for number in range(1, 1 + self.copies):
-                yield augment(image, _generator(f"{self.seed}:{row}:{number}"))
+                digest = blake2b(f"{self.seed}:{row}:{number}".encode(), digest_size=16).digest()
+                yield augment(image, np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))))
 
 
 def augment(image: Any, generator: Generator) -> Any:
@@ -93,11 +96,3 @@ def _shift_and_add_noise(pixels: Any, axes: tuple[int, int], noise: float, gener
     for axis in axes:
         shift[axis] = SHIFT * pixels.shape[axis] * generator.uniform(-1, 1)
     return ndimage.shift(pixels, shift, order=1, mode="nearest") + noise * generator.standard_normal(pixels.shape)
-
-
-def _generator(name: str) -> Generator:
-    """Return a random generator seeded by a name."""
-    import numpy as np
-
-    digest = blake2b(name.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -6,7 +6,7 @@ Knows names and types of columns; neither files nor samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError, UsageError
@@ -133,9 +133,6 @@ class Columns:
         """True if a sample can be learnt without a label: texts and captions can, an image alone cannot."""
         return tuple(self.parts) != ("image",)
 
-    def without_label(self) -> Columns:
-        return replace(self, label=None)
-
 
 def find_columns(
     kinds: Mapping[str, str],
@@ -197,10 +194,8 @@ def find_text_columns(kinds: Mapping[str, str], label: str | None, task: KnownTa
     for first, second in _PAIRS:
         if {first, second} <= set(strings):
             return {"text": first, "text_pair": second}
-    for name in _SINGLE_TEXTS:
-        if name in strings:
-            return {"text": name}
-    return {"text": _only(strings, kinds, "text", REMEDY)}
+    single = _first_of(name for name in _SINGLE_TEXTS if name in strings)
+    return {"text": single or _only(strings, kinds, "text", REMEDY)}
 
 
 def parse_text_columns(kinds: Mapping[str, str], given: str) -> dict[str, str]:
@@ -210,8 +205,7 @@ def parse_text_columns(kinds: Mapping[str, str], given: str) -> dict[str, str]:
     """
     words = [given] if given in kinds else [word.strip() for word in given.split(",")]
     if all("=" in word and word not in kinds for word in words):
-        typed = [word.partition("=") for word in words]
-        parts = {role.strip(): name.strip() for role, _, name in typed}
+        parts = {role.strip(): name.strip() for role, _, name in (word.partition("=") for word in words)}
     else:
         parts = dict(zip(_roles(kinds, words), words, strict=False))
     if tuple(parts) not in _ROLES or len(parts) != len(words):
@@ -219,10 +213,8 @@ def parse_text_columns(kinds: Mapping[str, str], given: str) -> dict[str, str]:
         raise ColumnError(f"--text-column is '{given}'", f"give one or two columns, or one of: {shapes}")
     for role, name in parts.items():
         _require_column(name, kinds, "--text-column")
-        if role == "messages":
-            _require_kind(name, kinds, (MESSAGES,), "messages", "--text-column")
-        else:
-            _require_kind(name, kinds, (STRING,), "texts", "--text-column")
+        kind, what = (MESSAGES, "messages") if role == "messages" else (STRING, "texts")
+        _require_kind(name, kinds, (kind,), what, "--text-column")
     return parts
 
 
@@ -256,23 +248,17 @@ def _image_columns(kinds: Mapping[str, str], settings: Settings, needs_labels: b
     if label is None and "class" in kinds.values():
         label = _named_label(kinds, _LABELS, ("class",)) or _only(_of_kinds(kinds, "class"), kinds, "label", remedy)
     label = label or _named_label(kinds, _LABELS)
-    caption = _caption(kinds, settings, label)
+    caption, caption_kinds = settings.caption_column, (STRING, _STRINGS)
+    if caption is not None:
+        _require_kind(caption, kinds, caption_kinds, "captions", "--caption-column")
+    elif label is None and settings.labels != "dataset":
+        caption = _first_of(name for name in _CAPTIONS if kinds.get(name) in caption_kinds)
     if caption is not None:
         return Columns({"image": image, "caption": caption}, label)
     candidates = _of_kinds(kinds, "integer", STRING)
     if label is None and (needs_labels or candidates):
         label = _only(candidates, kinds, "label", remedy)
     return Columns({"image": image}, label)
-
-
-def _caption(kinds: Mapping[str, str], settings: Settings, label: str | None) -> str | None:
-    """Return the caption column: the one named, else, without a label column, one of a usual name."""
-    given = settings.caption_column
-    if given is not None:
-        _require_kind(given, kinds, (STRING, _STRINGS), "captions", "--caption-column")
-    if given is not None or label is not None or settings.labels == "dataset":
-        return given
-    return _first_of(name for name in _CAPTIONS if kinds.get(name) in (STRING, _STRINGS))
 
 
 def _named_label(kinds: Mapping[str, str], names: Iterable[str], wanted: Sequence[str] = _LABEL_KINDS) -> str | None:
@@ -336,33 +322,25 @@ def column_kinds(rows: RowSequence) -> dict[str, str]:
 
 def feature_kinds(features: Mapping[str, Any]) -> dict[str, str]:
     """Return what columns of these declared types hold."""
+    return {name: _feature_kind(feature) for name, feature in features.items()}
+
+
+def _feature_kind(feature: Any) -> str:
     import datasets
 
-    kinds = {}
-    for name, feature in features.items():
-        if isinstance(feature, datasets.Image):
-            kinds[name] = "image"
-        elif isinstance(feature, datasets.ClassLabel):
-            kinds[name] = "class"
-        elif (kind := _list_kind(feature)) is not None:
-            kinds[name] = kind
-        else:
-            dtype = str(getattr(feature, "dtype", type(feature).__name__))
-            kinds[name] = "integer" if "int" in dtype else "string" if "string" in dtype else dtype
-    return kinds
-
-
-def _list_kind(feature: Any) -> str | None:
-    """Return the kind of a list of messages or strings; None for other types."""
-    import datasets
-
-    if isinstance(feature, dict):  # a list of dictionaries, turned inside out
-        of_lists = all(hasattr(value, "feature") for value in feature.values())
-        return MESSAGES if of_lists and _are_messages(feature) else None
+    if isinstance(feature, datasets.Image):
+        return "image"
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
     inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
-    if isinstance(inner, dict):
-        return MESSAGES if _are_messages(inner) else None
-    return _STRINGS if isinstance(inner, datasets.Value) and "string" in inner.dtype else None
+    if isinstance(feature, dict) and all(hasattr(value, "feature") for value in feature.values()):
+        inner = feature  # a list of dictionaries, turned inside out
+    if isinstance(inner, dict) and _are_messages(inner):
+        return MESSAGES
+    if isinstance(inner, datasets.Value) and "string" in inner.dtype:
+        return _STRINGS
+    dtype = str(getattr(feature, "dtype", type(feature).__name__))
+    return "integer" if "int" in dtype else "string" if "string" in dtype else dtype
 
 
 def _are_messages(keys: Iterable[str]) -> bool:
@@ -429,8 +407,7 @@ def class_names(
             f"{len(given)} class names were given and the data set has {len(declared)} classes",
             "give one name for each class, in the order of the labels",
         )
-    known = given or declared
-    if known:
+    if known := given or declared:
         return tuple(known)
     values = _distinct_labels((column(rows, label) for rows in splits if label in column_kinds(rows)), label)
     if values and all(isinstance(value, str) for value in values):

@@ -181,7 +181,11 @@ class Samples:
             return _text_sample(row, self.columns, index)
         image = self._image(row[self.columns.image], index)
         caption = self.columns.parts.get("caption")
-        return image if caption is None else Captioned(image, _caption(row[caption], caption, index))
+        if caption is None:
+            return image
+        given = row[caption]
+        text = given[0] if isinstance(given, list | tuple) and given else given  # the first of several
+        return Captioned(image, _string(text, caption, index))
 
     def _image(self, image: Any, index: int) -> Any:
         try:
@@ -199,12 +203,11 @@ class Samples:
 def _row(rows: RowSequence, index: int) -> Any:
     try:
         return rows[index]
+    except UnicodeDecodeError as error:
+        remedy = "remove or replace the broken row"
+        raise UnreadableSampleError(f"row {index} cannot be decoded: {error}", remedy) from error
     except _DECODING_ERRORS as error:
-        if not isinstance(error, UnicodeDecodeError):
-            raise _undecodable_image(index, error) from error
-        raise UnreadableSampleError(
-            f"row {index} cannot be decoded: {error}", "remove or replace the broken row"
-        ) from error
+        raise _undecodable_image(index, error) from error
 
 
 def _undecodable_image(index: int, error: Exception) -> UnreadableSampleError:
@@ -231,14 +234,11 @@ def _integer(label: Any) -> int:
 
 
 def _is_blank(row: Mapping[str, Any], columns: Columns) -> bool:
-    """Return True if a row has no text to learn: an empty line of a book, a chat that ends before the assistant speaks.
-
-    A malformed row is not blank, so that reading it raises an error.
-    """
+    """Return True if a row has no text to learn: an empty line, a chat that ends before the assistant speaks."""
     try:
         sample = _text_sample(row, columns, 0)
     except UnreadableSampleError:
-        return False
+        return False  # malformed, not blank: reading it raises an error
     if isinstance(sample, Chat):
         learnt = "".join(message["content"] for message in sample.messages if message["role"] == "assistant")
     else:
@@ -278,11 +278,6 @@ def _chat(value: Any, name: str, index: int) -> Chat:
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in messages):
         raise _malformed(index, name, "a message without a role or a text")
     return Chat(tuple({"role": _ROLES.get(role.lower(), role), "content": content} for role, content in messages))
-
-
-def _caption(value: Any, name: str, index: int) -> str:
-    """Return the caption of an image, the first one of several."""
-    return _string(value[0] if isinstance(value, list | tuple) and value else value, name, index)
 
 
 def _string(value: Any, name: str, index: int) -> str:

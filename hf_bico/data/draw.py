@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from hf_bico.data.columns import (
     undecoded,
 )
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.loading import ParquetFiles, large_parquet, open_folder, open_whole
+from hf_bico.data.loading import ParquetFiles, large_parquet, named_config, open_folder, open_whole
 from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
 from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
 from hf_bico.errors import DataNotFoundError, SampleCountError, UsageError
@@ -90,14 +90,9 @@ def draw(
 
 def draw_from(data: DataSet, settings: Settings) -> CalibrationDraw:
     split, strategy = calibration_split(data, settings.split), Strategy.from_settings(settings)
-    return CalibrationDraw(
-        data=data,
-        split=split,
-        samples=calibration_samples(data, split, settings),
-        labels="dataset" if _uses_labels(_columns_of(data, split, settings), settings) else "pseudo",
-        strategy=strategy,
-        needs_features=strategy.needs_features,
-    )
+    samples = calibration_samples(data, split, settings)
+    labels = "dataset" if _uses_labels(_columns_of(data, split, settings), settings) else "pseudo"
+    return CalibrationDraw(data, split, samples, labels, strategy, strategy.needs_features)
 
 
 def open_data(
@@ -120,7 +115,9 @@ def open_data(
     reader = _Reader(settings, known_names, measure, reads)
     if not isinstance(data, str | Path | HubReference):
         rows = _given_splits(data)
-        return reader.data_set("data", rows, task_of=_origin(rows, settings))
+        info = getattr(next(iter(rows.values())), "info", None)  # how `datasets` loaded the rows
+        name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
+        return reader.data_set("data", rows, task_of=(name or "data", named_config(config)))
     reference = data if isinstance(data, HubReference) else parse(data, "the data set", files=True)
     if isinstance(reference, Path):
         splits, config = open_folder(reference, reference.name, settings.config)
@@ -153,10 +150,8 @@ class _Reader:
         """Combine all splits; `task_of` is the name and configuration to recognise a known task by."""
         kinds = column_kinds(next(iter(splits.values())))
         columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
-        return DataSet(name, splits, columns, self.class_names(splits.values(), columns), **where)
-
-    def class_names(self, splits: Iterable[RowSequence], columns: Columns) -> tuple[str, ...]:
-        return class_names(splits, columns, self.settings, self.known_names)
+        names = class_names(splits.values(), columns, self.settings, self.known_names)
+        return DataSet(name, splits, columns, names, **where)
 
 
 def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
@@ -182,7 +177,8 @@ def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
         _require_labels(files.repo.id, columns, settings)
     chosen = _choose_row_groups(groups, split, columns, reader)
     labels = {name: some.labels for name, some in chosen.items()}
-    data = DataSet(files.repo.id, labels, columns, reader.class_names(labels.values(), columns), **origin)
+    names = class_names(labels.values(), columns, settings, reader.known_names)
+    data = DataSet(files.repo.id, labels, columns, names, **origin)
     if not measure:  # labels are enough to draw by: refuse before downloading images
         _calibration_rows(data, split, settings)
     whole = {split} if settings.trains_on_all and not measure else set()
@@ -258,7 +254,7 @@ def calibration_samples(data: DataSet, split: str, settings: Settings) -> Sample
 def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
     """Return the columns of one split, which may lack the labels that others have."""
     has_labels = settings.labels == "dataset" or data.columns.label in column_kinds(data.splits[split])
-    return data.columns if has_labels else data.columns.without_label()
+    return data.columns if has_labels else replace(data.columns, label=None)
 
 
 def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
@@ -338,16 +334,8 @@ def evaluation_samples(
     unused = [index for index in order if index not in used]
     if not others and not unused:
         others = [name for name in data.splits if name != split and data.can_evaluate_on(name)]
-    if not others:
-        return split, data.samples(split, data.usable_rows(split, unused, most))
-    return others[0], data.samples(others[0], data.usable_rows(others[0], data.order(others[0], seed), most))
-
-
-def _origin(splits: Mapping[str, RowSequence], settings: Settings) -> tuple[str, str | None]:
-    """Return the name and configuration that the rows were loaded by, as far as `datasets` knows."""
-    info = getattr(next(iter(splits.values())), "info", None)
-    name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
-    return name or "data", None if config == "default" else config
+    chosen, rows = (others[0], data.order(others[0], seed)) if others else (split, unused)
+    return chosen, data.samples(chosen, data.usable_rows(chosen, rows, most))
 
 
 def _given_splits(data: Any) -> Mapping[str, RowSequence]:
@@ -380,10 +368,8 @@ def _digests(samples: Samples) -> Iterator[bytes]:
         rows = rows.select_columns(list(samples.columns.parts.values()))
     for index in samples.indices:
         row = rows[index]
-        found = hashlib.blake2b(digest_size=16)
-        for name in samples.columns.parts.values():
-            found.update(_bytes_of(row[name], trusted=samples.decode is None))
-        yield found.digest()
+        values = (_bytes_of(row[name], samples.decode is None) for name in samples.columns.parts.values())
+        yield hashlib.blake2b(b"".join(values), digest_size=16).digest()
 
 
 def _bytes_of(value: Any, trusted: bool) -> bytes:

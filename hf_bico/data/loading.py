@@ -110,7 +110,7 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     if not splits:
         raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
-    return {str(split): _with_images(rows) for split, rows in splits.items()}, _named(used)
+    return {str(split): _with_images(rows) for split, rows in splits.items()}, named_config(used)
 
 
 def _without_split_labels(splits: Any) -> Any:
@@ -184,7 +184,7 @@ def _declared_files(repo: HubRepo, names: Sequence[str], config: str | None) -> 
         except datasets.exceptions.FileNotFoundDatasetsError:
             return None  # the card names files of another format
         splits = _files_of(builder, folder, repo.id)
-        return ParquetFiles(repo, _named(builder.config.name), splits, builder.info.features)
+        return ParquetFiles(repo, named_config(builder.config.name), splits, builder.info.features)
 
 
 def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
@@ -196,7 +196,7 @@ def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) ->
             return None
         configs.setdefault(match["config"], {}).setdefault(match["split"], []).append(name)
     config = _choose_config(repo.id, list(configs), config)
-    return ParquetFiles(repo, _named(config), configs[config])
+    return ParquetFiles(repo, named_config(config), configs[config])
 
 
 def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
@@ -233,7 +233,8 @@ def _choose_config(name: str, configs: Sequence[str], config: str | None) -> str
     return config or ("default" if "default" in configs else configs[0])
 
 
-def _named(config: str | None) -> str | None:
+def named_config(config: str | None) -> str | None:
+    """Return the configuration's name, None for the default."""
     return None if config == "default" else config
 
 
@@ -252,9 +253,8 @@ def _files_of(builder: Any, folder: Path, name: str) -> dict[str, list[str]]:
 
 def _data_files(repo: HubRepo) -> list[str]:
     """Return the names of the files that may hold data; refuse a repo without any."""
-    visible = [name for name in repo.files if not any(part.startswith(".") for part in name.split("/"))]
+    visible = [name for name in repo.files if "/." not in f"/{name}" and PurePosixPath(name).suffix]
     names = [name for name in visible if name not in _METADATA_FILES and not name.lower().endswith(_NOT_DATA)]
-    names = [name for name in names if PurePosixPath(name).suffix]
     if not names:
         raise _no_data(repo)
     return names
@@ -302,10 +302,8 @@ def image_features(features: Any) -> Any:
     """Return features in which {bytes, path} columns are images, as the Hub shows them."""
     import datasets
 
-    def is_image(feature: Any) -> bool:
-        return isinstance(feature, dict) and set(feature) == {"bytes", "path"}
-
-    return datasets.Features({name: datasets.Image() if is_image(one) else one for name, one in features.items()})
+    images = [name for name, one in features.items() if isinstance(one, dict) and set(one) == {"bytes", "path"}]
+    return datasets.Features({**features, **{name: datasets.Image() for name in images}})
 
 
 def decode_image(value: Any, folder: Path) -> Any:

@@ -13,11 +13,11 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from hf_bico.data.columns import Columns
+from hf_bico.data.columns import NAMES_REMEDY, Columns
 from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
-from hf_bico.data.sampling import RequiredRows
+from hf_bico.data.sampling import RequiredRows, shuffled
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile, translate_hub_errors
 from hf_bico.utils.samples import FilePart
@@ -32,8 +32,6 @@ FOOTERS_AT_ONCE = 16
 """Files whose footers are read at the same time, each with one request."""
 MAX_SEARCHED = 1024
 """Row groups that are searched for labels, each with one request."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -112,8 +110,10 @@ class RowGroups:
     ) -> ChosenRowGroups:
         """Choose row groups of a split; those chosen before, `after`, count towards the download limit."""
         label = columns.label
+        share = int(BUDGET_SHARE * sum(self.repo.files[file] for file in self.splits[split]))
+        # of the limit, not of what is left to download: the cache must not change the samples
+        budget = min(max(MIN_BUDGET, min(share, MAX_BUDGET)), self._limit - (after.size if after else 0))
         with self._reading():
-            budget = self._budget(split, after)
             taken, rest = self._spread(split, columns, required, after, budget)
             if label is None:
                 return ChosenRowGroups(tuple(sorted(taken)), [{}] * sum(group.rows for group in taken), 0)
@@ -126,10 +126,7 @@ class RowGroups:
     def _complete(
         self, split: str, label: str, required: RequiredRows, taken: list[RowGroup], rest: Iterator[RowGroup], most: int
     ) -> Counter[Any]:
-        """Add row groups that hold missing labels to `taken`; return the label counts.
-
-        Labels that are only desirable may bring the row groups to `most` bytes.
-        """
+        """Add row groups with missing labels to `taken`, merely desirable ones up to `most` bytes; count the labels."""
         found = _count_labels(self._read_labels(split, taken, label))
         helpful = (group for group in rest if required.may_be_within(group.bounds, found))
         searched, size = 0, sum(group.size for group in taken)
@@ -162,7 +159,7 @@ class RowGroups:
                 if len(groups) > MAX_SEARCHED:
                     raise ClassNamesError(
                         f"the column '{label}' of '{self.repo.id}' is too long to look for the names of classes in it",
-                        "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
+                        f"{NAMES_REMEDY} (class_names=[...] in Python)",
                     )
                 names |= set(_count_labels(self._read_labels(split, groups, label)))
         return sorted(names)
@@ -193,9 +190,7 @@ class RowGroups:
             raise DownloadTooLargeError(
                 f"split '{split}' of '{self.repo.id}' is a download of {size_text(size)}; "
                 f"{size_text(self._limit)} are allowed",
-                "allow more with --max-download"
-                if training
-                else "measure on fewer samples with -n, or allow more with --max-download",
+                f"{'' if training else 'measure on fewer samples with -n, or '}allow more with --max-download",
             )
         features = self._some_features(split, columns.names)
         folder = fetch(self.repo, files)
@@ -206,11 +201,6 @@ class RowGroups:
                 features=features,
                 columns=list(features),
             )
-
-    def _budget(self, split: str, after: ChosenRowGroups | None) -> int:
-        share = int(BUDGET_SHARE * sum(self.repo.files[file] for file in self.splits[split]))
-        # of the limit, not of what is left to download: the cache must not change the samples
-        return min(max(MIN_BUDGET, min(share, MAX_BUDGET)), self._limit - (after.size if after else 0))
 
     def _spread(
         self, split: str, columns: Columns, required: RequiredRows, after: ChosenRowGroups | None, budget: int
@@ -234,9 +224,8 @@ class RowGroups:
     def _require_allowed(self, cost: int, after: ChosenRowGroups | None, estimate: int) -> None:
         before = self._cost(after.groups) if after else 0
         if before + cost > self._limit:
-            total = before + estimate
             raise DownloadTooLargeError(
-                f"the samples of '{self.repo.id}' are a download of about {size_text(total)}; "
+                f"the samples of '{self.repo.id}' are a download of about {size_text(before + estimate)}; "
                 f"{size_text(self._limit)} are allowed",
                 f"allow more with --max-download, or {'leave out the evaluation' if after else 'use fewer samples'}",
             )
@@ -247,7 +236,7 @@ class RowGroups:
         for start in range(0, len(files), FOOTERS_AT_ONCE):
             some = files[start : start + FOOTERS_AT_ONCE]
             self._read_footers(some)
-            columns = [_seeded(self._groups(file, names, label), self._seed) for file in some]
+            columns = [shuffled(self._groups(file, names, label), self._seed) for file in some]
             for one_of_each in zip_longest(*columns):  # one of each file, another one of each, ...
                 yield from (group for group in one_of_each if group is not None)
 
@@ -264,7 +253,7 @@ class RowGroups:
             yield RowGroup(file, index, group.num_rows, size, bounds)
 
     def _files(self, split: str) -> list[str]:
-        return _seeded(self.splits[split], self._seed)
+        return shuffled(self.splits[split], self._seed)
 
     @cached_property
     def _cached(self) -> dict[str, Path | None]:
@@ -344,8 +333,3 @@ def _bounds(chunk: Any) -> tuple[int, int] | None:
     if statistics is None or not statistics.has_min_max or not isinstance(statistics.min, int):
         return None
     return statistics.min, statistics.max
-
-
-def _seeded(items: Iterable[T], seed: int) -> list[T]:
-    """Return the items in an order that depends on the seed and their names alone."""
-    return sorted(items, key=lambda item: blake2b(f"{seed}:{item}".encode()).digest())

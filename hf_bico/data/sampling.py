@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.settings import DEFAULT_SAMPLES, Settings
 
@@ -22,6 +22,13 @@ CANDIDATES = 2000
 NEGLIGIBLE_DISTANCE = 1e-6
 """Distances of unit features below this are rounding noise."""
 
+T = TypeVar("T")
+
+
+def shuffled(items: Iterable[T], seed: int | str) -> list[T]:
+    """Return the items in a random order that depends on the seed and their names alone."""
+    return sorted(items, key=lambda item: hashlib.blake2b(f"{seed}:{item}".encode()).digest())
+
 
 def draw_order(size: int, seed: int) -> list[int]:
     """Return the rows in a random order that depends on the seed alone, sorted by a hash of seed and index.
@@ -31,7 +38,7 @@ def draw_order(size: int, seed: int) -> list[int]:
     >>> draw_order(5, seed=0)
     [3, 1, 2, 0, 4]
     """
-    return sorted(range(size), key=lambda index: hashlib.blake2b(f"{seed}:{index}".encode()).digest())
+    return shuffled(range(size), seed)
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,10 @@ class RequiredRows:
 
     def is_met(self, found: Counter[Any]) -> bool:
         """Return True if the samples can be drawn and more rows would not make them more even."""
-        return self.suffices(found) and (not self.evenly or self._is_even(found))
-
-    def _is_even(self, found: Counter[Any]) -> bool:
+        if not self.evenly:
+            return self.suffices(found)
         counts = [min(found[label], self.per_class) for label in self.classes or found]
-        return sum(counts) >= self.rows and min(counts) >= self.rows // len(counts)
+        return self.suffices(found) and sum(counts) >= self.rows and min(counts) >= self.rows // len(counts)
 
     def helps(self, some: Counter[Any], found: Counter[Any]) -> bool:
         """Return True if rows with these labels add to what is missing."""
@@ -115,8 +121,7 @@ class Strategy:
 
     def classes(self, sizes: Mapping[int, int]) -> list[int]:
         """Return the classes to take rows from, in an order that the seed gives; empty if no class is large enough."""
-        present = [label for label, size in sizes.items() if size]
-        ordered = sorted(present, key=lambda label: hashlib.blake2b(f"{self.seed}:class:{label}".encode()).digest())
+        ordered = shuffled((label for label, size in sizes.items() if size), f"{self.seed}:class")
         if self.name == "half-class":
             return ordered[: (len(ordered) + 1) // 2]
         if self.name == "one-class":
@@ -208,10 +213,7 @@ def fill_quotas(order: Sequence[int], labels: Mapping[int, int], quotas: Mapping
 
 
 def centroid_distances(features: Tensor, labels: Sequence[int]) -> list[float]:
-    """Return each sample's distance from the mean of its class, of unit features.
-
-    Rounded to 6 significant digits, so that the nearest samples do not depend on a machine's last bits.
-    """
+    """Return each sample's distance from the mean of its class, of unit features."""
     import torch
     from torch.nn.functional import normalize
 
@@ -221,4 +223,5 @@ def centroid_distances(features: Tensor, labels: Sequence[int]) -> list[float]:
     for label in sorted(set(labels)):
         members = classes == label
         distances[members] = (unit[members] - unit[members].mean(0)).norm(dim=1)
+    # to 6 significant digits, so that the nearest samples do not depend on a machine's last bits
     return [0.0 if distance < NEGLIGIBLE_DISTANCE else float(f"{distance:.6g}") for distance in distances.tolist()]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.references import HubReference, cached_repo, hub_repo, near_folder, near_open_clip, parse
-from hf_bico.hub.retries import LOG_IN, is_offline, request_errors, with_retries
+from hf_bico.hub.retries import LOG_IN, T, is_offline, request_errors, with_retries
 from hf_bico.utils import __version__
 from hf_bico.utils.text import did_you_mean, near
 
@@ -77,6 +77,11 @@ class HubRepo:
         """The cache's folder of this commit; it may not exist yet."""
         return _cache_folder(self.id, self.type) / "snapshots" / self.commit
 
+    def request(self, call: Callable[[], T]) -> T:
+        """Return the result of a call of `hub.api` about this repo: retried, with its errors raised as ours."""
+        with translate_hub_errors(self.requested, self.type, f"'{self.id}'"):
+            return with_retries(call)
+
     def cached(self, name: str) -> Path | None:
         """Return the path of a file in the cache, if it is there."""
         from huggingface_hub import try_to_load_from_cache
@@ -93,9 +98,8 @@ class HubRepo:
         bar = None if downloaded is None else _progress_bar(downloaded)
         options: dict[str, Any] = {"revision": self.commit, "repo_type": self.type, "tqdm_class": bar}
         try:
-            with translate_hub_errors(self.requested, self.type, f"'{self.id}'"):
-                for name in names:
-                    with_retries(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
+            for name in names:
+                self.request(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
         except OSError as error:
             if error.errno is None:  # raised by huggingface_hub, not by the disk
                 raise HubUnavailableError(
@@ -111,10 +115,9 @@ class HubRepo:
         """Return the shape of each tensor of a safetensors file, by one Range request."""
         from huggingface_hub.errors import SafetensorsParsingError
 
+        where: dict[str, Any] = {"revision": self.commit, "repo_type": self.type}
         try:
-            with translate_hub_errors(self.requested, self.type, f"'{self.id}'"):
-                where: dict[str, Any] = {"revision": self.commit, "repo_type": self.type}
-                metadata = with_retries(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
+            metadata = self.request(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
         except SafetensorsParsingError as error:
             raise BrokenWeightsError(
                 f"'{name}' of '{self.id}' cannot be read as safetensors: {error}", "ask its author to upload it again"
@@ -196,9 +199,8 @@ class Hub:
     def remember(self, repo: HubRepo) -> None:
         """Write to the cache which commit the requested revision was, for later runs offline."""
         revision = repo.requested.revision or MAIN
-        if revision == repo.commit or is_offline():
-            return
-        _write_ref(_cache_folder(repo.id, repo.type) / "refs" / revision, repo.commit)
+        if revision != repo.commit and not is_offline():
+            _write_ref(_cache_folder(repo.id, repo.type) / "refs" / revision, repo.commit)
 
     def conversion(self, repo: HubRepo) -> HubRepo | None:
         """Return the Hub's own open pull request that adds safetensors to a repo of pickles."""
@@ -207,29 +209,19 @@ class Hub:
             if not ref.is_file():
                 return None
             return self._from_cache(HubReference(repo.id, ref.read_text().strip()), "the conversion", repo.type)
-        with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
-            requests = with_retries(
-                lambda: list(
-                    self.api.get_repo_discussions(repo.id, author=_CONVERSION_BOT, discussion_type="pull_request")
-                )
-            )
-        for request in requests:
+        search = partial(self.api.get_repo_discussions, author=_CONVERSION_BOT, discussion_type="pull_request")
+        for request in repo.request(lambda: list(search(repo.id))):
             # the author is checked again: anybody may open a pull request
             if request.author != _CONVERSION_BOT or request.status not in ("open", "draft"):
                 continue
             converted = self.repo(HubReference(repo.id, f"refs/pr/{request.num}"), "the conversion")
-            has_weights = any(name.endswith(".safetensors") for name in converted.files)
-            if has_weights and self._parent(converted) == repo.commit:  # older weights are of no use
+            if not any(name.endswith(".safetensors") for name in converted.files):
+                continue
+            commits = converted.request(partial(self.api.list_repo_commits, repo.id, revision=converted.commit))
+            if len(commits) > 1 and commits[1].commit_id == repo.commit:  # older weights are of no use
                 _write_ref(ref, converted.commit)
                 return converted
         return None
-
-    def _parent(self, repo: HubRepo) -> str | None:
-        with translate_hub_errors(repo.requested, repo.type, f"'{repo.id}'"):
-            commits = with_retries(
-                lambda: self.api.list_repo_commits(repo.id, repo_type=repo.type, revision=repo.commit)
-            )
-        return commits[1].commit_id if len(commits) > 1 else None
 
     def exists(self, repo_id: str, type: str) -> bool:
         """Return whether the repo exists; False if the Hub does not answer."""
@@ -320,23 +312,18 @@ def locate(reference: str | Path, what: str, hub: Hub | None = None) -> RepoFile
     """Find a model repo by its reference; fetch the small files of a Hub repo, and no weights."""
     parsed, hub = parse(reference, what), hub or Hub()
     if isinstance(parsed, Path):
+        snapshot = cached_repo(parsed)
+        if snapshot is not None:
+            with suppress(RepoError):  # a repo that can no longer be read, maybe private, is a mere folder
+                return fetch_small_files(hub.repo(snapshot, what))
         sizes = {file.name: file.stat().st_size for file in parsed.iterdir() if file.is_file()}
-        return _from_snapshot(parsed, what, hub) or RepoFiles(parsed.name, parsed, sizes)
+        return RepoFiles(parsed.name, parsed, sizes)
     try:
         return fetch_small_files(hub.repo(hub_repo(parsed, what) or parsed, what))
     except (HubUnavailableError, NotCachedError) as error:
         if "/" in parsed.id:
             raise
         raise type(error)(f"there is no folder '{parsed.id}' here, and {error.cause}", error.remedy) from error
-
-
-def _from_snapshot(folder: Path, what: str, hub: Hub) -> RepoFiles | None:
-    """Return the Hub repo of a snapshot folder in the cache, if it can still be read: it may be private."""
-    reference = cached_repo(folder)
-    try:
-        return None if reference is None else fetch_small_files(hub.repo(reference, what))
-    except RepoError:
-        return None
 
 
 def fetch_small_files(repo: HubRepo) -> RepoFiles:
@@ -392,14 +379,15 @@ class RemoteFile(io.RawIOBase):
 @contextmanager
 def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hub | None = None) -> Iterator[None]:
     """Raise huggingface_hub's errors as ours; with `hub`, suggest similar names for a repo that does not exist."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         yield
     except errors.GatedRepoError as error:
+        address = f"{constants.ENDPOINT}/{'datasets/' if type == 'dataset' else ''}{reference.id}"
         raise AccessError(
             f"{named} is gated, and this account has not been let in",
-            f"accept its conditions on {_address(reference, type)}, then {LOG_IN}",
+            f"accept its conditions on {address}, then {LOG_IN}",
         ) from error
     except errors.RevisionNotFoundError as error:
         known = [] if hub is None else hub.revisions(reference, type)
@@ -420,14 +408,11 @@ def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hu
         raise RepoNotFoundError(f"{named}: a file is missing: {error}", "name another revision after an @") from error
     except errors.HFValidationError as error:
         raise RepoNotFoundError(f"{named} is not an id of the Hub: {error}", "use OWNER/NAME") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error
-        raise _unavailable(named, error) from error
     except JSONDecodeError as error:
         raise _unavailable(named, ValueError("what it answers is a page, or nothing, and not of the Hub")) from error
     except request_errors() as error:
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error
         raise _unavailable(named, error) from error
 
 
@@ -448,12 +433,6 @@ def _not_found(reference: HubReference, type: str, named: str, hub: Hub | None) 
         hint += " If it is private, use a token that may read it"
     place = "neither on the Hub nor a folder here" if "/" not in reference.id else "not on the Hub"
     return RepoNotFoundError(f"{named} is {place}", hint)
-
-
-def _address(reference: HubReference, type: str) -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{'datasets/' if type == 'dataset' else ''}{reference.id}"
 
 
 def _unavailable(named: str, error: BaseException) -> HubUnavailableError:

@@ -233,11 +233,6 @@ def _is_untouched(hub: Hub, repo_id: str, created: _Created) -> bool:
     return not _files(info) and not (created.branch and _files(remote_info(hub, repo_id, created.branch)))
 
 
-def _create_repo(hub: Hub, repo_id: str, private: bool | None, created: _Created) -> None:
-    created.repo, created.private = True, private
-    created.repo = _create(lambda: hub.api.create_repo(repo_id, private=private))
-
-
 def _create_branch(hub: Hub, repo_id: str, branch: str, created: _Created) -> None:
     """Create the branch where main is now, if it does not exist."""
     if remote_info(hub, repo_id, branch) is None:
@@ -273,14 +268,14 @@ def push_files(folder: Path, repo_id: str, options: PushOptions, restricted: Seq
     with _deleted_on_failure(hub, repo_id) as created:
         if remote_info(hub, repo_id, None) is None:
             private = True if options.private is None and restricted else options.private
-            _create_repo(hub, repo_id, private, created)
+            created.repo, created.private = True, private
+            created.repo = _create(lambda: hub.api.create_repo(repo_id, private=private))
         # checked for a new repo too: somebody else may just have created it
         require_hidden(repo_id, options, restricted, hub)
         info = _replaced(hub, repo_id, options.revision)
         files = _files(info)
         if options.create_pr:
-            pushed = _find_pull_request(folder, repo_id, options, hub, changed=False)
-            if pushed is not None:
+            if pushed := _find_pull_request(folder, repo_id, options, hub, changed=False):
                 return pushed
         elif _holds(files, folder):
             return _pushed(hub, repo_id, options.revision, info, changed=False)
@@ -306,8 +301,7 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
                 parent_commit=None if options.create_pr else head.sha,
             )
         except request_errors() as error:
-            pushed = _carried_out(folder, repo_id, options, hub)
-            if pushed is not None:
+            if pushed := _carried_out(folder, repo_id, options, hub):
                 return pushed
             if options.create_pr and _timed_out(error):  # it may still be opened, and a retry would open a second one
                 raise PushError(

@@ -98,9 +98,7 @@ def data_of(metadata: RepoMetadata, name: str) -> str | LineageError:
             f"the card of '{name}' names several data sets: {', '.join(repos)}",
             "choose the one to calibrate on with --data",
         )
-    only = (
-        f" a repo (only {', '.join(repr(data) for data in metadata.data_sets[:3])})" if metadata.data_sets else " one"
-    )
+    only = f" a repo (only {', '.join(map(repr, metadata.data_sets[:3]))})" if metadata.data_sets else " one"
     because = f": {metadata.problem}" if metadata.problem else ""
     return DataUnknownError(
         f"no calibration data was given, and the card of '{name}' does not name{only}{because}",
@@ -145,12 +143,10 @@ def _class_names(labels: Any) -> tuple[str, ...]:
     """Return the names of `id2label` in order; none if they are only numbers."""
     if not isinstance(labels, dict) or not all(_NUMBER.fullmatch(str(key)) for key in labels):
         return ()
-    ordered = sorted(labels.items(), key=lambda item: int(item[0]))
-    names = [name for _, name in ordered]
-    consecutive = [int(key) for key, _ in ordered] == list(range(len(names)))
-    if not consecutive or not all(isinstance(name, str) and name.strip() for name in names):
-        return ()
-    return () if only_count(names) else tuple(names)
+    by_number = {int(key): name for key, name in labels.items()}
+    names: list[Any] = [by_number.get(number) for number in range(len(labels))]
+    named = all(isinstance(name, str) and name.strip() for name in names)
+    return tuple(names) if named and not only_count(names) else ()
 
 
 def only_count(names: Sequence[str]) -> bool:

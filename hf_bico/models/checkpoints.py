@@ -145,9 +145,14 @@ class FileCheckpoint:
                     self._file_of[name] = file
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = part.get_dtype()
-
-        if self.index is not None:
-            self._require_indexed(self.index)
+        if index is not None:
+            for name, shard in weight_map(index, folder_name(index.parent)).items():
+                if name not in self._file_of or self._file_of[name].name != shard:
+                    raise BrokenWeightsError(
+                        f"'{shard}' in '{folder_name(index.parent)}' lacks the tensor '{name[:LONGEST_NAME]}', "
+                        f"which '{index.name}' says is there",
+                        "copy or download the shard and its index again",
+                    )
 
     def _require_new(self, name: str, file: Path) -> None:
         if len(name) > LONGEST_NAME:
@@ -162,21 +167,15 @@ class FileCheckpoint:
                 "save the model again",
             )
 
-    def _require_indexed(self, index: Path) -> None:
-        """Refuse shards that lack a tensor which the index places there."""
-        for name, shard in weight_map(index, folder_name(index.parent)).items():
-            if name not in self._file_of or self._file_of[name].name != shard:
-                raise BrokenWeightsError(
-                    f"'{shard}' in '{folder_name(index.parent)}' lacks the tensor '{name[:LONGEST_NAME]}', "
-                    f"which '{index.name}' says is there",
-                    "copy or download the shard and its index again",
-                )
-
     @classmethod
     def in_folder(cls, folder: Path, library: str = "transformers") -> FileCheckpoint:
         """Open the weights of a folder, in the layout of `library` where there are two; refuse pickles."""
-        found = find_weights(folder, {file.name for file in folder.iterdir()}, library)
-        return cls([folder / name for name in found.names], None if found.index is None else folder / found.index)
+        return cls.of(folder, find_weights(folder, {file.name for file in folder.iterdir()}, library))
+
+    @classmethod
+    def of(cls, folder: Path, weights: WeightFiles) -> FileCheckpoint:
+        index = None if weights.index is None else folder / weights.index
+        return cls([folder / name for name in weights.names], index)
 
     def tensor(self, name: str) -> Tensor:
         file = self._file_of[name]
@@ -376,14 +375,10 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
     with locked_folder(converted, waits=True):
         if converted.is_dir():
             return converted
-        tensors = {key: value for name in names for key, value in _tensors(folder / name).items()}
+        # clones: safetensors refuses tensors that share memory
+        tensors = {key: value.clone() for name in names for key, value in _tensors(folder / name).items()}
         with atomic_folder(converted) as scratch:
-            # safetensors refuses tensors that share memory
-            save_tensors(
-                {key: value.clone() for key, value in tensors.items()},
-                scratch / file_name,
-                {"format": "pt"},
-            )
+            save_tensors(tensors, scratch / file_name, {"format": "pt"})
             for name in sides:
                 (scratch / name).write_bytes((folder / name).read_bytes())
     return converted

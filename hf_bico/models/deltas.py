@@ -227,8 +227,9 @@ def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
     if not tuned.is_floating_point() and not start.is_floating_point():
         return False
     if not {tuned.dtype, start.dtype} <= _COMPUTED_WITH:
+        own, base = (str(tensor.dtype).removeprefix("torch.") for tensor in (tuned, start))
         raise BrokenWeightsError(
-            f"'{name}' is kept as {_kind(tuned)} in the fine-tuned model and as {_kind(start)} in the base",
+            f"'{name}' is kept as {own} in the fine-tuned model and as {base} in the base",
             "use copies of both in float32, float16 or bfloat16",
         )
     for tensor, whose in ((tuned, "the fine-tuned model"), (start, "the base")):
@@ -241,20 +242,13 @@ def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
     return not torch.equal(tuned.to(wide), start.to(wide))
 
 
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _precision(tuned: Tensor) -> torch.dtype:
     """Return the narrowest dtype that holds the tensor exactly: that of training, if it was widened since."""
-    once = (narrow for narrow in (torch.bfloat16, torch.float16) if _narrower(narrow, tuned.dtype))
-    return next((narrow for narrow in once if _fits(tuned, narrow)), tuned.dtype)
-
-
-def _fits(tensor: Tensor, narrow: torch.dtype) -> bool:
-    """Tell whether a narrower dtype holds every value; the first few values refute it for nearly every tensor."""
-    some = tensor.flatten()[:_FIRST]
-    return all(torch.equal(part.to(narrow).to(part.dtype), part) for part in (some, tensor))
+    parts = (tuned.flatten()[:_FIRST], tuned)  # the first few values refute it for nearly every tensor
+    for narrow in (torch.bfloat16, torch.float16):
+        if _narrower(narrow, tuned.dtype) and all(torch.equal(part.to(narrow).to(part.dtype), part) for part in parts):
+            return narrow
+    return tuned.dtype
 
 
 def _narrower(one: torch.dtype, other: torch.dtype) -> bool:
@@ -332,8 +326,7 @@ def read_delta(file: Path) -> tuple[StoredChanges, dict[str, Any]]:
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
     for name, dtype in non_float_tensors(checkpoint).items():
         raise RecordError(
-            f"'{name}' in '{file.name}' is kept as {dtype}: that is no change",
-            "save it again with this tool",
+            f"'{name}' in '{file.name}' is kept as {dtype}: that is no change", "save it again with this tool"
         )
     for name in low_rank:
         left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))

@@ -73,6 +73,10 @@ class Tokens:
     prefix: int
     grid: tuple[int, int]
 
+    @property
+    def count(self) -> int:
+        return self.prefix + self.grid[0] * self.grid[1]
+
     def image_size(self, patch: int) -> tuple[int, int]:
         return (self.grid[0] * patch, self.grid[1] * patch)
 
@@ -147,28 +151,6 @@ def descent_sites(pairs: Iterable[SitePair]) -> set[str]:
     """
     names = {pair.target.name: pair.target.role.startswith("mlp.") for pair in pairs}
     return {name for name, in_mlp in names.items() if not in_mlp} or set(names)
-
-
-def residual_axes(
-    shapes: Mapping[str, tuple[int, ...]],
-    names: Mapping[str, str],
-    stem: str,
-    blocks: int,
-    block_names: Mapping[str, str],
-) -> tuple[Axis, ...]:
-    """List the tensors beside the sites that run over the residual stream.
-
-    `names` maps tensor names outside the blocks to canonical ones, `block_names` those of each block, after `stem` and
-    the block's number. The stream is the last axis of all but the patch stem, a convolution.
-    """
-    inside = {
-        f"{stem}{block}.{own}": f"blocks.{block}.{name}" for block in range(blocks) for own, name in block_names.items()
-    }
-    return tuple(
-        Axis(name, tensor, 0 if name == STEM else len(shapes[tensor]) - 1)
-        for tensor, name in {**names, **inside}.items()
-        if tensor in shapes
-    )
 
 
 def count_heads(width: int, heads: Any) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -111,19 +111,8 @@ def total(parts: Sequence[Change]) -> Change:
         return parts[0]
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) == len(parts):
-        return Factors(_joined([part.left for part in factors], 1), _joined([part.right for part in factors], 0))
-    first, *others = (dense(part) for part in parts)
-    for other in others:
-        first = first + other
-    return first
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate in the widest of the parts' dtypes."""
-    wide = parts[0].dtype
-    for part in parts[1:]:
-        wide = torch.promote_types(wide, part.dtype)
-    return torch.cat([part.to(wide) for part in parts], dim)
+        return Factors(torch.cat([part.left for part in factors], 1), torch.cat([part.right for part in factors]))
+    return reduce(torch.add, map(dense, parts))
 
 
 def between(left: Tensor, change: Change, right: Tensor) -> Change:
@@ -162,16 +151,11 @@ def truncated(change: Change, rank: int | float | None) -> Factors:
         enough = rank is None or (isinstance(rank, int) and rank >= change.rank)
         return change if enough and change.rank <= most else _truncated_product(change, rank)
     if rank is None or (isinstance(rank, int) and rank >= most):
-        return _beside_identity(change)
+        unit = torch.eye(most, dtype=change.dtype, device=change.device)
+        return Factors(change, unit) if change.shape[1] == most else Factors(unit, change)
     if isinstance(rank, int) and most >= RANDOMISED_FROM and 2 * KRYLOV_BLOCKS * (rank + OVERSAMPLING) <= most:
         return _randomised(change, rank)
     return _by_eigenvectors(change, rank)
-
-
-def _beside_identity(matrix: Tensor) -> Factors:
-    rows, columns = matrix.shape
-    unit = torch.eye(min(rows, columns), dtype=matrix.dtype, device=matrix.device)
-    return Factors(matrix, unit) if columns <= rows else Factors(unit, matrix)
 
 
 def _truncated_product(product: Factors, rank: int | float | None) -> Factors:

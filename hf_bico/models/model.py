@@ -33,9 +33,11 @@ from hf_bico.models.checkpoints import (
     MemoryCheckpoint,
     RenamedCheckpoint,
     WeightFiles,
+    convert,
     find_weights,
     is_adapter,
     non_float_tensors,
+    pickled_files,
 )
 from hf_bico.models.families import all_families, family_of
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
@@ -101,7 +103,7 @@ class OpenedRepo:
         if self.place is None or self.weights is None:
             return self
         self.place.fetch(self.needed(beside), downloaded)
-        return replace(self, checkpoint=_open_files(self.place, self.weights))
+        return replace(self, checkpoint=FileCheckpoint.of(self.place.folder, self.weights))
 
     @cached_property
     def sha256(self) -> dict[str, str]:
@@ -112,16 +114,11 @@ class OpenedRepo:
 def open_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
     """Read names and shapes of a repo's weights from its files, or from the Hub if they are not here."""
     if all((place.folder / name).is_file() for name in weights.names):
-        return _open_files(place, weights)
+        return FileCheckpoint.of(place.folder, weights)
     if place.repo is None:
         raise BrokenWeightsError(f"'{place.name}' lacks '{weights.names[0]}'", "copy or download the model again")
     shapes = {name: shape for header in place.repo.headers(weights.names) for name, shape in header.items()}
     return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))
-
-
-def _open_files(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint:
-    index = None if weights.index is None else place.folder / weights.index
-    return FileCheckpoint([place.folder / name for name in weights.names], index)
 
 
 ModelReference: TypeAlias = "str | Path | nn.Module"
@@ -211,10 +208,9 @@ def require_same_family(tuned: Model, base: Model) -> None:
 
 def fetch_checkpoint(place: RepoFiles, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
     """Download the weights of a repo, whatever its kind of model."""
-    found = _find_weights(place, library, allow_pickle)
-    weights = found.weights
-    found.place.fetch([*weights.names, *([weights.index] if weights.index else [])])
-    return _open_files(found.place, weights)
+    place, weights, *_ = _find_weights(place, library, allow_pickle)
+    place.fetch([*weights.names, *([weights.index] if weights.index else [])])
+    return FileCheckpoint.of(place.folder, weights)
 
 
 def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -> Model:
@@ -229,8 +225,7 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
             f"{called} is a PEFT adapter, not a model",
             "merge it into its base first: 'hf-bico apply ADAPTER -o FOLDER'",
         )
-    found = _find_weights(place, library, allow_pickle)
-    place, weights = found.place, found.weights
+    place, weights, notice, pickled = _find_weights(place, library, allow_pickle)
     checkpoint = open_weights(place, weights)
     family = family_of(checkpoint.shapes, called, place.folder)
     config = family.read_config(place.folder)
@@ -252,8 +247,8 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
         layout=layout,
         place=place,
         weights=weights,
-        notice=found.notice,
-        pickled=found.pickled,
+        notice=notice,
+        pickled=pickled,
     )
 
 
@@ -268,20 +263,14 @@ def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None
         )
 
 
-@dataclass(frozen=True)
-class _FoundWeights:
-    """Weight files, and where they came from."""
-
-    place: RepoFiles
-    weights: WeightFiles
-    notice: str | None = None
-    pickled: bool = False
+_FoundWeights: TypeAlias = tuple[RepoFiles, WeightFiles, str | None, bool]
+"""Weight files, where they are, a remark on where they came from, and whether they were pickled."""
 
 
 def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _FoundWeights:
     """Find safetensors: the repo's own, the Hub's conversion, or converted from pickles where allowed."""
     try:
-        return _FoundWeights(place, find_weights(place.folder, place.sizes, library, place.name))
+        return place, find_weights(place.folder, place.sizes, library, place.name), None, False
     except (PickledWeightsError, WeightsNotFoundError) as error:
         if isinstance(error, WeightsNotFoundError) and not is_offline():
             raise  # offline, pickles that were never fetched are not listed
@@ -292,20 +281,17 @@ def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _FoundW
             notice = (
                 f"The safetensors of {place.name} are those of the Hub's pull request {converted.requested.revision}."
             )
-            return _FoundWeights(found, find_weights(found.folder, found.sizes, library, found.name), notice)
+            return found, find_weights(found.folder, found.sizes, library, found.name), notice, False
         if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise
     return _without_pickles(place, library)
 
 
 def _without_pickles(place: RepoFiles, library: str) -> _FoundWeights:
-    from hf_bico.models.checkpoints import convert, pickled_files
-
     layout, pickles = pickled_files(place.folder, place.sizes, library)
     beside = [name for family in all_families() for name in family.side_names if name in place.sizes]
     place.fetch([*pickles, *beside])
     folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, "README.md"])
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
-    weights = find_weights(folder, sizes, layout, place.name)
-    return _FoundWeights(replace(place, folder=folder, sizes=sizes), weights, notice, pickled=True)
+    return replace(place, folder=folder, sizes=sizes), find_weights(folder, sizes, layout, place.name), notice, True

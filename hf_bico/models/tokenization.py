@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,8 @@ class TokenBatch:
         return self.on_host or TextRows(self.ids, self.mask)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        there = torch.device(device)
-        return TokenBatch(
-            to_device(self.ids, there), to_device(self.mask, there), to_device(self.labels, there), self.rows
-        )
+        ids, mask, labels = (to_device(one, torch.device(device)) for one in (self.ids, self.mask, self.labels))
+        return TokenBatch(ids, mask, labels, self.rows)
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,12 @@ def tokenise(
     rows = [_tokens(tokenizer, sample, limit, special) for sample in samples]
     for row, sample in zip(rows, samples, strict=True):
         if not any(row.learnt):
-            raise _nothing_to_learn(sample, limit)
+            if isinstance(sample, Text):
+                raise UnreadableSampleError("a text has no tokens", "remove empty texts from the data")
+            raise UnreadableSampleError(
+                f"nothing of an answer is within the last {limit} tokens of a sample, or it is empty",
+                "use a longer --max-length, or remove the sample",
+            )
     return _padded(rows, tokenizer)
 
 
@@ -108,7 +110,7 @@ def text_to_text(text: Text) -> str:
     >>> text_to_text(Text("It rains.", "It is wet.", ("premise", "hypothesis"), "mnli"))
     'mnli hypothesis: It is wet. premise: It rains.'
     """
-    texts = [text.first] if text.second is None else [text.first, text.second]
+    texts = _words(text)
     if text.task is None and len(texts) == 1:
         return text.first
     names = text.names or (("sentence",) if len(texts) == 1 else ("sentence1", "sentence2"))
@@ -164,36 +166,35 @@ def _tokens(tokenizer: Any, sample: TextSample, limit: int, special: bool) -> _T
             f"a sample has more than {MOST_CHARACTERS:,} characters", "remove it from the data, or cut it into several"
         )
     if isinstance(sample, Chat):
-        return _cut(_chat(tokenizer, sample.messages), tokenizer, limit)
-    if getattr(tokenizer, "chat_template", None) and special:
+        tokens = _chat(tokenizer, sample.messages)
+    elif getattr(tokenizer, "chat_template", None) and special:
         asked = {"role": "user", "content": sample.prompt.strip()}
-        return _cut(_chat(tokenizer, (asked, {"role": _ASSISTANT, "content": sample.answer.strip()})), tokenizer, limit)
-    return _cut(_answered(tokenizer, sample, special), tokenizer, limit)
+        tokens = _chat(tokenizer, (asked, {"role": _ASSISTANT, "content": sample.answer.strip()}))
+    else:
+        tokens = _answered(tokenizer, sample, special)
+    over = len(tokens.ids) - limit
+    if over <= 0:
+        return tokens
+    # the end is kept, after the start token if there is one: models rely on it
+    kept = 1 if limit > 1 and tokens.ids[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id) else 0
+    rest = over + kept
+    return _Tokens(tokens.ids[:kept] + tokens.ids[rest:], tokens.learnt[:kept] + tokens.learnt[rest:])
 
 
 def _plain(tokenizer: Any, text: Text, limit: int, special: bool) -> _Tokens:
-    texts = (text.first,) if text.second is None else (text.first, text.second)
-    pair = [words[: limit * _LONGEST_TOKEN] for words in texts]
+    pair = [words[: limit * _LONGEST_TOKEN] for words in _words(text)]
     around = tokenizer.num_special_tokens_to_add(pair=len(pair) > 1) if special else 0
     if limit <= around:
         raise UnreadableSampleError(
             f"--max-length is {limit}, and the tokenizer puts {around} tokens around a text",
             "use a longer --max-length",
         )
-    with _cutting_the_end(tokenizer):
-        ids = tokenizer(*pair, add_special_tokens=special, truncation=True, max_length=limit)["input_ids"]
-    return _Tokens(list(ids), [True] * len(ids))
-
-
-@contextmanager
-def _cutting_the_end(tokenizer: Any) -> Iterator[None]:
-    """Set the tokenizer to truncate the end, inside the `with`."""
-    before = tokenizer.truncation_side
-    tokenizer.truncation_side = "right"
+    side, tokenizer.truncation_side = tokenizer.truncation_side, "right"  # the end is cut
     try:
-        yield
+        ids = tokenizer(*pair, add_special_tokens=special, truncation=True, max_length=limit)["input_ids"]
     finally:
-        tokenizer.truncation_side = before
+        tokenizer.truncation_side = side
+    return _Tokens(list(ids), [True] * len(ids))
 
 
 def _answered(tokenizer: Any, sample: Answered, special: bool) -> _Tokens:
@@ -268,7 +269,8 @@ def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: 
 
     Its words may stand elsewhere too, even in the template's own: so they are rendered between two marks.
     """
-    opening, closing = _marks(text)
+    unused = (chr(number) for number in range(0xE000, 0xF900) if chr(number) not in text)  # for private use
+    opening, closing = next(unused), next(unused)
     content = messages[place]["content"]
     said = content.strip()
     start = len(content) - len(content.lstrip()) if said else 0
@@ -283,12 +285,6 @@ def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: 
     ending = max((token for token in special if following.startswith(token)), key=len, default=None)
     end = len(before) + len(said)
     return (len(before), end) if ending is None else (len(before), len(text) - len(following) + len(ending))
-
-
-def _marks(text: str) -> tuple[str, str]:
-    """Return two private-use characters that are not in the text."""
-    unused = (chr(number) for number in range(0xE000, 0xF900) if chr(number) not in text)
-    return next(unused), next(unused)
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], answering: bool = False) -> str:
@@ -348,16 +344,6 @@ def _placed(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[t
     return list(found["input_ids"]), [tuple(place) for place in found["offset_mapping"]]
 
 
-def _cut(tokens: _Tokens, tokenizer: Any, limit: int) -> _Tokens:
-    """Keep the end of a text, after its start token if it has one: models rely on it."""
-    over = len(tokens.ids) - limit
-    if over <= 0:
-        return tokens
-    kept = 1 if limit > 1 and tokens.ids[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id) else 0
-    rest = over + kept
-    return _Tokens(tokens.ids[:kept] + tokens.ids[rest:], tokens.learnt[:kept] + tokens.learnt[rest:])
-
-
 def _padded(rows: Sequence[_Tokens], tokenizer: Any) -> TokenBatch:
     width = max((len(row.ids) for row in rows), default=0)
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
@@ -371,12 +357,3 @@ def _padded(rows: Sequence[_Tokens], tokenizer: Any) -> TokenBatch:
         mask[number, place] = True
         labels[number, place] = own.where(torch.tensor(row.learnt), UNLEARNT)
     return TokenBatch(ids, mask, labels)
-
-
-def _nothing_to_learn(sample: TextSample, limit: int) -> UnreadableSampleError:
-    if isinstance(sample, Text):
-        return UnreadableSampleError("a text has no tokens", "remove empty texts from the data")
-    return UnreadableSampleError(
-        f"nothing of an answer is within the last {limit} tokens of a sample, or it is empty",
-        "use a longer --max-length, or remove the sample",
-    )

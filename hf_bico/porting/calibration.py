@@ -7,8 +7,9 @@ Neither evaluates nor writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ def require_enough_to_mispair(samples: int) -> None:
         raise UsageError(f"{samples} samples cannot be mispaired in four ways, as --control does", "use at least -n 5")
 
 
+@dataclass(eq=False, repr=False)
 class Calibration:
     """Both models on one draw of calibration samples, with augmented copies if requested; or without samples.
 
@@ -56,33 +58,25 @@ class Calibration:
     from different wrong pairings, or they would still agree with each other.
     """
 
-    def __init__(
-        self,
-        models: ModelPair,
-        drawn: CalibrationDraw | None,
-        heads: Heads | None,
-        watch: Stopwatch,
-        settings: Settings,
-        *,
-        mispaired: bool = False,
-        keeps: bool = True,
-        forecasts: bool = False,
-    ) -> None:
-        self.models = models
-        self._heads = heads
-        self.watch = watch
-        self.settings = settings
-        self.copies = 0 if drawn is None else models.copies(settings, len(drawn.samples))
-        self.mispaired = mispaired
-        self.keeps = keeps
-        self.forecasts = forecasts
-        self.task: TaskLossTotals | None = None
-        """The target's loss on the samples, if there is a forecast."""
-        self.batch_size: int | None = None
-        """Batch size of the last pass over the samples."""
-        self._drawn = drawn
-        self._statistics = Statistics()
-        self._memory_plans: dict[frozenset[Kind], MemoryPlan] = {}
+    models: ModelPair
+    _drawn: CalibrationDraw | None
+    _heads: Heads | None
+    watch: Stopwatch
+    settings: Settings
+    mispaired: bool = field(default=False, kw_only=True)
+    keeps: bool = field(default=True, kw_only=True)
+    forecasts: bool = field(default=False, kw_only=True)
+    task: TaskLossTotals | None = field(default=None, init=False)
+    """The target's loss on the samples, if there is a forecast."""
+    batch_size: int | None = field(default=None, init=False)
+    """Batch size of the last pass over the samples."""
+    _statistics: Statistics = field(default_factory=Statistics, init=False)
+    _memory_plans: dict[frozenset[Kind], MemoryPlan] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def copies(self) -> int:
+        """Number of augmented copies of each sample."""
+        return 0 if self._drawn is None else self.models.copies(self.settings, len(self._drawn.samples))
 
     @property
     def heads(self) -> Heads:
@@ -128,11 +122,7 @@ class Calibration:
         for step in range(method.steps):
             carried: dict[str, TransportedSite] = {}
             for pairs in passes:
-                statistics = (
-                    self._statistics_along(step / method.steps, parts, method, pairs)
-                    if step
-                    else self._first_statistics(method, pairs)
-                )
+                statistics = self._statistics_at(step, parts, method, pairs)
                 self.task = self.task or statistics.task
                 statistics.finalize_descents()
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
@@ -167,38 +157,31 @@ class Calibration:
 
     def _kinds_of(self, method: Carrier) -> frozenset[Kind]:
         """Return the kinds that a method needs at the start, with those of the forecast."""
-        extra = {Kind.DESCENT} if self.forecasts and method.differentiates else set()
-        return method.kinds | extra
+        return method.kinds | {Kind.DESCENT} if self.forecasts and method.differentiates else method.kinds
 
     def _split_pairs(self, method: Carrier) -> list[list[SitePair]]:
         """Return the pairs of each pass over the samples: all of them, or as many as fit into memory."""
         if not method.by_site:
             return [self.models.pairs]
-        groups, counts = solved_together(self.models.pairs), self.memory_plan(self._kinds_of(method)).groups
-        starts = [sum(counts[:number]) for number in range(len(counts))]
-        return [
-            [pair for group in groups[start : start + count] for pair in group]
-            for start, count in zip(starts, counts, strict=True)
-        ]
+        counts, groups = self.memory_plan(self._kinds_of(method)).groups, iter(solved_together(self.models.pairs))
+        return [[pair for group in islice(groups, count) for pair in group] for count in counts]
 
-    def _first_statistics(self, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
-        """Return statistics at the pretrained models, from the shared ones if these are kept and of all pairs."""
-        kinds = self._kinds_of(method)
-        if self.keeps and len(pairs) == len(self.models.pairs):
-            return self.statistics(kinds)
-        return self.collect_statistics(kinds, pairs) if kinds else Statistics()
-
-    def _statistics_along(
-        self, share: float, parts: Sequence[dict[str, TransportedSite]], method: Carrier, pairs: Sequence[SitePair]
+    def _statistics_at(
+        self, step: int, parts: Sequence[dict[str, TransportedSite]], method: Carrier, pairs: Sequence[SitePair]
     ) -> Statistics:
         """Collect statistics with a share of the task vector in the source, and its port so far in the target.
 
-        The batches are those of the start, so that one recorded batch size repeats the whole path.
+        The first step is at the pretrained models, with the shared statistics if these are kept and of all pairs.
         """
-        models = self.models
-        so_far = models.gather_changes(joined(parts), alpha=1.0)
-        with models.tuned_source(share), models.with_changes(so_far):
-            return self.collect_statistics(method.kinds, pairs, self.memory_plan(self._kinds_of(method)))
+        models, kinds = self.models, self._kinds_of(method)
+        if step:
+            so_far = models.gather_changes(joined(parts), alpha=1.0)
+            with models.tuned_source(step / method.steps), models.with_changes(so_far):
+                # in the batches of the start, so that one recorded batch size repeats the whole path
+                return self.collect_statistics(method.kinds, pairs, self.memory_plan(kinds))
+        if self.keeps and len(pairs) == len(models.pairs):
+            return self.statistics(kinds)
+        return self.collect_statistics(kinds, pairs) if kinds else Statistics()
 
     def readout(self, changes: Deltas) -> Readout:
         """Solve for a correction of the final projection of the target with these changes.

@@ -19,7 +19,7 @@ from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
-from hf_bico.hub.client import Hub, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
 from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
@@ -70,9 +70,10 @@ def evaluate_model(
     settings = Settings.of({"n": n, **options})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
-    record = _port_record(model, hub)
-    data = _known_data(model, record, hub) if data is None else data
-    whole, vector, name, holder = _open(model, base, hub, allow_pickle)
+    place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
+    record = None if place is None else _port_record(place)
+    data = _known_data(place, record) if data is None else data
+    whole, vector, name, holder = _open(place or model, base, hub, allow_pickle)
     settings = with_model_defaults(settings, whole.layout, whole.layout) if probe is None else settings
     known_names = holder.origin.class_names or whole.origin.class_names or None
     open_with = partial(open_data, data, hub=hub, known_names=known_names, reads=whole.layout.reads)
@@ -95,15 +96,13 @@ def evaluate_model(
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     live.max_length = settings.max_length
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
+    result = partial(EvaluationRecord, name, measured.name, split, len(samples))
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch)
-            return EvaluationRecord(
-                name, measured.name, split, len(samples), "accuracy", value, PROBE, trained_on=len(training)
-            )
+            return result("accuracy", value, PROBE, trained_on=len(training))
         head = own_head(whole, holder, live, measured, settings)
-        value = head.measure(live, samples, settings.batch)
-        return EvaluationRecord(name, measured.name, split, len(samples), head.metric, value)
+        return result(head.metric, head.measure(live, samples, settings.batch))
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:
@@ -161,11 +160,8 @@ def _probe_samples(
     return measured, split, measured.samples(split, order[:probe]), measured.samples(split, rest)
 
 
-def _port_record(model: ModelReference, hub: Hub) -> Record | None:
+def _port_record(place: RepoFiles) -> Record | None:
     """Read the record of a model that is a port."""
-    if not isinstance(model, str | Path):
-        return None
-    place = locate(model, "the model", hub)
     if RECORD_FILE not in place.sizes:
         return None
     place.fetch([RECORD_FILE])
@@ -173,14 +169,13 @@ def _port_record(model: ModelReference, hub: Hub) -> Record | None:
     return record if isinstance(record, Record) else None
 
 
-def _known_data(model: ModelReference, record: Record | None, hub: Hub) -> Any:
+def _known_data(place: RepoFiles | None, record: Record | None) -> Any:
     """Return the data set that a port was calibrated on, or that a model's card names."""
-    if not isinstance(model, str | Path):
+    if place is None:
         raise DataUnknownError("no data was given", "name a data set")
     if record is not None and record.data is not None:
         id, commit = record.data.id, record.data.commit
         return recorded_folder(id) if commit is None else HubReference(id, commit)
-    place = locate(model, "the model", hub)
     named = data_of(read_metadata(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
         cause = named.cause.replace("no calibration data was given", "no data to measure on was given")
@@ -197,22 +192,20 @@ def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]
 
 
 def _open(
-    model: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
+    model: ModelReference | RepoFiles, base: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model, TaskVector | None, str, Model | Adapter]:
     """Download, and return the model to load, what to add to it, its name, and the repo that may store a head."""
-
-    place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
-    if place is not None and DELTA_FILE in place.sizes:
-        place.fetch([DELTA_FILE])
-        vector = TaskVector.load(place.folder / DELTA_FILE)
+    if isinstance(model, RepoFiles) and DELTA_FILE in model.sizes:
+        model.fetch([DELTA_FILE])
+        vector = TaskVector.load(model.folder / DELTA_FILE)
         whole = vector.base_model(base, hub, allow_pickle)
-        return whole, vector, place.name, whole
-    if place is not None and is_adapter(place.sizes):
-        vector = TaskVector.from_adapter(place, base, token=hub.token, allow_pickle=allow_pickle)
+        return whole, vector, model.name, whole
+    if isinstance(model, RepoFiles) and is_adapter(model.sizes):
+        vector = TaskVector.from_adapter(model, base, token=hub.token, allow_pickle=allow_pickle)
         whole = vector.base_model()
         vector.require_made_for(whole)
-        return whole, vector, place.name, Adapter.open(place, allow_pickle).fetched()
-    tuned = Model.open(place or model, "the model", "transformers", hub, allow_pickle).fetched()
+        return whole, vector, model.name, Adapter.open(model, allow_pickle).fetched()
+    tuned = Model.open(model, "the model", "transformers", hub, allow_pickle).fetched()
     if base is None:
         return tuned, None, tuned.name, tuned
     whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
@@ -221,24 +214,21 @@ def _open(
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """Evaluates several models on the same held-out samples; a linear probe is fitted to `probed_on`.
-
-    `evaluation` is "zero-shot", for the heads' own metric, "probe" or "both", as in the settings.
-    """
+    """Evaluates several models on the same held-out samples; a linear probe is fitted to `probed_on`."""
 
     data: str
     split: str
     samples: Batched
     probed_on: Batched
     evaluation: str
+    """ "zero-shot", for the heads' own metric, "probe" or "both", as in the settings."""
     batch_size: int
 
     def measure(self, name: str, model: LiveModel, head: Head) -> list[EvaluationRecord]:
         """Evaluate a model by every requested protocol."""
         record, records = partial(EvaluationRecord, name, self.data, self.split, len(self.samples)), []
         if self.evaluation != PROBE and not isinstance(head, OwnHead):
-            value = head.measure(model, self.samples, self.batch_size)
-            records.append(record(head.metric, value))
+            records.append(record(head.metric, head.measure(model, self.samples, self.batch_size)))
         if self.evaluation != "zero-shot":
             value = probe_accuracy(model, self.probed_on, self.samples, self.batch_size)
             records.append(record("accuracy", value, PROBE, trained_on=len(self.probed_on)))

@@ -132,10 +132,7 @@ def _rounded_off(start: Tensor, change: Change, name: str) -> float:
 
 
 def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]:
-    """Return the change that is left once the sum is rounded to the target's dtype, and the share that is lost.
-
-    The share is None if the target is stored in full precision.
-    """
+    """Return the change once the sum is rounded to the target's dtype, and the share lost: None in full precision."""
     stored, lost, total = {}, 0.0, 0.0
     places = vector.places_in(target.shapes, "the target")
     halved = any(target.tensor(place).dtype.itemsize < 4 for place in places.values())

@@ -46,9 +46,7 @@ from hf_bico.settings import Settings
 
 
 def _config(model: Model) -> dict[str, Any]:
-    if model.folder is not None:
-        return dict(model.family.read_config(model.folder))
-    return dict(model.module.config.to_dict())
+    return dict(model.module.config.to_dict() if model.folder is None else model.family.read_config(model.folder))
 
 
 def head_modules(model: Model) -> HeadModules:
@@ -79,12 +77,9 @@ def _layer(checkpoint: Checkpoint, name: str) -> tuple[Tensor, Tensor] | None:
     """Read weight and bias of a layer, wherever an adapter or a wrapper puts it."""
 
     def tensor(kind: str) -> Tensor | None:
-        endings = (f"{name}.{kind}", f"{name}.modules_to_save.{kind}", f"{name}.modules_to_save.default.{kind}")
-        for own in checkpoint.shapes:
-            if f".{own}".endswith(tuple(f".{ending}" for ending in endings)):
-                stored: Tensor = checkpoint.tensor(own)
-                return stored.float()
-        return None
+        endings = tuple(f".{name}.{inside}{kind}" for inside in ("", "modules_to_save.", "modules_to_save.default."))
+        own = next((own for own in checkpoint.shapes if f".{own}".endswith(endings)), None)
+        return None if own is None else checkpoint.tensor(own).float()
 
     weight = tensor("weight")
     bias = None if weight is None else tensor("bias")
@@ -115,15 +110,12 @@ class WrittenHead:
     place: HeadModules
     head: ClassHead
     class_names: tuple[str, ...]
-    origin: str
-    """ "carried" from the source, or "fitted" to the calibration samples."""
 
     @classmethod
-    def of(cls, own: TargetHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
+    def of(cls, head: ClassHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
         """Bring a head into the shape that the target's class needs."""
         place = head_modules(target)
-        head = in_form(own.head, place.activation, own.head.width)
-        written = cls(place, head, tuple(class_names), own.origin)
+        written = cls(place, in_form(head, place.activation, head.width), tuple(class_names))
         skeleton = written.skeleton(target)
         known = {*written.over(target, skeleton).layout.own_names.values(), *written.tensors}
         lacking = [name for name in skeleton.state_dict() if name not in known]
@@ -215,14 +207,20 @@ def _write_json(content: dict[str, Any], file: Path) -> None:
 
 def make_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
     """Make the heads of both pretrained models and of the fine-tuned source, by the objective of the settings."""
-    objective = models.settings.objective
+    settings, objective = models.settings, models.settings.objective
     if objective == "zero-shot":
         return _zero_shot_heads(models, class_names)
     if objective in ("contrastive", "classification"):
         if drawn is None:
             raise ValueError(f"{objective} heads are made from samples")
-        make = _caption_heads if objective == "contrastive" else _classification_heads
-        return make(models, class_names, drawn)
+        if objective == "classification":
+            return _classification_heads(models, class_names, drawn)
+        names = class_names if drawn.data.labelled else ()
+        source, target = (
+            caption_head(model, drawn.samples, settings.batch, names, settings.templates)
+            for model in (models.source, models.target)
+        )
+        return Heads(source, target, source)
     shared: Head = AnswerHead(tuple(class_names)) if objective == "text-to-text" else LanguageHead()
     if not isinstance(objective, str):
         shared = OwnHead(objective)
@@ -240,15 +238,6 @@ def _zero_shot_heads(models: ModelPair, class_names: Sequence[str]) -> Heads:
     source, target = (zero_shot_head(model, class_names, templates) for model in (models.source, models.target))
     with models.tuned_source():
         return Heads(source, target, zero_shot_head(models.source, class_names, templates))
-
-
-def _caption_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw) -> Heads:
-    settings, names = models.settings, class_names if drawn.data.labelled else ()
-    source, target = (
-        caption_head(model, drawn.samples, settings.batch, names, settings.templates)
-        for model in (models.source, models.target)
-    )
-    return Heads(source, target, source)
 
 
 def _classification_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw) -> Heads:
@@ -275,22 +264,20 @@ def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | No
     """Read the fine-tuned source's head, with its classes in the data set's order; None if it has none."""
     lineage = models.lineage
     head = read_head(lineage.source, head_modules(lineage.base))
-    if head is not None and _reads_a_new_pooler(lineage.source, lineage.base):
+    if head is None:
+        return None
+    has_pooler = [
+        isinstance(model, Model) and any(site.role == "pooler" for site in model.layout.sites)
+        for model in (lineage.source, lineage.base)
+    ]
+    if has_pooler == [True, False]:
         if models.settings.fit_head:
             return None
         raise UnsuitableMethodError(
             "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
             "fit a head to the calibration samples with --probe",
         )
-    return None if head is None else _in_class_order(head, lineage.class_names, class_names)
-
-
-def _reads_a_new_pooler(source: Model | Adapter, base: Model) -> bool:
-    own, before = (
-        isinstance(model, Model) and any(site.role == "pooler" for site in model.layout.sites)
-        for model in (source, base)
-    )
-    return own and not before
+    return _in_class_order(head, lineage.class_names, class_names)
 
 
 @dataclass(frozen=True)
@@ -310,9 +297,8 @@ def target_head(calibration: Calibration, changes: Deltas, trained: Trained | No
     if calibration.settings.objective != "classification":
         return None
     models, samples, size = calibration.models, calibration.drawn_samples, calibration.settings.batch
-    trained_with = calibration.heads.target
-    if trained is not None and isinstance(trained_with, ClassHead):
-        return TargetHead(trained_with, "fitted")
+    if trained is not None and isinstance(calibration.heads.target, ClassHead):
+        return TargetHead(calibration.heads.target, "fitted")
     own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
     with models.with_changes(changes):
         target = features_of(models.target, samples, size)
@@ -349,13 +335,12 @@ def _in_class_order(head: ClassHead, own: Sequence[str] | None, class_names: Seq
             "neither the data nor the fine-tuned model names the classes",
             "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
         )
-    own = list(own or ())
     if len(head.bias) != len(class_names):
         raise ClassNamesError(
             f"the fine-tuned model tells {len(head.bias)} classes apart, and the data set has {len(class_names)}",
             "use data with the model's own classes",
         )
-    ours, theirs = _spelt_alike(own, class_names)
+    ours, theirs = _spelt_alike(own or (), class_names)
     if sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours):
         return head.in_order([ours.index(name) for name in theirs])
     shared = [name for name in theirs if name in ours and len(ours) == len(theirs)]
@@ -379,15 +364,15 @@ def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
     return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
 
 
-def class_order_notice(own: Sequence[str], class_names: Sequence[str]) -> str | None:
+def class_order_notice(own: Sequence[str], class_names: Sequence[str]) -> list[str]:
     """Return a notice if a head's classes have other names than the data set's, and are paired by order only."""
     ours, theirs = _spelt_alike(own, class_names)
     if not own or only_count(class_names) or sorted(ours) == sorted(theirs):
-        return None
+        return []
     first, other = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") for names in (own, class_names))
-    return (
+    return [
         f"The fine-tuned model's classes are called {first} and the data set's {other}: they were paired in this order."
-    )
+    ]
 
 
 def tuned_target_head(models: ModelPair, class_names: Sequence[str], pretrained: Head) -> Head:

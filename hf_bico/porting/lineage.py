@@ -113,7 +113,7 @@ def resolve(
     place = locate(source, "the fine-tuned model", hub) if isinstance(source, str | Path) else None
     origin = RepoMetadata() if place is None else read_metadata(place.folder, place.name)
     name = type(source).__name__ if place is None else place.name
-    start: ModelReference | RepoFiles = base if base is not None else base_of_source(source, place, hub)
+    start: ModelReference | RepoFiles = base if base is not None else base_of_source(place or source, hub)
     notices: list[str] = []
     if isinstance(start, str | Path | RepoFiles):
         given = start if isinstance(start, RepoFiles) else locate(start, "the base", hub)
@@ -130,7 +130,7 @@ def resolve(
         data = parse(data, "the data set", files=True)
         data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
 
-    tuned = open_source(source, place, _shared_library(place, start), hub, allow_pickle)
+    tuned = open_source(place or source, _shared_library(place, start), hub, allow_pickle)
     library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
     first = Model.open(start, "the base", library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
@@ -142,15 +142,13 @@ def resolve(
     return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
 
 
-def open_source(
-    source: ModelReference, place: RepoFiles | None, library: str, hub: Hub, allow_pickle: bool
-) -> Model | Adapter:
+def open_source(source: ModelReference | RepoFiles, library: str, hub: Hub, allow_pickle: bool) -> Model | Adapter:
     """Open a fine-tuned model or an adapter."""
-    if place is not None and is_adapter(place.sizes):
-        return Adapter.open(place, allow_pickle)
-    if place is None and not isinstance(source, str | Path) and is_peft_model(source):
+    if isinstance(source, RepoFiles) and is_adapter(source.sizes):
+        return Adapter.open(source, allow_pickle)
+    if not isinstance(source, str | Path | RepoFiles) and is_peft_model(source):
         return Adapter.of(source)
-    return Model.open(place or source, "the fine-tuned model", library, hub, allow_pickle)
+    return Model.open(source, "the fine-tuned model", library, hub, allow_pickle)
 
 
 def _shared_library(*places: object) -> str:
@@ -160,10 +158,10 @@ def _shared_library(*places: object) -> str:
     return next(shared, "transformers")
 
 
-def base_of_source(source: ModelReference, place: RepoFiles | None, hub: Hub) -> ModelReference | RepoFiles:
+def base_of_source(source: ModelReference | RepoFiles, hub: Hub) -> ModelReference | RepoFiles:
     """Return the base that a fine-tuned model or adapter names, or that a PeftModel was loaded over."""
-    if place is not None:
-        return find_base(place, hub)
+    if isinstance(source, RepoFiles):
+        return find_base(source, hub)
     loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None
     named = None if loaded is None else loaded.config.raw.get("base_model_name_or_path")
     if not named:
@@ -172,10 +170,7 @@ def base_of_source(source: ModelReference, place: RepoFiles | None, hub: Hub) ->
 
 
 def find_base(place: RepoFiles, hub: Hub) -> RepoFiles:
-    """Locate the base that a repo names.
-
-    Only a local adapter may name a folder on this machine, as in peft; any other name is a Hub id.
-    """
+    """Locate the base that a repo names: a Hub id or, only for a local adapter, as in peft, a folder."""
     origin = read_metadata(place.folder, place.name)
     if place.repo is None and cached_repo(place.folder) is None and origin.adapter_base:
         named = expanded(origin.adapter_base)
@@ -286,13 +281,18 @@ def lineage_warnings(lineage: Lineage) -> list[str]:
 
 def _two_models(model: OpenedRepo) -> str | None:
     """Return a notice if a folder holds two models in the layouts of two libraries, judged by their energies."""
+    from hf_bico.models.low_rank import energy
+
     if model.folder is None or not isinstance(model, Model):
         return None
     files = [model.folder / name for name in WEIGHT_FILES.values()]
     if not all(file.is_file() for file in files):
         return None
     checkpoints = [FileCheckpoint([file]) for file in files]
-    first, second = map(_energy, checkpoints)
+    first, second = (
+        sum(energy(tensor) for tensor in map(checkpoint.tensor, checkpoint.shapes) if tensor.is_floating_point())
+        for checkpoint in checkpoints
+    )
     dtypes = {dtype for checkpoint in checkpoints for dtype in checkpoint.dtypes.values() if "F" in dtype}
     if abs(first - second) <= (SAME_ENERGY if len(dtypes) == 1 else SAME_ROUNDED) * max(first, second):
         return None
@@ -301,19 +301,12 @@ def _two_models(model: OpenedRepo) -> str | None:
     return f"{model.name} holds two different models: {WEIGHT_FILES[used]}, which was used, and {other}."
 
 
-def _energy(checkpoint: FileCheckpoint) -> float:
-    from hf_bico.models.low_rank import energy
-
-    tensors = (checkpoint.tensor(name) for name in checkpoint.shapes)
-    return sum(energy(tensor) for tensor in tensors if tensor.is_floating_point())
-
-
 def _other_normalisation(lineage: Lineage) -> str | None:
     """Return a notice if the fine-tuned model normalises images differently from its base, whose way is used."""
-    if lineage.source.folder is None or lineage.base.folder is None or not isinstance(lineage.source, Model):
+    if not isinstance(lineage.source, Model):
         return None
     for file, section in _PREPROCESSING:
-        own, base = (_values(model, file, section) for model in (lineage.source, lineage.base))
+        own, base = (_preprocessing(model.folder, file, section) for model in (lineage.source, lineage.base))
         for name in _NORMALISED_BY:
             if name in own and name in base and own[name] != base[name]:
                 return (
@@ -323,13 +316,10 @@ def _other_normalisation(lineage: Lineage) -> str | None:
     return None
 
 
-def _values(model: OpenedRepo, file: str, section: str | None) -> dict[str, object]:
-    path = None if model.folder is None else model.folder / file
-    if path is None or not path.is_file():
-        return {}
+def _preprocessing(folder: Path | None, file: str, section: str | None) -> dict[str, object]:
     try:
-        content = read_object(path)
+        content = {} if folder is None else read_object(folder / file)
     except (OSError, ValueError):
-        return {}  # loading the model reports it
+        return {}  # it has none, or loading the model reports it
     part = content if section is None else content.get(section)
-    return {name: part[name] for name in _NORMALISED_BY if name in part} if isinstance(part, dict) else {}
+    return part if isinstance(part, dict) else {}

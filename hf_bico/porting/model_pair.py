@@ -104,10 +104,6 @@ class ModelPair:
     def lineage(self) -> Lineage:
         return self.planned.lineage
 
-    def target_names(self, changes: Deltas) -> Deltas:
-        """Rename changes from the target's files to its loaded module."""
-        return changes.renamed(self.lineage.target.layout.own_names)
-
     def source_names(self, changes: Deltas) -> Deltas:
         """Rename changes from the base's files to its loaded module, without heads that this module lacks."""
         layout = self.lineage.base.layout
@@ -118,7 +114,7 @@ class ModelPair:
 
     def with_changes(self, changes: Deltas) -> AbstractContextManager[nn.Module]:
         """Add changes, named as in the target's files, to the loaded target inside a `with`."""
-        return self.target_names(changes).applied_to(self.target.module)
+        return changes.renamed(self.lineage.target.layout.own_names).applied_to(self.target.module)
 
     def tuned_source(self, share: float = 1.0) -> AbstractContextManager[nn.Module]:
         """Add the task vector, or a share of it, to the loaded source inside a `with`."""
@@ -148,8 +144,10 @@ class ModelPair:
         settings = replace(self.settings, objective=objective)
         return replace(self._with_plan(self.planned.of_towers(towers)), settings=settings)
 
-    def with_blocks(self, blocks: Sequence[int]) -> ModelPair:
-        """Return the same models with other blocks paired."""
+    def with_similar_blocks(self, samples: Samples) -> ModelPair:
+        """Return the same models with blocks paired by linear CKA of their inputs, averaged over a sample's tokens."""
+        source, target = (_block_inputs(model, samples, self.settings.batch) for model in (self.source, self.target))
+        blocks = self.team.broadcast(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
         return self._with_plan(with_blocks(self.planned, blocks))
 
     def _with_plan(self, planned: Plan) -> ModelPair:
@@ -238,12 +236,6 @@ class ModelPair:
         return assemble_changes(carried, self.pairs, self.lineage.target.checkpoint, alpha)
 
 
-def similar_blocks(models: ModelPair, samples: Samples) -> list[int]:
-    """Match each target block with a source block by linear CKA of their inputs, averaged over a sample's tokens."""
-    source, target = (_block_inputs(model, samples, models.settings.batch) for model in (models.source, models.target))
-    return models.team.broadcast(blocks_by_similarity([[linear_cka(x, y) for y in target] for x in source]))
-
-
 def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[Tensor]:
     first = {site.block: site for site in reversed(model.layout.main_sites) if site.block is not None}
     sites = [first[block] for block in range(model.layout.blocks)]
@@ -268,25 +260,19 @@ def _block_inputs(model: LiveModel, samples: Samples, batch_size: int) -> list[T
 
 
 def _load(planned: Plan, settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[LiveModel, LiveModel]:
-    """Load both models: spread by a device map, on the device, or in main memory if only one fits on the device.
-
-    Modules that were passed stay where they are.
-    """
+    """Load both models: spread by a device map, on the device, or in main memory if only one fits on the device."""
     base, target = planned.lineage.base, planned.lineage.target
+    memory, spread, swapped = settings.memory or available_memory(device), None, False
     if settings.device_map is not None:
         # half of the memory for the two models' weights, half for sums and activations
-        spread = DeviceSpread(settings.device_map, (settings.memory or available_memory(device)) // 4)
-        return base.load(device, dtype, spread), target.load(device, dtype, spread)
-    if device.type == "cpu" or None in (base.folder, target.folder):  # a module that was passed stays where it is
-        return base.load(device, dtype), target.load(device, dtype)
-    memory = planned.memory_plan(
-        settings.memory or available_memory(device), settings.batch_size, settings.max_length, dtype.itemsize
-    )
-    if not memory.alternating:
-        return base.load(device, dtype), target.load(device, dtype)
-    loaded = base.load(torch.device("cpu"), dtype), target.load(torch.device("cpu"), dtype)
-    for model in loaded:
-        model.runs_on, model.swapped = device, True
+        spread = DeviceSpread(settings.device_map, memory // 4)
+    elif device.type != "cpu" and None not in (base.folder, target.folder):  # a module that was passed stays
+        swapped = planned.memory_plan(memory, settings.batch_size, settings.max_length, dtype.itemsize).alternating
+    place = torch.device("cpu") if swapped else device
+    loaded = base.load(place, dtype, spread), target.load(place, dtype, spread)
+    if swapped:
+        for model in loaded:
+            model.runs_on, model.swapped = device, True
     return loaded
 
 

@@ -6,7 +6,7 @@ Does not know how sites are matched. Reads no weights and imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from hf_bico.errors import EmptyTaskVectorError
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
-from hf_bico.models.layout import Layout, Site, SitePair
+from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
@@ -86,8 +86,7 @@ class Plan:
         if self.text_pairs:
             condition = "" if self.changed is not None else ", if the source changed them"
             rows.append(("text", f"{_sites(self.text_pairs)}; carried with captions{condition}"))
-        reasons = Counter(self.left.values())
-        left = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+        left = ", ".join(f"{reason} ({count})" for reason, count in Counter(self.left.values()).items())
         rows.append(("left", left or "nothing"))
         if self.missing:
             rows.append(
@@ -137,7 +136,7 @@ class Plan:
         """Towers of the paired sites."""
         return tuple(dict.fromkeys(pair.target.tower for pair in self.pairs))
 
-    def of_towers(self, towers: Sequence[str]) -> Plan:
+    def of_towers(self, towers: Collection[str]) -> Plan:
         """Return the same plan with the sites of these towers only; those of the others stay behind."""
         kept = tuple(pair for pair in self.pairs if pair.target.tower in towers)
         if len(kept) == len(self.pairs):
@@ -171,8 +170,9 @@ class Plan:
         Texts are taken to have `tokens` tokens. `turns` lists what to try, in this order: both models on the device
         (False), or one after the other (True).
         """
+        tokens = tokens or (USUAL_TOKENS if self.lineage.reads == TEXTS else CAPTION_TOKENS)
         base, target = (
-            ModelFootprint(model.layout, model.checkpoint.shapes, itemsize, tokens or _tokens(model.layout))
+            ModelFootprint(model.layout, model.checkpoint.shapes, itemsize, tokens)
             for model in (self.lineage.base, self.lineage.target)
         )
         language = "language-modelling" in base.layout.objectives[:1]
@@ -308,9 +308,8 @@ def _memory(planned: Plan) -> str:
     ]
     where = "this machine" if limit is None else f"the {size_text(limit)} of --memory"
     how = " and".join(way for way in ways if way)
-    if not estimate.fits:
-        return f"about {size_text(estimate.limit)}{how}: does NOT fit {where}"
-    return f"about {size_text(estimate.bytes)}{how}: fits {where}"
+    size, verdict = (estimate.bytes, "fits") if estimate.fits else (estimate.limit, "does NOT fit")
+    return f"about {size_text(size)}{how}: {verdict} {where}"
 
 
 def _written_form(planned: Plan) -> str:
@@ -379,7 +378,3 @@ def _about(model: Model | Adapter) -> dict[str, str]:
 
 def _named(name: str, commit: str | None) -> dict[str, str]:
     return {"id": name} if commit is None else {"id": name, "commit": commit}
-
-
-def _tokens(layout: Layout) -> int:
-    return USUAL_TOKENS if layout.reads == TEXTS else CAPTION_TOKENS

@@ -76,10 +76,8 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Seq
         if slot.tensor not in carried
     }
     everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), missing=(), extra=())
-    if isinstance(lineage.source, Adapter):
-        planned = _of_adapter(everything, lineage.source)
-    else:
-        planned = _of_model(everything, lineage.source)
+    source = lineage.source
+    planned = _of_adapter(everything, source) if isinstance(source, Adapter) else _of_model(everything, source)
     return planned if towers is None else planned.of_towers(towers)
 
 
@@ -102,7 +100,7 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
         everything,
         pairs=tuple(pairs),
         left={name: reason for name, reason in everything.left.items() if name in changes},
-        extra=changes.extra,
+        extra=changes.overlap.extra,
         ranks=changes.ranks,
         changed=frozenset(name for name in lineage.base.checkpoint.shapes if name in changes),
     )
@@ -121,8 +119,7 @@ def _of_model(everything: Plan, tuned: Model) -> Plan:
                 "name the model that was fine-tuned with --base",
             )
     planned = replace(everything, missing=shared.missing, extra=shared.extra)
-    present = {pair.target.tower for pair in planned.pairs if pair.source.weight.tensor not in missing}
-    return planned.of_towers(tuple(tower for tower in planned.towers if tower in present))
+    return planned.of_towers({pair.target.tower for pair in planned.pairs if pair.source.weight.tensor not in missing})
 
 
 def with_blocks(planned: Plan, blocks: str | Sequence[int]) -> Plan:

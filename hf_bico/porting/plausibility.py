@@ -41,8 +41,7 @@ def require_plausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint, f
             f"the fine-tuned model differs from its base {where}",
             "check that --base is not the fine-tuned model itself",
         )
-    problem = None if force else implausible(vector, sites, base)
-    if problem is not None:
+    if not force and (problem := implausible(vector, sites, base)) is not None:
         raise problem
 
 

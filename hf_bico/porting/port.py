@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hf_bico.alignment.objectives.base import Classifier
-from hf_bico.data.draw import repeat_notices
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
@@ -25,7 +24,7 @@ from hf_bico.porting.heads import TargetHead, WrittenHead, target_head
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
 from hf_bico.porting.prepare import PreparedPort, prepare
-from hf_bico.porting.recording import RunFindings, make_record
+from hf_bico.porting.recording import make_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
@@ -103,16 +102,16 @@ def run_port(
     target = prepared.models.lineage.target
     with watch("form"):
         output = _OutputFormat.of(prepared, calibration, result)
-        written = output.write(result.changes)
+        written = output.formatted(result.changes)
         sites = with_adapter_ranks(result.report.sites, written, target)
         result = replace(result, report=replace(result.report, sites=tuple(sites)))
     with watch("evaluate"):
         evaluation = _evaluate(prepared, calibration, result, written, output)
 
     with watch("record"):
-        findings = _findings(prepared, calibration, result, evaluation, output.head)
+        origin = None if output.head is None else output.head.origin
         run = _run_record(started, watch, calibration, processes=team.size)
-        record = make_record(prepared.models.planned, prepared.settings, prepared.drawn, findings, run)
+        record = make_record(prepared, calibration, result, evaluation, origin, run)
     return Ported(task_vector=written.vector, target=target, form=written, record=record, report=result.report)
 
 
@@ -151,13 +150,13 @@ class _OutputFormat:
         written_head = None
         if head is not None:
             try:
-                written_head = WrittenHead.of(head, planned.lineage.target, calibration.class_names)
+                written_head = WrittenHead.of(head.head, planned.lineage.target, calibration.class_names)
             except UnsupportedModelError:
                 if format != "delta":  # a change alone needs no model class that has a head
                     raise
         return cls(prepared, format, head, written_head)
 
-    def write(self, changes: Deltas) -> WrittenChange:
+    def formatted(self, changes: Deltas) -> WrittenChange:
         """Bring changes of the target into the format."""
         models = self.prepared.models
         target = models.lineage.target
@@ -209,7 +208,7 @@ def _evaluate(
     records += of_source.measure_source("source", calibration)
     for name, changes in _variants(prepared, calibration, result):
         head = output.head if result.trained else target_head(calibration, changes)
-        records += measure(name, output.write(changes).changes, head)
+        records += measure(name, output.formatted(changes).changes, head)
     return records
 
 
@@ -220,31 +219,6 @@ def _variants(prepared: PreparedPort, calibration: Calibration, result: Transfer
         yield "target, readout", with_readout(UNTOUCHED, calibration).changes
     if prepared.settings.control:
         yield "control", transfer(prepared.method, _calibration(prepared, calibration.watch, mispaired=True)).changes
-
-
-def _findings(
-    prepared: PreparedPort,
-    calibration: Calibration,
-    result: TransferResult,
-    evaluation: list[EvaluationRecord],
-    head: TargetHead | None,
-) -> RunFindings:
-    """Gather what the record needs."""
-    drawn, held_out = prepared.drawn, prepared.held_out
-    measured = held_out[1] if held_out is not None and evaluation else None
-    augmented = prepared.method.looks_at_data and result.trained is None
-    return RunFindings(
-        vector=prepared.models.vector,
-        report=result.report,
-        evaluation=tuple(evaluation),
-        copies=calibration.copies if augmented else 0,
-        trained=result.trained,
-        readout=result.readout,
-        head=None if head is None else head.origin,
-        chat_template=prepared.uses_chat_template,
-        forecast=result.forecast,
-        notices=() if drawn is None else tuple(repeat_notices(drawn, measured)),
-    )
 
 
 def _run_record(started: datetime, watch: Stopwatch, calibration: Calibration, processes: int) -> RunRecord:

@@ -40,7 +40,7 @@ from hf_bico.models.tokenization import no_template, pairable
 from hf_bico.porting.calibration import no_predictions, require_enough_to_mispair
 from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
-from hf_bico.porting.model_pair import ModelPair, similar_blocks
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
@@ -54,16 +54,14 @@ FEW_MOVED = 0.05
 
 @dataclass(frozen=True)
 class PreparedPort:
-    """Loaded models with the task vector, a method, and samples with the models' heads; or no samples.
-
-    `held_out` is a split, and those of its samples to evaluate on.
-    """
+    """Loaded models with the task vector, a method, and samples with the models' heads; or no samples."""
 
     models: ModelPair
     method: Method
     drawn: CalibrationDraw | None = None
     heads: Heads | None = None
     held_out: tuple[str, Samples] | None = None
+    """A split, and those of its samples to evaluate on."""
 
     @property
     def settings(self) -> Settings:
@@ -272,7 +270,7 @@ def _choose_sites(models: ModelPair, method: Method, drawn: CalibrationDraw | No
         models = _with_carried_towers(models, method, drawn, requested)
     if drawn is None or models.settings.layers != "similarity":
         return models
-    return models.with_blocks(similar_blocks(models, drawn.samples))
+    return models.with_similar_blocks(drawn.samples)
 
 
 def _with_carried_towers(
@@ -359,10 +357,9 @@ def _has_template(tokenizer: Any) -> bool:
 def _own_tokenizer(source: Model | Adapter) -> Any:
     """Load the tokenizer that is stored with a model or an adapter, or return None."""
     place = source.place
-    names = [name for name in TOKENIZER_FILES if place is not None and name in place.sizes]
-    if place is None or "tokenizer_config.json" not in names:
+    if place is None or "tokenizer_config.json" not in place.sizes:
         return None
-    place.fetch(names)
+    place.fetch([name for name in TOKENIZER_FILES if name in place.sizes])
     with suppress(MissingProcessorError):  # only this check reads it
         return load_tokenizer(place.folder)
     return None

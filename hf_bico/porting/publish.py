@@ -23,7 +23,7 @@ from hf_bico.hub.push import (
 )
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
-from hf_bico.reports.record import ChangeRecord, Record, read_any
+from hf_bico.reports.record import ChangeRecord, DataRecord, ModelRecord, Record, read_any
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.utils.files import sha256_of
 
@@ -82,12 +82,11 @@ def _require_whole(folder: Path, record: Record | ChangeRecord) -> None:
 
 def _repos_of(record: Record | ChangeRecord) -> list[RepoName]:
     """Return type and id of the Hub repos that a result was made from; LOCAL in addition for local inputs."""
-    data = record.data if isinstance(record, Record) else None
-    repos = [("model", model.id) for model in record.models if model.commit is not None]
-    if data is not None and data.commit is not None:
-        repos.append(("dataset", data.id))
-    local = any(model.commit is None for model in record.models) or (data is not None and data.commit is None)
-    return [*repos, LOCAL] if local else repos
+    inputs: list[tuple[str, ModelRecord | DataRecord]] = [("model", model) for model in record.models]
+    if isinstance(record, Record) and record.data is not None:
+        inputs.append(("dataset", record.data))
+    repos = [(kind, entry.id) for kind, entry in inputs if entry.commit is not None]
+    return repos if len(repos) == len(inputs) else [*repos, LOCAL]
 
 
 def _name_repo(repo_id: str, revision: str | None, record: Record | ChangeRecord, folder: Path) -> bool:

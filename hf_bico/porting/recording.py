@@ -6,25 +6,25 @@ Does not run anything.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from hf_bico.alignment.methods.training import Trained
-from hf_bico.alignment.readout import Readout
-from hf_bico.data.draw import CalibrationDraw
+from hf_bico.data.draw import CalibrationDraw, repeat_notices
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
-from hf_bico.models.deltas import Deltas
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import class_order_notice, head_modules
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
-from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import TEXT_TO_TEXT
+from hf_bico.porting.prepare import PreparedPort
+from hf_bico.porting.transfer import TransferResult
 from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
-    ForecastRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
@@ -34,17 +34,7 @@ from hf_bico.reports.record import (
     RunRecord,
     TrainingRecord,
 )
-from hf_bico.reports.results import Report
-from hf_bico.settings import (
-    DEFAULT_DOWNLOAD,
-    OPTIONS,
-    PROBE,
-    Option,
-    Settings,
-    method_info,
-    option_methods,
-    read_lines,
-)
+from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, option_methods, read_lines
 from hf_bico.utils import __version__
 
 UNNAMED_LOSS = (
@@ -62,27 +52,16 @@ NOTABLE_ROUNDING = 0.05
 """A larger share of the change lost by rounding is worth a notice."""
 
 
-@dataclass(frozen=True)
-class RunFindings:
-    """The results of a run that its record needs; `head` says where a classification head comes from."""
-
-    vector: Deltas
-    report: Report
-    evaluation: tuple[EvaluationRecord, ...]
-    copies: int = 0
-    trained: Trained | None = None
-    readout: Readout | None = None
-    head: str | None = None
-    chat_template: bool | None = None
-    forecast: ForecastRecord | None = None
-    notices: tuple[str, ...] = ()
-
-
 def make_record(
-    planned: Plan, settings: Settings, drawn: CalibrationDraw | None, findings: RunFindings, run: RunRecord
+    prepared: PreparedPort,
+    calibration: Calibration,
+    result: TransferResult,
+    evaluation: Sequence[EvaluationRecord],
+    head_origin: str | None,
+    run: RunRecord,
 ) -> Record:
     """Record all that is needed to repeat the run and to write its card; hashes the models' files."""
-    lineage = planned.lineage
+    lineage, settings, drawn = prepared.models.lineage, prepared.settings, prepared.drawn
     objective = settings.objective
     name = objective if isinstance(objective, str) else getattr(objective, "__name__", "custom")
     usual = next(iter(lineage.base.layout.objectives), "zero-shot")
@@ -90,35 +69,36 @@ def make_record(
     templates = list(settings.templates) if name in ("zero-shot", "contrastive") else None
     return Record(
         hf_bico=__version__,
-        command=_command(planned, settings, drawn),
+        command=_command(lineage, settings, drawn),
         source=source_record(lineage.source, lineage.base),
         target=model_record(lineage.target),
-        data=None if drawn is None else _data_record(drawn, settings, findings.chat_template),
-        objective=ObjectiveRecord(name, templates, findings.head, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
-        method=_method_record(planned, settings, findings),
-        sites=list(findings.report.sites),
-        left=list(findings.report.left),
-        foresight=findings.forecast,
-        evaluation=list(findings.evaluation),
-        notices=_notices(lineage, settings, drawn, findings),
+        data=None if drawn is None else _data_record(drawn, settings, prepared.uses_chat_template),
+        objective=ObjectiveRecord(name, templates, head_origin, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
+        method=_method_record(prepared, calibration, result),
+        sites=list(result.report.sites),
+        left=list(result.report.left),
+        foresight=result.forecast,
+        evaluation=list(evaluation),
+        notices=_notices(prepared, result, evaluation, head_origin),
         run=run,
     )
 
 
-def _method_record(planned: Plan, settings: Settings, found: RunFindings) -> MethodRecord:
+def _method_record(prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> MethodRecord:
+    settings, readout = prepared.settings, result.readout
     method = method_info(settings.method)
-    readout = found.readout
+    augmented = prepared.method.looks_at_data and result.trained is None
     return MethodRecord(
         settings.method,
         settings.alpha,
-        list(planned.blocks),
+        list(prepared.models.planned.blocks),
         completion=settings.completion if "completion" in method.options else None,
         matching=None if settings.layers == "index" else "similarity" if settings.layers == "similarity" else "given",
         steps=settings.path_steps if "path_steps" in method.options else None,
-        copies=found.copies or None,
+        copies=(calibration.copies or None) if augmented else None,
         signs=settings.signs if "signs" in method.options else None,
         tower=settings.tower,
-        training=None if found.trained is None else _training_record(settings, found.trained),
+        training=None if result.trained is None else _training_record(settings, result.trained),
         readout=None
         if readout is None
         else ReadoutRecord(
@@ -142,35 +122,42 @@ def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
 
 def source_record(source: Model | Adapter, base: Model | None) -> ModelRecord:
     """Record a fine-tuned model or an adapter, over its base if that is known."""
-    known = replace(model_record(source), base=None if base is None else model_record(base))
-    if isinstance(source, Adapter):
-        return replace(known, kind="adapter", peft_type=source.config.kind)
-    return replace(known, kind="full")
+    kind, peft_type = ("adapter", source.config.kind) if isinstance(source, Adapter) else ("full", None)
+    over = None if base is None else model_record(base)
+    return replace(model_record(source), base=over, kind=kind, peft_type=peft_type)
 
 
 def model_record(model: Model | Adapter) -> ModelRecord:
-    origin = model.origin
     return ModelRecord(
         model.name,
         model.commit,
         model.sha256,
         model.family.name if isinstance(model, Model) else None,
-        license=origin.license,
-        license_name=origin.license_name,
-        language=list(origin.language),
+        license=model.origin.license,
+        license_name=model.origin.license_name,
+        language=list(model.origin.language),
     )
 
 
-def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None, findings: RunFindings) -> list[str]:
+def _notices(
+    prepared: PreparedPort, result: TransferResult, evaluation: Sequence[EvaluationRecord], head_origin: str | None
+) -> list[str]:
     """List what a reader of the result should know and would not see."""
+    lineage, settings, drawn = prepared.models.lineage, prepared.settings, prepared.drawn
     notices = list(lineage.notices)
     target = lineage.target.sha256
     for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
         notice = f"The target is the {name} itself."
         if target and target == model.sha256 and notice not in notices:
             notices.append(notice)
-    notices += [*lineage_warnings(lineage), *tensor_notices(_without_head(findings, lineage.base)), *findings.notices]
+    overlap = prepared.models.vector.overlap
+    if head_origin == "carried":
+        layers = head_modules(lineage.base).layers
+        overlap = replace(overlap, extra=tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers))
+    notices += [*lineage_warnings(lineage), *tensor_notices(overlap)]
     if drawn is not None:
+        measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
+        notices += repeat_notices(drawn, measured)
         labels = {label for label in drawn.samples.labels if label >= 0}
         drawn_classes, known = len(labels), len(drawn.data.class_names)
         if drawn_classes == 1:
@@ -179,30 +166,19 @@ def _notices(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
             notices.append(
                 f"The samples are of {drawn_classes} of {known} classes, read from a part of the data set: see -k."
             )
-        if len(set(drawn.data.class_names)) < len(drawn.data.class_names):
+        if len(set(drawn.data.class_names)) < known:
             notices.append("Several classes have the same name and cannot be told apart.")
-        if findings.head == "carried":
-            paired = class_order_notice(lineage.class_names, drawn.data.class_names)
-            notices += [] if paired is None else [paired]
-        notices += chance_notice(findings.evaluation, known)
-    if settings.evaluate and not findings.evaluation:
+        if head_origin == "carried":
+            notices += class_order_notice(lineage.class_names, drawn.data.class_names)
+        notices += chance_notice(evaluation, known)
+    if settings.evaluate and not evaluation:
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason
         reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
-    if findings.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
+    if result.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
         notices.append("It was trained on those rows alone that were read of a large data set.")
     return notices
-
-
-def _without_head(findings: RunFindings, base: Model) -> Overlap:
-    """Return the overlap of source and base without the source's head, if that was carried."""
-    overlap = findings.vector.overlap
-    if findings.head != "carried":
-        return overlap
-    layers = head_modules(base).layers
-    extra = tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers)
-    return replace(overlap, extra=extra)
 
 
 def tensor_notices(overlap: Overlap) -> list[str]:
@@ -241,8 +217,7 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
     return replace(record, output=output, notices=notices, command=command)
 
 
-def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool | None = None) -> DataRecord:
-    columns = drawn.data.columns
+def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool | None) -> DataRecord:
     return DataRecord(
         id=drawn.data.name,
         split=drawn.split,
@@ -252,7 +227,7 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
         sampling=settings.sampling,
         seed=settings.seed,
         indices=list(drawn.samples.indices),
-        columns=columns.by_role,
+        columns=drawn.data.columns.by_role,
         labels=drawn.labels if drawn.labels == "dataset" or settings.predicts else "none",
         class_names=list(drawn.data.class_names),
         commit=None if drawn.data.repo is None else drawn.data.repo.commit,
@@ -270,12 +245,8 @@ def typed_reference(model: Model | Adapter) -> str:
     return model.name if revision is None else f"{model.name}@{revision}"
 
 
-def _command(planned: Plan, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
-    """Return the command line that does the same, with the names of folders and no path of this machine.
-
-    None for models, rows or an objective that were passed from Python.
-    """
-    lineage = planned.lineage
+def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
+    """Return the command line that does the same, by names and without paths; None if Python passed an input."""
     models = lineage.models
     if settings.own_objective or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_bico.data.columns import format_text_columns
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.hub.client import Hub, RepoFiles, locate
+from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
 from hf_bico.porting.port import run_port
@@ -79,16 +79,12 @@ def rerun(
     else:
         with tempfile.TemporaryDirectory() as scratch, atomic_folder(Path(scratch) / "rerun") as written:
             now = ported.write_weights(written, None, *known_as)
-    digests = now.output.files if now.output is not None else {}
-    files = {name: digests.get(name) == digest for name, digest in then.output.files.items()}
-    return Rerun(files, _replaced(place, then.output.files), _differences(then, now))
-
-
-def _replaced(place: RepoFiles, recorded: dict[str, str]) -> list[str]:
-    """List the files next to the record whose SHA-256 is not the recorded one."""
-    digests = dict(place.repo.sha256) if place.repo is not None else {}
-    digests |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
-    return [name for name, digest in recorded.items() if digests.get(name, digest) != digest]
+    recorded, digests = then.output.files, now.output.files if now.output is not None else {}
+    files = {name: digests.get(name) == digest for name, digest in recorded.items()}
+    stored = dict(place.repo.sha256) if place.repo is not None else {}
+    stored |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
+    replaced = [name for name, digest in recorded.items() if stored.get(name, digest) != digest]
+    return Rerun(files, replaced, _differences(then, now))
 
 
 def _reference(entry: ModelRecord | DataRecord) -> str | Path:
@@ -103,9 +99,13 @@ def _settings(record: Record, name: str, device: str) -> Settings:
             f"'{name}' was made from models, rows or an objective that were passed from Python",
             "repeat it with the program that made it",
         )
+    protocols = {entry.protocol for entry in record.evaluation}
     options: dict[str, Any] = {
         "method": record.method.name,
         "alpha": record.method.alpha,
+        "tower": record.method.tower,
+        "objective": record.objective.name,
+        "fit_head": record.objective.head == "fitted",
         "batch_size": _typed_batch(record.command),
         "calibration_batch": record.run.batch_size,
         "dtype": record.run.dtype,
@@ -113,16 +113,12 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         "format": record.output.format if record.output else None,
         "rank": record.output.rank if record.output else None,
         "evaluate": bool(record.evaluation),
+        "evaluation": "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both",
+        "control": any(entry.model == "control" for entry in record.evaluation),
         "force": True,  # what was let through then
     }
-    protocols = {entry.protocol for entry in record.evaluation}
-    options["evaluation"] = "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both"
     if record.evaluation:  # what is measured on may not be trained on
         options["eval_samples"] = max(1, *(entry.n for entry in record.evaluation))
-    options["control"] = any(entry.model == "control" for entry in record.evaluation)
-    options["objective"] = record.objective.name
-    options["fit_head"] = record.objective.head == "fitted"
-    options["tower"] = record.method.tower
     if record.objective.templates is not None:
         options["templates"] = record.objective.templates
     if record.data is not None:
@@ -145,8 +141,8 @@ def _typed_batch(command: str) -> int | None:
 
 
 def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
-    layers: dict[str | None, Any] = {None: "index", "given": method.layers}
-    options = {
+    layers, training = {None: "index", "given": method.layers}, method.training
+    options: dict[str, Any] = {
         "layers": layers.get(method.matching, method.matching),
         "augment": _augment(method, samples),
         "readout": method.readout is not None,
@@ -154,8 +150,7 @@ def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
         "path_steps": method.steps,
         "signs": method.signs,
     }
-    if method.training is not None:
-        training = method.training
+    if training is not None:
         options |= {"learning_rate": training.learning_rate, "weight_decay": training.weight_decay}
         if training.batch is not None:
             options |= {"train_steps": training.steps, "train_batch": training.batch, "warmup": training.warmup}
@@ -190,22 +185,18 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
 
 
 def _differences(then: Record, now: Record) -> list[str]:
-    differences = []
     bases = [record.source.base and record.source.base.sha256 for record in (then, now)]
-    for what, old, new in (
+    inputs = (
         ("the fine-tuned model's weights", then.source.sha256, now.source.sha256),
         ("the base's weights", *bases),
         ("the target's weights", then.target.sha256, now.target.sha256),
         ("the samples", then.data and then.data.indices, now.data and now.data.indices),
-    ):
-        if old != new:
-            differences.append(f"{what} are others")
-    for what, was, is_now in (
+    )
+    surroundings = (
         ("hf-bico", then.hf_bico, now.hf_bico),
         ("device", then.run.device, now.run.device),
         ("number of processes", then.run.processes, now.run.processes),
         *((name, version, now.run.versions.get(name)) for name, version in then.run.versions.items()),
-    ):
-        if was != is_now:
-            differences.append(f"{what} was {was}, is {is_now}")
-    return differences
+    )
+    others = [f"{what} are others" for what, old, new in inputs if old != new]
+    return others + [f"{what} was {old}, is {new}" for what, old, new in surroundings if old != new]

@@ -6,7 +6,7 @@ Needs no calibration and runs no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -22,12 +22,12 @@ from hf_bico.errors import (
     RepoError,
     UsageError,
 )
-from hf_bico.hub.client import Hub, RepoFiles, locate
+from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.porting.formats import format_change, require_format
+from hf_bico.porting.formats import WrittenChange, format_change, require_format
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import source_record, tensor_notices, typed_reference
@@ -66,7 +66,8 @@ def apply(
     """
     named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
     shares = list(weights) if weights is not None else [1.0] * len(named)
-    _require_sum(named, shares, alpha, format, rank)
+    _require_sum(named, shares, alpha)
+    require_format(format, rank)
     started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
     with watch("download"):
         target, parts = _open_all(named, to, hub, allow_pickle)
@@ -77,18 +78,18 @@ def apply(
         form = format_change(total, target, format, rank, device=choose_device(device), everything=True)
     sources = [Summand(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
-    command = _command(named, sources, target, alpha, format, rank) if typed else None
     record = make_change_record(
         "apply",
         sources,
         target,
         form,
+        alpha=float(alpha),
         started=started,
         seconds=sum(watch.seconds.values()),
-        command=command,
+        command=_command(named, sources, target, alpha, form) if typed else None,
         notices=[one for part in parts for one in (*part.other_base(target), *tensor_notices(part.vector.overlap))],
     )
-    return ChangeResult(total, target, form, replace(record, alpha=float(alpha)))
+    return ChangeResult(total, target, form, record)
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,15 @@ def _open_all(
     named: Sequence[VectorReference], to: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model, list[_Part]]:
     """Open the model, by default the one that the first vector was made for, and all summands."""
-    target = None if to is None else _open_target(to, named[0], hub, allow_pickle)
+    target = None if to is None or not named else _open_target(to, named[0], hub, allow_pickle)
     parts: list[_Part] = []
     for reference in named:
         part = _open_part(reference, target, hub, allow_pickle)
         if target is None:
-            target = _base_of(part.vector, hub, allow_pickle)
+            try:
+                target = part.vector.base_model(None, hub, allow_pickle)
+            except _NO_BASE as error:
+                raise type(error)(error.cause, "name the model to change with --to") from error
         elif to is None and part.other_base(target):
             raise BaseMismatchError(
                 f"'{part.record.id}' was made for another model than '{parts[0].record.id}'",
@@ -133,13 +137,6 @@ def _open_all(
     if target is None:
         raise UsageError("no task vector was given", "name at least one")
     return target, parts
-
-
-def _base_of(vector: TaskVector, hub: Hub, allow_pickle: bool) -> Model:
-    try:
-        return vector.base_model(None, hub, allow_pickle)
-    except _NO_BASE as error:
-        raise type(error)(error.cause, "name the model to change with --to") from error
 
 
 def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pickle: bool) -> Model:
@@ -154,12 +151,7 @@ def _open_target(to: ModelReference, first: VectorReference, hub: Hub, allow_pic
 
 
 def _command(
-    named: Sequence[VectorReference],
-    parts: Sequence[Summand],
-    target: Model,
-    alpha: float,
-    format: str,
-    rank: int | float | None,
+    named: Sequence[VectorReference], parts: Sequence[Summand], target: Model, alpha: float, form: WrittenChange
 ) -> list[str]:
     """Return the command line that does the same, with Hub ids as they were given and names of folders."""
     typed = [str(name) if part.model.commit else part.model.id for name, part in zip(named, parts, strict=True)]
@@ -167,13 +159,11 @@ def _command(
     if any(part.weight != 1.0 for part in parts):
         words += ["--weights", ",".join(f"{part.weight!r}" for part in parts)]
     words += ["--alpha", f"{alpha!r}"] if alpha != 1.0 else []
-    words += ["--format", format] if format != "full" else []
-    return [*words, "--rank", str(rank)] if rank is not None else words
+    words += ["--format", form.format] if form.format != "full" else []
+    return [*words, "--rank", str(form.rank)] if form.rank is not None else words
 
 
-def _require_sum(
-    vectors: Sequence[Any], weights: Sequence[float], alpha: float, format: str, rank: int | float | None
-) -> None:
+def _require_sum(vectors: Sequence[Any], weights: Sequence[float], alpha: float) -> None:
     if len(vectors) != len(weights):
         raise UsageError(
             f"there are {len(vectors)} task vectors and {len(weights)} weights", "give one weight for each"
@@ -181,7 +171,6 @@ def _require_sum(
     for value in (*weights, alpha):
         if type(value) not in (int, float) or not isfinite(value):
             raise UsageError(f"a weight or alpha is {value!r}", "use finite numbers")
-    require_format(format, rank)
 
 
 def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
@@ -193,7 +182,11 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     place = locate(reference, "the task vector", hub)
     if is_adapter(place.sizes):
         try:
-            return _open_adapter(place, target, hub, allow_pickle)
+            adapter = Adapter.open(place, allow_pickle).fetched()
+            base = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
+            vector = TaskVector.over(adapter, base)
+            vector.about |= recorded_base(place)
+            return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None)
         except _NO_BASE as error:
             raise type(error)(error.cause, "name the model that it was trained on with --to") from error
     if DELTA_FILE not in place.sizes:
@@ -204,14 +197,6 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     place.fetch([DELTA_FILE])
     record = ModelRecord(place.name, place.commit, sha256_of([place.folder / DELTA_FILE]), kind="delta")
     return _Part(TaskVector.load(place.folder / DELTA_FILE), record)
-
-
-def _open_adapter(place: RepoFiles, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
-    adapter = Adapter.open(place, allow_pickle).fetched()
-    start = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
-    vector = TaskVector.over(adapter, start)
-    vector.about |= recorded_base(place)
-    return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None)
 
 
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
@@ -284,10 +269,10 @@ def _source_and_base(
     fine_tuned: ModelReference, base: ModelReference | None, hub: Hub, allow_pickle: bool
 ) -> tuple[Model | Adapter, Model]:
     """Open and download the fine-tuned model or adapter, and its base."""
-    place = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else None
-    source = open_source(fine_tuned, place, "transformers", hub, allow_pickle)
+    tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
+    source = open_source(tuned, "transformers", hub, allow_pickle)
     library = source.library if isinstance(source, Adapter) else source.family.library
-    start = base_of_source(fine_tuned, place, hub) if base is None else base
+    start = base_of_source(tuned, hub) if base is None else base
     opened = Model.open(start, "the base", library, hub, allow_pickle)
     if isinstance(source, Model):
         require_same_family(source, opened)

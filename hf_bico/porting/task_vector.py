@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
-from hf_bico.hub.client import Hub, RepoFiles, locate
+from hf_bico.hub.client import Hub, HubRepo, RepoFiles, locate
 from hf_bico.hub.push import Pushed, PushOptions, require_pushable
-from hf_bico.hub.references import LOCAL, RepoName, cached_repo
+from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.writing import BaseName, Fitted, fit_adapter, write_adapter
 from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, digest_of, is_adapter
@@ -122,7 +122,7 @@ class TaskVector(Deltas):
         """
         hub = Hub(token)
         if isinstance(adapter, nn.Module):
-            known = base_of_source(adapter, None, hub) if base is None else base
+            known = base_of_source(adapter, hub) if base is None else base
             return cls.over(Adapter.of(adapter), Model.open(known, "the base", hub=hub).fetched())
         place = adapter if isinstance(adapter, RepoFiles) else locate(adapter, "the adapter", hub)
         if not is_adapter(place.sizes):
@@ -152,8 +152,8 @@ class TaskVector(Deltas):
     @translate_errors()
     def load(cls, path: str | Path, token: str | None = None) -> TaskVector:
         """Load a saved or pushed vector: a Hub id, a folder with `task_vector.safetensors`, or that file."""
-        file, place = expanded(path), None
-        cached = cached_repo(file.parent) if file.is_file() else None
+        file = expanded(path)
+        repo: HubReference | HubRepo | None = cached_repo(file.parent)
         if not file.is_file():
             place = locate(path, "the task vector", Hub(token))
             if DELTA_FILE not in place.sizes:
@@ -161,10 +161,9 @@ class TaskVector(Deltas):
                     f"there is no task vector in '{place.name}'", f"name a repo or folder that holds {DELTA_FILE}"
                 )
             place.fetch([DELTA_FILE])
-            file = place.folder / DELTA_FILE
+            file, repo = place.folder / DELTA_FILE, place.repo
         changes, about = read_delta(file)
-        origin = place.repo.id if place is not None and place.repo is not None else cached.id if cached else None
-        about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", origin]] if origin else [])]
+        about[MADE_FROM] = [*(about.get(MADE_FROM) or [list(LOCAL)]), *([["model", repo.id]] if repo else [])]
         return cls(changes, about=about)
 
     @translate_errors()
@@ -337,8 +336,8 @@ class FineTune:
     @classmethod
     def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> FineTune:
         """Open and download a model or adapter; `what` names it in errors."""
-        place = locate(reference, what, hub) if isinstance(reference, str | Path) else None
-        tuned = open_source(reference, place, base.family.library, hub, allow_pickle).fetched()
+        source = locate(reference, what, hub) if isinstance(reference, str | Path) else reference
+        tuned = open_source(source, base.family.library, hub, allow_pickle).fetched()
         try:
             vector = TaskVector.over(tuned, base)
         except BaseMismatchError as error:

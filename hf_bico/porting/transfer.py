@@ -64,11 +64,8 @@ def transfer(method: Method, calibration: Calibration, whole_split: Samples | No
     elif isinstance(method, Carrier):
         carried = calibration.carry(method)
         report = energy_report(models.vector, carried, models.pairs, models.planned.left)
-        result = TransferResult(
-            models.gather_changes(carried, calibration.settings.alpha),
-            report,
-            forecast=_forecast(carried, report, calibration),
-        )
+        changes = models.gather_changes(carried, calibration.settings.alpha)
+        result = TransferResult(changes, report, forecast=_forecast(carried, report, calibration))
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
     return with_readout(result, calibration) if calibration.settings.readout else result
@@ -152,18 +149,14 @@ def _forecast(
     carried: Mapping[str, TransportedSite], report: Report, calibration: Calibration
 ) -> ForecastRecord | None:
     """Forecast if the calibration pass summed gradients; samples of a single class say nothing."""
+    settings = calibration.settings
     descents = [one.descent for one in carried.values() if one.descent is not None]
-    if calibration.task is None or not descents or _asks_one_class(calibration):
+    if calibration.task is None or not descents:
         return None
-    return forecast(
-        descents, calibration.task, len(calibration.samples), report.unseen_energy, calibration.settings.alpha
-    )
-
-
-def _asks_one_class(calibration: Calibration) -> bool:
-    by_class = calibration.settings.objective in ("zero-shot", "contrastive", "text-to-text")
     labels = set(calibration.drawn_samples.labels)
-    return by_class and len(labels) == 1 and labels != {-1}
+    if settings.objective in ("zero-shot", "contrastive", "text-to-text") and len(labels) == 1 and labels != {-1}:
+        return None
+    return forecast(descents, calibration.task, len(calibration.samples), report.unseen_energy, settings.alpha)
 
 
 def _train(method: Trainer, calibration: Calibration, whole_split: Samples | None) -> TransferResult:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.reports.record import Record, SiteRecord
-from hf_bico.reports.results import role_labels
+from hf_bico.reports.results import by_role
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,16 +31,13 @@ if TYPE_CHECKING:
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#C9B800"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 INK, GRID = "#333333", "#E6E6E6"
-FONT_FAMILY = "DejaVu Sans"
-"""Shipped with matplotlib, so the same on every machine."""
-FONT: dict[str, Any] = {"fontfamily": FONT_FAMILY, "color": INK}
 
 
 def frame(axes: Axes) -> None:
     """Draw a light grid, and no line above or to the right."""
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.tick_params(length=3, color=INK, labelsize=8.5, labelcolor=INK, labelfontfamily=FONT_FAMILY)
+    axes.tick_params(length=3, color=INK, labelsize=8.5, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
 
@@ -53,6 +50,9 @@ def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
+        matplotlib.rc("font", family="DejaVu Sans")  # shipped with matplotlib, so the same on every machine
+        matplotlib.rc("axes", labelcolor=INK, labelsize=9, titlecolor=INK, titlesize=9, titlelocation="left")
+        matplotlib.rc("legend", frameon=False)
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = draw()
         for text in figure.findobj(Text):
@@ -119,10 +119,8 @@ class HeatMap:
     def drawable(self) -> list[SiteRecord]:
         if self.blocks > MAX_BLOCKS:
             return []
-        limits = {False: self.blocks, True: MAX_BLOCKS}
-        return [
-            site for site in self.sites if _is_outside(site) or block_of(site) in range(limits[is_of_text_tower(site)])
-        ]
+        towers = {False: range(self.blocks), True: range(MAX_BLOCKS)}
+        return [site for site in self.sites if _is_outside(site) or block_of(site) in towers[is_of_text_tower(site)]]
 
     @cached_property
     def panels(self) -> dict[str, str]:
@@ -134,13 +132,8 @@ class HeatMap:
         }
 
     @cached_property
-    def labels(self) -> dict[str, str]:
-        """The row of each role."""
-        return role_labels(site.role for site in self.drawable)
-
-    @cached_property
-    def roles(self) -> list[str]:
-        return list(dict.fromkeys(self.labels.values()))
+    def rows(self) -> dict[str, list[SiteRecord]]:
+        return by_role(self.drawable, lambda site: site.role)
 
     @cached_property
     def columns(self) -> list[int | None]:
@@ -152,10 +145,9 @@ class HeatMap:
         """Return rows by columns, the mean of several sites; NaN if none was carried, infinity if none can be there."""
         import numpy as np
 
-        values = np.full((len(self.roles), len(self.columns)), np.inf)
+        values = np.full((len(self.rows), len(self.columns)), np.inf)
         cells: dict[tuple[int, int], list[float]] = {}
-        for row, role in enumerate(self.roles):
-            sites = [site for site in self.drawable if self.labels[site.role] == role]
+        for row, sites in enumerate(self.rows.values()):
             outside = {_is_outside(site) for site in sites}
             depth = _depth(sites) if all(is_of_text_tower(site) for site in sites) else self.blocks
             possible = [
@@ -200,7 +192,7 @@ def _draw(heat_map: HeatMap) -> bytes | None:
     panels, columns = heat_map.panels, heat_map.columns
     if not panels:
         return None
-    labels = [_printable(role) for role in heat_map.roles]
+    labels = [_printable(role) for role in heat_map.rows]
     beside = len(columns) - columns.count(None) <= SIDE_BY_SIDE
     down, across = (1, len(panels)) if beside else (len(panels), 1)
     height = (_ROW if beside else _LOW_ROW) * len(labels)
@@ -219,7 +211,7 @@ def _draw(heat_map: HeatMap) -> bytes | None:
             for index, label in enumerate(labels):
                 panel.text(-_GAP, (index + 0.5) * height / len(labels), label, "rm")
         if row == down - 1:
-            panel.label_blocks(columns, "proj" if "proj" in heat_map.roles else "other")
+            panel.label_blocks(columns, "proj" if "proj" in heat_map.rows else "other")
     for y in range(_ABOVE, bottom):
         pen.line((right + _GAP, y, right + _GAP + _BAR, y), _colour((bottom - y) / (bottom - _ABOVE)))
     for y, word in ((_ABOVE, "best"), (bottom, "worst")):

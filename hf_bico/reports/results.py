@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import TypeVar
 
 from hf_bico.models.layout import ROLES
 from hf_bico.reports.record import EvaluationRecord, ForecastRecord, LeftRecord, Record, SiteRecord
@@ -37,6 +38,8 @@ MAX_ROLES = 24
 OTHER_ROLES = "other roles"
 _MAX_LABEL = 60
 _PATH = re.compile(r"[A-Za-z0-9_.-]+")
+
+EntryT = TypeVar("EntryT")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def result_rows(record: Record) -> list[tuple[str, ...]]:
     measured = results(record)
     metrics = {row.entry.metric for row in measured}
     rows = [("model", "protocol", metrics.pop() if len(metrics) == 1 else "value")] if measured else []
-    rows += [(row.name, row.protocol, value_text(row.entry)) for row in measured]
+    rows += [(row.name, row.protocol, row.value) for row in measured]
     probed = any(entry.protocol == PROBE for entry in record.evaluation)
     return [row if probed else (row[0], row[2]) for row in rows]
 
@@ -242,19 +245,14 @@ def readout_sentence(record: Record) -> str | None:
     if readout is None:
         return None
     before, after = f"{readout.before:.3g}", f"{readout.left_out:.3g}"
+    accepted, change = "accepted", f"fell from {before} to {after}"
+    if not readout.accepted:
+        accepted, change = "not accepted, and changed nothing", f"was {before} without it and {after} with it"
     parts = [
-        "The readout is a closed-form distillation of the fine-tuned source's predictions into the final projection."
+        "The readout is a closed-form distillation of the fine-tuned source's predictions into the final projection.",
+        f"It was {accepted}: on calibration samples that it was not made from, the mean squared distance to those "
+        f"predictions {change}.",
     ]
-    if readout.accepted:
-        parts.append(
-            "It was accepted: on calibration samples that it was not made from, the mean squared distance to those "
-            f"predictions fell from {before} to {after}."
-        )
-    else:
-        parts.append(
-            "It was not accepted, and changed nothing: on calibration samples that it was not made from, the mean "
-            f"squared distance to those predictions was {before} without it and {after} with it."
-        )
     values = {name: entry.value for name, entry in _entries(record).items()}
     what = "training" if is_trained(record) else "the port"
     if "target, readout" in values:
@@ -349,14 +347,10 @@ class Report:
 
     def rows(self) -> list[list[str]]:
         """Return the table's header, then one row per role."""
-        rows: list[tuple[str, ...]] = [
-            ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept")
-        ]
-        labels = role_labels(site.role for site in self.sites)
-        for label in dict.fromkeys(labels.values()):
-            rows.append(_role_row(label, [site for site in self.sites if labels[site.role] == label]))
-        known = [column for column, _ in enumerate(rows[0]) if any(row[column] != "-" for row in rows[1:])]
-        return [[row[column] for column in known] for row in rows]
+        header = ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept")
+        rows = [_role_row(label, sites) for label, sites in by_role(self.sites, lambda site: site.role).items()]
+        known = [column for column, _ in enumerate(header) if any(row[column] != "-" for row in rows)]
+        return [[row[column] for column in known] for row in (header, *rows)]
 
 
 def role_labels(roles: Iterable[str]) -> dict[str, str]:
@@ -374,6 +368,15 @@ def role_labels(roles: Iterable[str]) -> dict[str, str]:
     rows = [label for label in dict.fromkeys(labels.values()) if label != OTHER_ROLES]
     rows = rows if len(rows) <= MAX_ROLES else rows[: MAX_ROLES - 1]
     return {role: label if label in rows else OTHER_ROLES for role, label in labels.items()}
+
+
+def by_role(entries: Sequence[EntryT], role: Callable[[EntryT], str]) -> dict[str, list[EntryT]]:
+    """Group entries by the row of their role, in the order of the rows."""
+    labels = role_labels(map(role, entries))
+    rows: dict[str, list[EntryT]] = {label: [] for label in labels.values()}
+    for entry in entries:
+        rows[labels[role(entry)]].append(entry)
+    return rows
 
 
 def _label(role: str) -> str:

@@ -135,18 +135,14 @@ def exact_float32() -> Iterator[None]:
     try:
         for part, name, value in settings:
             setattr(part, name, value)
-        _ignore_warning(_NO_BFLOAT16)
+        # ignored for good: restoring the filters would make Python forget which warnings it has shown
+        if not any(getattr(pattern, "pattern", None) == _NO_BFLOAT16 for _, pattern, *_ in warnings.filters):
+            warnings.filterwarnings("ignore", _NO_BFLOAT16)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
         for part, name, value in before:
             setattr(part, name, value)
-
-
-def _ignore_warning(message: str) -> None:
-    """Ignore it for good: restoring the filters would make Python forget which warnings it has shown."""
-    if not any(getattr(pattern, "pattern", None) == message for _, pattern, *_ in warnings.filters):
-        warnings.filterwarnings("ignore", message)
 
 
 def device_name(device: torch.device) -> str:

@@ -43,9 +43,7 @@ _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "Cannot allocate 
 _MAX_MESSAGE = 300
 _SITE_PACKAGES = Path(sysconfig.get_path("purelib")).name
 _LOADERS: dict[str, tuple[type[BicoError], str]] = {
-    "transformers": (ModelError, "the model"),
-    "open_clip": (ModelError, "the model"),
-    "timm": (ModelError, "the model"),
+    **dict.fromkeys(("transformers", "open_clip", "timm"), (ModelError, "the model")),
     "peft": (AdapterError, "the adapter"),
     "datasets": (DataError, "the data set"),
     "evaluate": (DataError, "the metric"),
@@ -63,11 +61,7 @@ _WEIGHTS = (BrokenWeightsError, "a weight file cannot be read", "copy or downloa
 _PICKLE = (PickledWeightsError, "a pickled file holds more than tensors", "save the model again as safetensors")
 _GATED = (AccessError, "a repo is gated", "accept its conditions on its page, then log in with 'hf auth login'")
 _NO_REPO = (RepoNotFoundError, "a repo is not on the Hub, or private", "check the name, or log in with 'hf auth login'")
-_TEMPLATE = (
-    DataError,
-    "the tokenizer's chat template cannot be used",
-    "use the fine-tuned model's own tokenizer files",
-)
+_CHAT = (DataError, "the tokenizer's chat template cannot be used", "use the fine-tuned model's own tokenizer files")
 _HUB = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
 _DATA = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
 _MODEL = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
@@ -95,7 +89,7 @@ _BY_CLASS: dict[str, Translation] = {
     "pyarrow.lib.ArrowException": _DATA,
     "PIL.UnidentifiedImageError": _IMAGE,
     "PIL.Image.DecompressionBombError": _IMAGE,
-    "jinja2.exceptions.TemplateError": _TEMPLATE,
+    "jinja2.exceptions.TemplateError": _CHAT,
     "yaml.error.YAMLError": (ModelError, "a card or configuration is no YAML", "mend that file"),
 }
 """By the qualified name of the error's class or of one of its base classes."""
@@ -129,12 +123,12 @@ def is_debugging() -> bool:
 
 def as_bico_error(error: BaseException) -> BicoError:
     """Translate a library's error."""
-    message, library = _first_line(error), _raised_in(error)
-    translation = _translation(error)
-    if translation is not None:
+    message = next(iter(str(error).strip().splitlines()), "")[:_MAX_MESSAGE]
+    if translation := _translation(error):
         kind, cause, remedy = translation
         return kind(f"{cause}: {message}" if message else cause, remedy)
     description = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    library = _raised_in(error)
     if library in _LOADERS:
         kind, given = _LOADERS[library]
         remedy = f"see whether {library} itself can; if so, please report it as {bug_id(error)}"
@@ -147,7 +141,8 @@ def as_bico_error(error: BaseException) -> BicoError:
 
 def _translation(error: BaseException) -> Translation | None:
     """Look an error up by its errno, its words or its class."""
-    if _is_disk_full(error):
+    has_no_room = isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNO
+    if has_no_room or any(words in str(error) for words in _DISK_FULL_WORDS):
         return _FULL_DISK
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS):
         return _MEMORY
@@ -192,14 +187,3 @@ def _raised_in(error: BaseException) -> str | None:
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     installed = [file.parts[file.parts.index(_SITE_PACKAGES) + 1] for file in files if _SITE_PACKAGES in file.parts]
     return next((name for name in reversed(installed) if name not in ("torch", _PACKAGE.name)), None)
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNO:
-        return True
-    return any(words in str(error) for words in _DISK_FULL_WORDS)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:_MAX_MESSAGE] if lines else ""

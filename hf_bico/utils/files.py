@@ -105,25 +105,18 @@ def read_card_metadata(file: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]
     block = _CARD_METADATA.match(text)
     if block is None:
         return {}
+    depth = 0
     try:
-        _require_shallow(block["yaml"])
+        for event in yaml.parse(block["yaml"], Loader=_loader()):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_YAML_DEPTH:  # the loader in C would overflow its stack
+                raise ValueError("they are nested too deeply")
         metadata = yaml.load(block["yaml"], Loader=_loader())
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     if metadata is not None and not isinstance(metadata, dict):
         raise ValueError("they are no mapping")
     return metadata or {}
-
-
-def _require_shallow(text: str) -> None:
-    """Refuse deep nesting before the loader in C overflows its stack."""
-    import yaml
-
-    depth = 0
-    for event in yaml.parse(text, Loader=_loader()):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_YAML_DEPTH:
-            raise ValueError("they are nested too deeply")
 
 
 @cache

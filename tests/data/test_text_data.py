@@ -421,7 +421,7 @@ def test_the_record_names_the_columns_and_finds_them_again(row: dict[str, Any], 
     rows = [row] * 4
     settings = Settings(n=3, max_length=128, evaluate=False)
     drawn = draw(rows, settings, reads=TEXTS)
-    record = _data_record(drawn, settings)
+    record = _data_record(drawn, settings, None)
     assert (record.columns, record.max_length) == (roles, 128)
     again = Settings(**_sampling(record))
     assert again.max_length == 128

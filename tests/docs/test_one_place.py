@@ -44,7 +44,7 @@ ported = hf_bico.port("tuned", "target", base="base", data="pictures", n=4, devi
 assert "--sharpness 3.0" in ported.record.command, ported.record.command
 usual = hf_bico.port("tuned", "target", base="base", data="pictures", n=4, device="cpu", evaluate=False)
 assert "--sharpness" not in usual.record.command
-assert "sharpness" in _decisive()
+assert "sharpness" in _decisive(Settings())
 """
 
 

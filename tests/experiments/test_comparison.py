@@ -308,19 +308,19 @@ def test_a_line_in_the_middle_that_cannot_be_read_is_an_error(tmp_path: Path) ->
         b'{"cell": {"data": "x", "method": "y", "value": NaN}}\n',
     ):
         (tmp_path / LOG_FILE).write_bytes(b"".join([lines[0], broken, *lines[2:]]))
-        with pytest.raises(RecordError, match="line 2 of"):
-            CellLog.open(tmp_path, IDENTITY)
+        with pytest.raises(RecordError, match="line 2 of"), CellLog.open(tmp_path, IDENTITY):
+            pass
     (tmp_path / LOG_FILE).write_bytes(b"".join([*lines, lines[1]]))
-    with pytest.raises(RecordError, match="line 5 of"):
-        CellLog.open(tmp_path, IDENTITY)
+    with pytest.raises(RecordError, match="line 5 of"), CellLog.open(tmp_path, IDENTITY):
+        pass
 
 
 def test_another_identity_is_refused_by_what_differs(tmp_path: Path) -> None:
     with CellLog.open(tmp_path, IDENTITY) as log:
         log.add(measured()[0])
     other = {**IDENTITY, "alpha": 2.0, "target": {"id": "c/d", "sha256": "3"}, "new": None}
-    with pytest.raises(UsageError) as caught:
-        CellLog.open(tmp_path, other)
+    with pytest.raises(UsageError) as caught, CellLog.open(tmp_path, other):
+        pass
     said = 'target.sha256 was "2", now "3"; alpha was 1.0, now 2.0; new was not given, now null'
     assert caught.value.cause == f"'{tmp_path}' holds another comparison: {said}"
     assert "--overwrite" in caught.value.remedy
@@ -343,18 +343,18 @@ def test_overwriting_starts_anew_and_leaves_what_is_not_ours(tmp_path: Path) -> 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_with_something_else_is_refused_and_left_alone(tmp_path: Path, name: str, overwrite: bool) -> None:
     (tmp_path / name).write_text('{"cell": 1}\n')
-    with pytest.raises(OutputExistsError):
-        CellLog.open(tmp_path, IDENTITY, overwrite)
+    with pytest.raises(OutputExistsError), CellLog.open(tmp_path, IDENTITY, overwrite):
+        pass
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, '{"cell": 1}\n')]
 
 
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputExistsError, match="is no folder"):
-        CellLog.open(tmp_path / "file", IDENTITY)
+    with pytest.raises(OutputExistsError, match="is no folder"), CellLog.open(tmp_path / "file", IDENTITY):
+        pass
     for place in (tmp_path / "file" / "in", tmp_path / ("x" * 300)):
-        with pytest.raises(OutputError):
-            CellLog.open(place, IDENTITY)
+        with pytest.raises(OutputError), CellLog.open(place, IDENTITY):
+            pass
 
 
 def test_a_start_that_was_cut_short_is_no_obstacle(tmp_path: Path) -> None:
@@ -369,10 +369,10 @@ HOLD = """
 import sys, time
 from hf_bico.experiments.compare.cells import Cell
 from hf_bico.experiments.compare.log import CellLog
-log = CellLog.open(sys.argv[1], {"target": "B"})
-log.add(Cell("x", "bico", 0.5, n=10, seed=0))
-print("held", flush=True)
-time.sleep(60)
+with CellLog.open(sys.argv[1], {"target": "B"}) as log:
+    log.add(Cell("x", "bico", 0.5, n=10, seed=0))
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
@@ -382,8 +382,11 @@ def test_two_processes_cannot_have_one_folder_and_a_killed_one_lets_go(tmp_path:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for overwrite in (False, True):
-            with pytest.raises(OutputError, match="another process"):
-                CellLog.open(tmp_path, {"target": "B"}, overwrite)
+            with (
+                pytest.raises(OutputError, match="another process"),
+                CellLog.open(tmp_path, {"target": "B"}, overwrite),
+            ):
+                pass
     finally:
         holder.kill()
         holder.communicate()
@@ -399,17 +402,17 @@ from hf_bico.experiments.compare.cells import Cell
 from hf_bico.experiments.compare.log import CellLog
 from hf_bico.errors import OutputError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-log = CellLog.open({str(tmp_path)!r}, {{"target": "B"}})
-log.add(Cell("x", "bico", 0.5, n=10, seed=0))
-size = log.file.stat().st_size
-resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, resource.RLIM_INFINITY))
-try:
+with CellLog.open({str(tmp_path)!r}, {{"target": "B"}}) as log:
+    log.add(Cell("x", "bico", 0.5, n=10, seed=0))
+    size = log.file.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, resource.RLIM_INFINITY))
+    try:
+        log.add(Cell("x", "bico", 0.6, n=10, seed=1))
+    except OutputError as error:
+        print(error.cause)
+    assert log.file.stat().st_size == size and len(log.cells) == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     log.add(Cell("x", "bico", 0.6, n=10, seed=1))
-except OutputError as error:
-    print(error.cause)
-assert log.file.stat().st_size == size and len(log.cells) == 1
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-log.add(Cell("x", "bico", 0.6, n=10, seed=1))
 """
     done = forks.run(code=script)
     assert done.returncode == 0, done.stderr

@@ -301,8 +301,8 @@ def test_tables_and_pictures_keep_the_towers_apart() -> None:
     ]
     both = replace(alone, sites=[*alone.sites, *texts])
     main_map, both_map = (HeatMap(tuple(record.sites), 2) for record in (alone, both))
-    roles = main_map.roles
-    assert both_map.roles == [*roles, *(f"text.{role}" for role in roles)]
+    roles = list(main_map.rows)
+    assert list(both_map.rows) == [*roles, *(f"text.{role}" for role in roles)]
     assert both_map.columns == [0, 1, 2, None], "the text tower is the deeper one"
     main, values = (heat_map.values("score_in") for heat_map in (main_map, both_map))
     assert (values[: len(roles), [0, 1, 3]] == main).all()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import hf_bico
 from hf_bico.cli.main import main
-from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError
+from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError, UsageError
 from hf_bico.models.checkpoints import open_safetensors
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
@@ -210,6 +210,9 @@ def test_made_folder_is_no_port(scene: Scene, tmp_path: Path) -> None:
         read_record(tmp_path / "out")
     with pytest.raises(RepoError, match="is neither an adapter nor a task vector"):
         hf_bico.apply(scene.base)
+    for to in (None, scene.base):
+        with pytest.raises(UsageError, match="no task vector was given"):
+            hf_bico.apply([], to=to)
 
 
 def test_an_adapter_is_brought_to_a_lower_rank(scene: Scene, tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from hf_bico.alignment.statistics import Kind, key_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.low_rank import between, energy
 
-Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
-
 
 class Aligner(Carrier):
     """Aligns rows of `input_kind` for R_in and of `output_kind` for R_out; a side without a kind is padded or cropped.
@@ -43,15 +41,16 @@ class Aligner(Carrier):
         def of(kind: Kind | None, pair: SitePair) -> OrthogonalMap | None:
             return None if kind is None else maps[kind, key_of(kind, pair)]
 
-        self.maps: dict[str, Maps] = {
+        self.maps: dict[str, tuple[OrthogonalMap | None, OrthogonalMap | None]] = {
             pair.target.name: (of(self.input_kind, pair), of(self.output_kind, pair)) for pair in pairs
         }
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         maps = self.maps[pair.target.name]
-        delta = delta.to(next(one.matrix.device for one in maps if one is not None))
+        known = next(one.matrix for one in maps if one is not None)
+        delta = delta.to(known.device)
         (r_in, seen_in), (r_out, seen_out) = (
-            _matrices(one, pair.source.shape[axis], pair.target.shape[axis], maps)
+            _matrices(one, pair.source.shape[axis], pair.target.shape[axis], known)
             for one, axis in zip(maps, (1, 0), strict=True)
         )
         weight = bias = unseen = None
@@ -67,12 +66,11 @@ class Aligner(Carrier):
         return TransportedSite(SiteDelta(weight, bias), input_map, output_map, unseen)
 
 
-def _matrices(solved: OrthogonalMap | None, source: int, target: int, maps: Maps) -> tuple[Tensor, Tensor]:
-    """Return a map and its seen part; without a map, the identity, cropped or zero-padded, like the other map."""
+def _matrices(solved: OrthogonalMap | None, source: int, target: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a map and its seen part; without a map, the identity, cropped or zero-padded."""
     if solved is not None:
         return solved.matrix, solved.seen
-    other = next(one for one in maps if one is not None)
-    identity = torch.eye(source, target, dtype=other.matrix.dtype, device=other.matrix.device)
+    identity = torch.eye(source, target, dtype=like.dtype, device=like.device)
     return identity, identity
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_TASK_LOSS, Kind, Statistics
-from hf_bico.errors import UnsuitableMethodError
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.layout import Layout, SitePair
 from hf_bico.models.low_rank import Change
@@ -150,18 +149,6 @@ class Carrier(Method, ABC):
 
     @abstractmethod
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite: ...
-
-
-def require_same_shapes(name: str, pairs: Sequence[SitePair]) -> None:
-    """Raise UnsuitableMethodError if paired sites differ in shape."""
-    for pair in pairs:
-        if pair.source.shape != pair.target.shape:
-            shapes = [" x ".join(map(str, site.shape)) for site in (pair.source, pair.target)]
-            raise UnsuitableMethodError(
-                f"{name} needs two models of one architecture, and '{pair.target.name}' is {shapes[0]} in the source "
-                f"and {shapes[1]} in the target",
-                "use a method that finds maps between other shapes, such as --method bico",
-            )
 
 
 class Trainer(Method, ABC):

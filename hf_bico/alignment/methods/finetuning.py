@@ -37,6 +37,8 @@ VALIDATION_PART = 10
 TRAINING_RECIPE = ("train_steps", "train_batch", "warmup", "learning_rate", "weight_decay", "seed")
 """The settings that define a training; the micro-batch size does not."""
 
+_REMEDY = "name another folder with --checkpoint, or remove that file to train from the beginning"
+
 
 class Finetune(Trainer):
     """AdamW for `train_steps` steps with linear warm-up and cosine decay to 0, on nine samples in ten.
@@ -111,27 +113,23 @@ def remove_checkpoint(folder: Path) -> None:
 class SavedTraining:
     """Checkpoint of one training: a single file, replaced atomically."""
 
-    folder: Path
+    file: Path
     identity: str
     recipe: dict[str, Any]
 
     @classmethod
     def of(cls, training_task: TrainingTask, settings: Settings) -> SavedTraining:
         """Return the checkpoint of this task and recipe, and create its folder."""
-        recipe = {name: getattr(settings, name) for name in TRAINING_RECIPE}
-        saved = cls(Path(str(settings.checkpoint)), training_task.identity, {**recipe, "samples": training_task.size})
+        folder = Path(str(settings.checkpoint))
         try:
-            saved.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(
-                f"no checkpoint can be written into '{saved.folder}': {error.strerror}",
+                f"no checkpoint can be written into '{folder}': {error.strerror}",
                 "name another folder with --checkpoint",
             ) from error
-        return saved
-
-    @property
-    def file(self) -> Path:
-        return self.folder / CHECKPOINT_FILE
+        recipe = {name: getattr(settings, name) for name in TRAINING_RECIPE}
+        return cls(folder / CHECKPOINT_FILE, training_task.identity, {**recipe, "samples": training_task.size})
 
     def resume(self, learner: Learner) -> None:
         """Load the saved state into the learner, if there is one."""
@@ -144,7 +142,7 @@ class SavedTraining:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
                 learner.load_state(tensors, int(about["steps"]))
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-            raise UsageError(f"the checkpoint '{self.file}' is broken: {error}", self._remedy) from error
+            raise UsageError(f"the checkpoint '{self.file}' is broken: {error}", _REMEDY) from error
 
     def save(self, learner: Learner) -> None:
         """Write a new checkpoint, then replace the last one."""
@@ -172,11 +170,7 @@ class SavedTraining:
         if identity != self.identity:
             other.append("its models, samples or settings are others")
         if other:
-            raise UsageError(f"the checkpoint '{self.file}' is of another training: {other[0]}", self._remedy)
-
-    @property
-    def _remedy(self) -> str:
-        return "name another folder with --checkpoint, or remove that file to train from the beginning"
+            raise UsageError(f"the checkpoint '{self.file}' is of another training: {other[0]}", _REMEDY)
 
 
 class Fewshot(Trainer):

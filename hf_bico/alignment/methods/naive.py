@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carrier, MethodInputs, SiteDelta, TransportedSite, require_same_shapes
+from hf_bico.alignment.methods.base import Carrier, MethodInputs, SiteDelta, TransportedSite
 from hf_bico.alignment.statistics import Kind, ParameterGradient
+from hf_bico.errors import UnsuitableMethodError
 from hf_bico.models.layout import Layout, SitePair
-from hf_bico.models.low_rank import Change, Factors, dense
+from hf_bico.models.low_rank import Factors, dense
 
 
 class GradFix(Carrier):
@@ -28,7 +29,14 @@ class GradFix(Carrier):
     _gradients: Mapping[str, ParameterGradient]
 
     def require(self, source: Layout, target: Layout, pairs: Sequence[SitePair]) -> None:
-        require_same_shapes("gradfix", pairs)
+        for pair in pairs:
+            if pair.source.shape != pair.target.shape:
+                shapes = [" x ".join(map(str, site.shape)) for site in (pair.source, pair.target)]
+                raise UnsuitableMethodError(
+                    f"gradfix needs two models of one architecture, and '{pair.target.name}' is {shapes[0]} in the "
+                    f"source and {shapes[1]} in the target",
+                    "use a method that finds maps between other shapes, such as --method bico",
+                )
 
     def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
         self._gradients = {pair.target.name: inputs.statistics.target_gradients[pair.target.name] for pair in pairs}
@@ -56,15 +64,13 @@ class Naive(Carrier):
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = pair.target.shape
-        weight = None if delta.weight is None else _fit_weight(delta.weight, rows, columns)
+        weight = delta.weight
+        if isinstance(weight, Factors):
+            weight = Factors(_fit(weight.left, (rows, weight.rank)), _fit(weight.right, (weight.rank, columns)))
+        elif weight is not None:
+            weight = _fit(weight, (rows, columns))
         bias = None if delta.bias is None else _fit(delta.bias, (rows,))
         return TransportedSite(SiteDelta(weight, bias))
-
-
-def _fit_weight(change: Change, rows: int, columns: int) -> Change:
-    if isinstance(change, Factors):
-        return Factors(_fit(change.left, (rows, change.rank)), _fit(change.right, (change.rank, columns)))
-    return _fit(change, (rows, columns))
 
 
 def _fit(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

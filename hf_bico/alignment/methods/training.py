@@ -115,11 +115,11 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """Return copies on the CPU of all that resuming needs, except the number of steps."""
-        state = {}
-        for name, weight in self.weights.items():
-            for kind, tensor in {WEIGHT: weight, **self.optimizer.state[weight]}.items():
-                state[f"{kind}/{name}"] = tensor.to("cpu", copy=True).contiguous()
-        return state
+        return {
+            f"{kind}/{name}": tensor.to("cpu", copy=True).contiguous()
+            for name, weight in self.weights.items()
+            for kind, tensor in {WEIGHT: weight, **self.optimizer.state[weight]}.items()
+        }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
@@ -163,9 +163,8 @@ class Learner:
 
     @property
     def _remedy(self) -> str:
-        if self.steps == 0:
-            return "check the model's weights and the samples, or use --dtype float32"
-        return "lower --learning-rate"
+        first = "check the model's weights and the samples, or use --dtype float32"
+        return first if self.steps == 0 else "lower --learning-rate"
 
 
 @contextmanager

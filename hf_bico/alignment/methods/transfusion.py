@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_bico.alignment.methods.base import Carrier, MethodInputs, Pretrained, SiteDelta, TransportedSite
 from hf_bico.errors import NonFiniteWeightsError, UnsuitableMethodError
 from hf_bico.models.layout import Layout, Site, SitePair
-from hf_bico.models.low_rank import Change, Factors
+from hf_bico.models.low_rank import Factors
 from hf_bico.settings import Settings
 
 MOST_ROUNDS = 100
@@ -67,8 +67,12 @@ class TransFusion(Carrier):
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         rows, columns = (None if group is None else self.permutations[group] for group in _groups(pair.target))
-        weight = None if delta.weight is None else _permuted(delta.weight, rows, columns)
-        bias = None if delta.bias is None else _reordered(delta.bias, rows, 0)
+        weight = delta.weight
+        if isinstance(weight, Factors):
+            weight = Factors(_reordered(weight.left, rows), _reordered(weight.right, columns=columns))
+        elif weight is not None:
+            weight = _reordered(weight, rows, columns)
+        bias = None if delta.bias is None else _reordered(delta.bias, rows)
         return TransportedSite(SiteDelta(weight, bias))
 
 
@@ -94,7 +98,12 @@ class Matching:
         self.terms = terms
         self.heads: dict[str, Tensor] = {}
         """By group, the source's head for each head of the target."""
-        self.permutations = {group: torch.arange(size) for group, size in _sizes(terms.values()).items()}
+        self.permutations = {
+            group: torch.arange(size)
+            for term in terms.values()
+            for group, size in zip((term.rows, term.columns), term.target.shape, strict=True)
+            if group is not None
+        }
         for name, term in terms.items():
             if name.endswith(".attn.q"):
                 block = name.removesuffix("q")
@@ -138,16 +147,16 @@ class Matching:
         gain = torch.zeros(size, size, dtype=torch.float64)
         for term in terms:
             if term.rows == group:
-                gain += term.target.double() @ _reordered(term.source.double(), self._order(term.columns), 1).T
+                gain += term.target.double() @ _reordered(term.source.double(), columns=self._order(term.columns)).T
             if term.columns == group:
-                gain += term.target.double().T @ _reordered(term.source.double(), self._order(term.rows), 0)
+                gain += term.target.double().T @ _reordered(term.source.double(), self._order(term.rows))
         return gain
 
     def objective(self) -> float:
         return sum(float((self._permuted_source(term) * term.target.double()).sum()) for term in self.terms.values())
 
     def _permuted_source(self, term: Term) -> Tensor:
-        return _reordered(_reordered(term.source.double(), self._order(term.rows), 0), self._order(term.columns), 1)
+        return _reordered(term.source.double(), self._order(term.rows), self._order(term.columns))
 
     def _order(self, group: str | None) -> Tensor | None:
         return None if group is None else self.permutations[group]
@@ -243,20 +252,8 @@ def _matrices(model: Pretrained, whose: str) -> dict[str, Tensor]:
     return matrices
 
 
-def _sizes(terms: Iterable[Term]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for term in terms:
-        for group, size in zip((term.rows, term.columns), term.target.shape, strict=True):
-            if group is not None:
-                sizes[group] = size
-    return sizes
-
-
-def _permuted(change: Change, rows: Tensor | None, columns: Tensor | None) -> Change:
-    if isinstance(change, Factors):
-        return Factors(_reordered(change.left, rows, 0), _reordered(change.right, columns, 1))
-    return _reordered(_reordered(change, rows, 0), columns, 1)
-
-
-def _reordered(tensor: Tensor, permutation: Tensor | None, dim: int) -> Tensor:
-    return tensor if permutation is None else tensor.index_select(dim, permutation.to(tensor.device))
+def _reordered(tensor: Tensor, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
+    for dim, order in enumerate((rows, columns)):
+        if order is not None:
+            tensor = tensor.index_select(dim, order.to(tensor.device))
+    return tensor

@@ -86,9 +86,23 @@ class Classifier(Head):
         """Return logits of shape (samples, classes)."""
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        """Return cross-entropies: with the labels, if all are known, and with the likely ones."""
         logits = self.logits(model.features(batch.samples))
-        losses = class_losses(logits, batch.labels, batch.likely)
-        return replace(losses, text=model.text_rows(batch.samples))
+        losses = Losses(text=model.text_rows(batch.samples))
+        if min(batch.labels) >= 0:
+            classes = to_device(torch.tensor(batch.labels), logits.device)
+            task = functional.cross_entropy(logits, classes, reduction="sum")
+            answers, wrong = torch.tensor(len(batch.labels)), (logits.argmax(-1) != classes).sum()
+            losses = replace(losses, task=task, answers=answers, wrong=wrong)
+        if batch.likely is None:
+            return losses
+        ranks = to_device(batch.likely.labels, logits.device).T
+        roots = to_device(batch.likely.probabilities.sqrt(), logits.device, logits.dtype).T
+        each = (
+            (root * functional.cross_entropy(logits, label, reduction="none")).sum()
+            for label, root in zip(ranks, roots, strict=True)
+        )
+        return replace(losses, expected=tuple(each))
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         predicted = logits_of(model, self, samples, batch_size).argmax(-1)
@@ -102,24 +116,6 @@ class Heads:
     source: Head
     target: Head
     tuned: Head
-
-
-def class_losses(logits: Tensor, labels: Sequence[int], likely: LikelyLabels | None) -> Losses:
-    """Return cross-entropies summed over the samples: with the labels, if all are known, and with the likely ones."""
-    losses = Losses()
-    if min(labels) >= 0:
-        classes = to_device(torch.tensor(labels), logits.device)
-        task = functional.cross_entropy(logits, classes, reduction="sum")
-        losses = Losses(task, answers=torch.tensor(len(labels)), wrong=(logits.argmax(-1) != classes).sum())
-    if likely is None:
-        return losses
-    ranks = to_device(likely.labels, logits.device).T
-    roots = to_device(likely.probabilities.sqrt(), logits.device, logits.dtype).T
-    each = (
-        (root * functional.cross_entropy(logits, label, reduction="none")).sum()
-        for label, root in zip(ranks, roots, strict=True)
-    )
-    return replace(losses, expected=tuple(each))
 
 
 @dataclass(frozen=True)

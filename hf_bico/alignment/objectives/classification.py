@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_bico.alignment.objectives.base import Classifier
 from hf_bico.errors import UnsuitableMethodError
@@ -54,15 +55,6 @@ class ClassHead(Classifier):
         """Return the head with its classes in another order."""
         return replace(self, weight=self.weight[list(rows)], bias=self.bias[list(rows)])
 
-    def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of the layer that reads the features."""
-        return (self.weight, self.bias) if self.hidden is None else self.hidden
-
-    def with_first_layer(self, weight: Tensor, bias: Tensor) -> ClassHead:
-        if self.hidden is None:
-            return replace(self, weight=weight, bias=bias)
-        return replace(self, hidden=(weight, bias))
-
 
 def ridge_head(features: Tensor, labels: Sequence[int], classes: int) -> ClassHead:
     """Fit a head by ridge regression in closed form; choose strength and scale by exact leave-one-out.
@@ -70,9 +62,9 @@ def ridge_head(features: Tensor, labels: Sequence[int], classes: int) -> ClassHe
     Rotated features give a rotated head: two models that differ by a rotation get the same losses.
     """
     targets = torch.tensor(labels, device=features.device)
-    ridge = _ridge(features, torch.nn.functional.one_hot(targets, classes))
-    scale = _best_scale(ridge.left_out, targets)
-    return ClassHead((scale * ridge.weight).to(features.dtype), (scale * ridge.bias).to(features.dtype))
+    weight, bias, left_out = _ridge(features, functional.one_hot(targets, classes))
+    scale = min(SCALES, key=lambda scale: float(functional.cross_entropy(scale * left_out, targets)))
+    return ClassHead((scale * weight).to(features.dtype), (scale * bias).to(features.dtype))
 
 
 def carried_head(head: ClassHead, own: Tensor, other: Tensor) -> ClassHead:
@@ -81,29 +73,22 @@ def carried_head(head: ClassHead, own: Tensor, other: Tensor) -> ClassHead:
     Its first layer is refitted by ridge regression from the other model's features to what it gives on its own ones;
     leave-one-out chooses the strength. Needs no labels, and rotated features give a rotated head.
     """
-    weight, bias = head.first_layer()
+    weight, bias = (head.weight, head.bias) if head.hidden is None else head.hidden
     outputs = own.double() @ weight.to(own).double().T + bias.to(own).double()
-    ridge = _ridge(other, outputs)
-    return head.with_first_layer(ridge.weight.to(weight), ridge.bias.to(bias))
+    fitted, offset, _ = _ridge(other, outputs)
+    weight, bias = fitted.to(weight), offset.to(bias)
+    return replace(head, weight=weight, bias=bias) if head.hidden is None else replace(head, hidden=(weight, bias))
 
 
-@dataclass(frozen=True)
-class _Ridge:
-    weight: Tensor
-    bias: Tensor
-    left_out: Tensor
-    """Leave-one-out predictions."""
-
-
-def _ridge(features: Tensor, targets: Tensor) -> _Ridge:
-    """Fit a ridge regression in double precision, with the strength of the least leave-one-out error."""
+def _ridge(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight, bias and leave-one-out predictions, in double, of the ridge that predicts left-out rows best."""
     x, y = features.double(), targets.to(features.device).double()
     x_mean, y_mean = x.mean(0), y.mean(0)
     u, s, v = torch.linalg.svd(x - x_mean, full_matrices=False)
     projected = u.T @ (y - y_mean)
     energy = s.square().sum() / max(1, len(x))
     if energy == 0:  # all samples have the same features
-        return _Ridge(y.new_zeros(y.shape[1], x.shape[1]), y_mean, y_mean.expand_as(y))
+        return y.new_zeros(y.shape[1], x.shape[1]), y_mean, y_mean.expand_as(y)
     fits: list[tuple[float, Tensor, Tensor]] = []
     for strength in RIDGE_STRENGTHS:
         shrinkage = s.square() / (s.square() + strength * energy)
@@ -112,14 +97,7 @@ def _ridge(features: Tensor, targets: Tensor) -> _Ridge:
         error = float((y - left_out).square().sum())
         fits.append((error, v.T @ ((s / (s.square() + strength * energy))[:, None] * projected), left_out))
     _, weight, left_out = min(fits, key=lambda fit: fit[0])
-    return _Ridge(weight.T, y_mean - weight.T @ x_mean, left_out)
-
-
-def _best_scale(left_out: Tensor, labels: Tensor) -> float:
-    def loss(scale: float) -> float:
-        return float(torch.nn.functional.cross_entropy(scale * left_out, labels))
-
-    return min(SCALES, key=loss)
+    return weight.T, y_mean - weight.T @ x_mean, left_out
 
 
 def logistic_head(features: Tensor, labels: Sequence[int], classes: int) -> ClassHead:
@@ -161,29 +139,20 @@ def in_form(head: ClassHead, activation: str | None, width: int) -> ClassHead:
             "the two models' classes have heads with different activations",
             "fit a head to the calibration samples with --probe",
         )
-    deep = head if head.hidden is not None else _with_hidden(head, activation)
-    if deep.hidden is not None and len(deep.hidden[0]) > width:
+    weight, inner, offset = _linear_layers(head, activation) if head.hidden is None else (head.weight, *head.hidden)
+    missing = width - len(inner)
+    if missing < 0:
         raise UnsuitableMethodError(
-            f"the head's hidden layer has {len(deep.hidden[0])} units, and one of the target's class has room for "
-            f"{width}",
+            f"the head's hidden layer has {len(inner)} units, and one of the target's class has room for {width}",
             "choose a wider target" if head.hidden is None else "fit a head to the calibration samples with --probe",
         )
-    return deep if deep.hidden is None else _padded(deep, *deep.hidden, width)
+    hidden = functional.pad(inner, (0, 0, 0, missing)), functional.pad(offset, (0, missing))
+    return ClassHead(functional.pad(weight, (0, missing)), head.bias, hidden, activation)
 
 
-def _with_hidden(head: ClassHead, activation: str) -> ClassHead:
-    weight, bias = head.weight, torch.zeros_like(head.bias)
+def _linear_layers(head: ClassHead, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a linear head: return the weight of its output layer, and weight and bias of its hidden layer."""
+    weight, bias, unit = head.weight, torch.zeros_like(head.bias), torch.eye(len(head.weight)).to(head.weight)
     if activation == "tanh":
-        unit = torch.eye(len(weight)).to(weight) / TANH_LINEAR
-        return ClassHead(unit, head.bias, (TANH_LINEAR * weight, bias), activation)
-    unit = torch.eye(len(weight)).to(weight)
-    return ClassHead(
-        torch.cat([unit, -unit], 1), head.bias, (torch.cat([weight, -weight]), torch.cat([bias, bias])), activation
-    )
-
-
-def _padded(head: ClassHead, inner: Tensor, offset: Tensor, width: int) -> ClassHead:
-    missing = width - len(inner)
-    pad = torch.nn.functional.pad
-    hidden = pad(inner, (0, 0, 0, missing)), pad(offset, (0, missing))
-    return replace(head, weight=pad(head.weight, (0, missing)), hidden=hidden)
+        return unit / TANH_LINEAR, TANH_LINEAR * weight, bias
+    return torch.cat([unit, -unit], 1), torch.cat([weight, -weight]), torch.cat([bias, bias])

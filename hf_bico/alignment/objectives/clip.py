@@ -43,10 +43,7 @@ class PairGradients:
             return cls(*torch.autograd.grad(total, leaves))
 
     def surrogate(self, images: Tensor, texts: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return a value of some pairs, by their numbers, that has the gradients of the whole loss.
-
-        The value itself means nothing.
-        """
+        """Return a value of some pairs, by their numbers: meaningless, but with the gradients of the whole loss."""
         rows = to_device(torch.tensor(numbers), self.images.device)
         sides = ((images, self.images[rows]), (texts, self.texts[rows]))
         forth, back = ((features * gradient.to(features)).sum() for features, gradient in sides)
@@ -62,26 +59,17 @@ def contrastive_losses(
     captions are equally right. A model with a bias has SigLIP's loss instead: a binary one for each image and caption,
     summed over the captions.
     """
-    logits = _logits(images, texts, scale, bias)
-    matches = _matches(captions, logits.device)
+    first, second = (functional.normalize(features.double(), dim=-1) for features in (images, texts))
+    logits = scale.detach().to(first) * first @ second.T
+    numbers = {caption: number for number, caption in enumerate(captions)}
+    ids = torch.tensor([numbers[caption] for caption in captions], device=logits.device)
+    matches = ids[:, None] == ids[None, :]  # which captions (columns) are right for which images (rows)
     if bias is not None:
+        logits = logits + bias.detach().to(first)
         return -functional.logsigmoid(torch.where(matches, logits, -logits)).sum(1)
     share = matches / matches.sum(1, keepdim=True)
     forth, back = (-(share * one.log_softmax(1)).sum(1) for one in (logits, logits.T))
     return (forth + back) / 2
-
-
-def _logits(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    first, second = (functional.normalize(features.double(), dim=-1) for features in (images, texts))
-    logits = scale.detach().to(first) * first @ second.T
-    return logits if bias is None else logits + bias.detach().to(first)
-
-
-def _matches(captions: Sequence[str], device: torch.device) -> Tensor:
-    """Return which captions (columns) are right for which images (rows)."""
-    numbers = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
-    ids = torch.tensor([numbers[caption] for caption in captions], device=device)
-    return ids[:, None] == ids[None, :]
 
 
 PROMPT_BATCH = 256
@@ -129,31 +117,14 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
 
 @dataclass(frozen=True)
 class ContrastHead(Head):
-    """Measures the mean contrastive loss of a pair; gives no loss, which depends on all pairs."""
+    """Gives each batch the gradients of the contrastive loss of all calibration pairs, which must be known.
 
-    @property
-    def metric(self) -> str:
-        return "loss"
-
-    def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
-        raise ObjectiveError("the contrastive loss of a batch depends on all pairs", "make a head for all of them")
-
-    def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        clip = require_clip(model)
-        images, texts, captions = all_features(clip, samples, batch_size, (), ())
-        return float(contrastive_losses(images, texts, *clip.logit_scale_and_bias(), captions).mean())
-
-
-@dataclass(frozen=True)
-class CaptionHead(ContrastHead):
-    """Gives each batch the gradients of the contrastive loss of all calibration pairs.
-
-    With classes, it measures zero-shot accuracy with the model's current text tower; else the contrastive loss.
+    With classes, it measures zero-shot accuracy with the model's current text tower; else the mean contrastive loss.
     """
 
-    gradients: PairGradients
-    class_names: tuple[str, ...]
-    templates: tuple[str, ...]
+    gradients: PairGradients | None = None
+    class_names: tuple[str, ...] = ()
+    templates: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:
@@ -161,9 +132,11 @@ class CaptionHead(ContrastHead):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return [self.gradients.images, self.gradients.texts]
+        return () if self.gradients is None else (self.gradients.images, self.gradients.texts)
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
+        if self.gradients is None:
+            raise ObjectiveError("the contrastive loss of a batch depends on all pairs", "make a head for all of them")
         images, captions = images_and_captions(batch.samples, batch.labels, self.class_names, self.templates)
         clip = require_clip(model)
         text = TextRows(*clip.text_tokens(captions))
@@ -174,19 +147,19 @@ class CaptionHead(ContrastHead):
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         clip = require_clip(model)
         if self.class_names:
-            head = zero_shot_head(clip, self.class_names, self.templates)
-            return head.measure(clip, samples, batch_size)
-        return super().measure(clip, samples, batch_size)
+            return zero_shot_head(clip, self.class_names, self.templates).measure(clip, samples, batch_size)
+        images, texts, captions = all_features(clip, samples, batch_size, (), ())
+        return float(contrastive_losses(images, texts, *clip.logit_scale_and_bias(), captions).mean())
 
 
 def caption_head(
     model: LiveModel, samples: Batched, batch_size: int, class_names: Sequence[str], templates: Sequence[str]
-) -> CaptionHead:
+) -> ContrastHead:
     """Return the head of a pretrained model for these samples, from the features of all of them."""
     clip = require_clip(model)
     images, texts, captions = all_features(clip, samples, batch_size, class_names, templates)
     gradients = PairGradients.of(images, texts, *clip.logit_scale_and_bias(), captions)
-    return CaptionHead(gradients, tuple(class_names), tuple(templates))
+    return ContrastHead(gradients, tuple(class_names), tuple(templates))
 
 
 def all_features(

@@ -143,11 +143,6 @@ class Row(CellKey):
     average: MeanAndError | None = None
     gain: float | None = None
 
-    @property
-    def better(self) -> float | None:
-        """The gain over the untouched target, with the sign turned for a loss."""
-        return None if self.gain is None else -self.gain if self.is_loss else self.gain
-
     def as_dict(self) -> dict[str, Any]:
         content = {name: value for name, value in asdict(self).items() if name not in ("data", "seed")}
         return {"label": self.label, **content}
@@ -162,10 +157,6 @@ class Refusal:
     data: str | None = None
 
 
-def _in_rows() -> tuple[str, ...]:
-    return tuple(sorted(METHODS, key=lambda name: METHODS[name].row))
-
-
 @dataclass(frozen=True)
 class Order:
     """Sort keys of numbers: methods and data sets as given; then registered methods, then by name."""
@@ -174,7 +165,8 @@ class Order:
     data_sets: Sequence[str] = ()
 
     def of_method(self, method: str) -> tuple[int, int, str]:
-        for rank, names in enumerate((REFERENCES, self.methods, _in_rows())):
+        registered = sorted(METHODS, key=lambda name: METHODS[name].row)
+        for rank, names in enumerate((REFERENCES, self.methods, registered)):
             if method in names:
                 return rank, names.index(method), ""
         return 3, 0, method
@@ -196,13 +188,13 @@ def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> 
     for cell in cells:
         key = replace(cell.key, data="", seed=None)
         gathered.setdefault(key, {}).setdefault(cell.data, {})[cell.seed] = cell.value
-    rows = {key: _row(key, gathered[key], data_sets) for key in sorted(gathered, key=order.of_row)}
+    rows = {}
+    for key in sorted(gathered, key=order.of_row):
+        by_data = gathered[key]
+        values = {data: MeanAndError.of(list(by_data[data].values())) for data in data_sets if data in by_data}
+        average = _average(values, by_data) if len(values) == len(data_sets) else None
+        rows[key] = Row(**vars(key), values=values, average=average)
     return tuple(replace(row, gain=_gain(row, rows)) for row in rows.values())
-
-
-def _row(key: CellKey, by_data: dict[str, dict[int | None, float]], data_sets: Sequence[str]) -> Row:
-    values = {data: MeanAndError.of(list(by_data[data].values())) for data in data_sets if data in by_data}
-    return Row(**vars(key), values=values, average=_average(values, by_data) if len(values) == len(data_sets) else None)
 
 
 def _average(values: dict[str, MeanAndError], by_data: dict[str, dict[int | None, float]]) -> MeanAndError:

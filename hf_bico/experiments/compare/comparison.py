@@ -100,11 +100,10 @@ class Comparison:
 
     def prefixed(self, prefix: str) -> Comparison:
         """Return a copy with `prefix` before the name of each data set."""
-        refusals = (one if one.data is None else replace(one, data=prefix + one.data) for one in self.refusals)
         return replace(
             self,
             cells=tuple(replace(cell, data=prefix + cell.data) for cell in self.cells),
-            refusals=tuple(refusals),
+            refusals=tuple(one if one.data is None else replace(one, data=prefix + one.data) for one in self.refusals),
             data_sets=tuple(prefix + data for data in self.data_sets),
         )
 
@@ -253,7 +252,8 @@ def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
     lines = []
     for _, members in groupby(rows, key=lambda row: row.group):
         for number, row in enumerate(members):
-            worse = not row.is_reference and _is_worse(row)
+            sign = -1 if row.is_loss else 1
+            worse = row.gain is not None and round(sign * row.gain, 3) < 0 and not row.is_reference  # as printed
             mark = WORSE if worse else BEST if id(row) in best else ""
             lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
     return Table(_header(rows, data_sets), lines, leading=2)
@@ -281,11 +281,6 @@ def _value(row: Row, value: MeanAndError | None) -> str:
     scale, digits = (1, 3) if row.is_loss else (100, 1)
     numbers = [value.mean] if value.std is None else [value.mean, value.std]
     return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
-
-
-def _is_worse(row: Row) -> bool:
-    """Return True if the printed numbers are worse than those of the untouched target."""
-    return row.better is not None and round(row.better, 3) < 0
 
 
 def _best(rows: Sequence[Row]) -> Iterable[Row]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _MOST_DIFFERENCES = 3
 
 
 class CellLog:
-    """The measured cells of one folder, which is locked by one process at a time; a context manager.
+    """The measured cells of one folder, which is locked by one process at a time.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -46,8 +46,9 @@ class CellLog:
         self._references: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> CellLog:
-        """Start a log in a new folder, or continue an existing one of the same `identity`.
+    @contextmanager
+    def open(cls, folder: Path | str, identity: dict[str, Any], overwrite: bool = False) -> Iterator[CellLog]:
+        """Start a log in a new folder, or continue an existing one of the same `identity`; lock it meanwhile.
 
         The identity is plain JSON: the models and the data, with commits or sha256, and the settings that change a
         number; not the methods, sizes or seeds, which may be added later. `overwrite` starts anew in a comparison's
@@ -58,18 +59,21 @@ class CellLog:
         _require_ours(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            log = cls(folder, _locked(folder))
+            locked = FileLock(folder / _LOCK_FILE).acquire(timeout=0)
+        except Timeout:
+            raise OutputError(
+                f"another process is writing a comparison into '{folder}'",
+                "wait for it, or choose another folder with -o",
+            ) from None
         except OSError as error:
             raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
-        try:
+        with locked as lock:
+            log = cls(folder, lock)
             if overwrite or not log.file.exists():
                 log._start(identity)
             else:
                 log._read(identity)
-        except BaseException:
-            log.close()
-            raise
-        return log
+            yield log
 
     @property
     def file(self) -> Path:
@@ -102,16 +106,6 @@ class CellLog:
             self._references[name] = identity
         _require_same(self.folder, {name: self._references[name]}, {name: identity})
 
-    def close(self) -> None:
-        """Release the lock of the folder."""
-        self._lock.release()
-
-    def __enter__(self) -> CellLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _start(self, identity: dict[str, Any]) -> None:
         partial = self.folder / _PARTIAL_FILE
         try:
@@ -135,7 +129,13 @@ class CellLog:
         _require_same(self.folder, known, identity)
         for number, line in enumerate(others, start=2):
             try:
-                self._load(parse_json(line))
+                entry = parse_json(line)
+                if "reference" in entry:
+                    self._references.update(entry["reference"])
+                    continue
+                cell = from_plain(Cell, entry["cell"])
+                if self._cells.setdefault(cell.key, cell) is not cell:
+                    raise ValueError("a number stands twice")
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"line {number} of '{self.file}' cannot be read",
@@ -143,15 +143,6 @@ class CellLog:
                 ) from error
         if len(complete) < len(content):  # a run was stopped while it wrote
             os.truncate(self.file, len(complete))
-
-    def _load(self, entry: dict[str, Any]) -> None:
-        if "reference" in entry:
-            self._references.update(entry["reference"])
-            return
-        cell = from_plain(Cell, entry["cell"])
-        if self.has(cell.key):
-            raise ValueError("a number stands twice")
-        self._cells[cell.key] = cell
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = _line(entry)
@@ -176,20 +167,9 @@ def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry, allow_nan=False).encode() + b"\n"
 
 
-def _locked(folder: Path) -> FileLock:
-    lock = FileLock(folder / _LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise OutputError(
-            f"another process is writing a comparison into '{folder}'", "wait for it, or choose another folder with -o"
-        ) from None
-    return lock
-
-
 def _require_ours(folder: Path) -> None:
     """Refuse a folder with other content than a comparison."""
-    file = folder / LOG_FILE
+    file, remedy = folder / LOG_FILE, "choose another folder with -o"
     if os.path.isfile(file):  # False, where pathlib raises, for a name that is too long
         with file.open("rb") as stream:
             first = stream.readline()
@@ -198,16 +178,12 @@ def _require_ours(folder: Path) -> None:
             ours = isinstance(header, dict) and header.items() >= _FORMAT.items()
             if ours and first.endswith(b"\n") and isinstance(header.get("identity"), dict):
                 return
-        raise OutputExistsError(
-            f"'{file}' is there and was not written by hf-bico compare", "choose another folder with -o"
-        )
+        raise OutputExistsError(f"'{file}' is there and was not written by hf-bico compare", remedy)
     if os.path.isdir(folder):
         if any(path.name not in (_LOCK_FILE, _PARTIAL_FILE) for path in folder.iterdir()):
-            raise OutputExistsError(
-                f"'{folder}' exists and holds no comparison (no {LOG_FILE})", "choose another folder with -o"
-            )
+            raise OutputExistsError(f"'{folder}' exists and holds no comparison (no {LOG_FILE})", remedy)
     elif os.path.lexists(folder):
-        raise OutputExistsError(f"'{folder}' is no folder", "choose another folder with -o")
+        raise OutputExistsError(f"'{folder}' is no folder", remedy)
     else:
         require_free(folder, overwrite=False)
 

@@ -35,7 +35,7 @@ from hf_bico.models.inference import Batched, PreparedSamples
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import make_heads, tuned_target_head
-from hf_bico.porting.model_pair import ModelPair, similar_blocks
+from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.prepare import require_readable, training_samples
 from hf_bico.porting.task_vector import TaskVector
@@ -54,12 +54,13 @@ BY_LOSS = ("language-modelling", "text-to-text")
 class Draw:
     """The size of a draw, in all or of each class, and its seed."""
 
-    size: int
+    n: int | None
+    per_class: int | None
     seed: int
 
     @classmethod
     def of(cls, key: CellKey) -> Draw | None:
-        return None if key.size is None or key.seed is None else cls(key.size, key.seed)
+        return None if key.seed is None else cls(key.n, key.per_class, key.seed)
 
 
 @dataclass(frozen=True)
@@ -111,20 +112,16 @@ class Grid:
         for draw in self.draws():
             self.settings_of(draw)  # refuses wrong sizes
 
-    def draws(self) -> list[Draw]:
-        return [Draw(size, seed) for size in self.sizes for seed in self.seeds]
+    def draw(self, size: int, seed: int) -> Draw:
+        return Draw(None, size, seed) if self.per_class else Draw(size, None, seed)
 
-    @property
-    def largest(self) -> Draw:
-        return Draw(max(self.sizes), self.settings.seed)
+    def draws(self) -> list[Draw]:
+        return [self.draw(size, seed) for size in self.sizes for seed in self.seeds]
 
     def settings_of(self, draw: Draw | None) -> Settings:
         """Return the settings of one draw, without variants: those are cells of their own."""
         settings = replace(self.settings, readout=False, control=False)
-        if draw is None:
-            return settings
-        n, per_class = (None, draw.size) if self.per_class else (draw.size, None)
-        return replace(settings, n=n, per_class=per_class, seed=draw.seed)
+        return settings if draw is None else replace(settings, **vars(draw))
 
     def cells(self, data: str, names: Sequence[str]) -> Iterator[list[CellKey]]:
         """Yield the numbers of one data set in the order of measuring; each list differs in the protocols only."""
@@ -144,24 +141,17 @@ class Grid:
         return variants
 
     def _keys(self, key: CellKey, draw: Draw | None) -> list[CellKey]:
-        """Return the numbers of a variant that depend on this draw, or on no draw if it is None.
-
-        A probe always depends on the draw.
-        """
-        uses_draw = takes_samples(key.method) or key.readout or self._pairs_by_samples(key.method)
+        """Return the numbers of a variant that depend on this draw, as any probe, or on no draw if it is None."""
+        carries = key.method in METHODS and issubclass(method_class(key.method), Carrier)
+        pairs_by_samples = carries and self.settings.layers == "similarity"
+        uses_draw = takes_samples(key.method) or key.readout or pairs_by_samples
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
             protocols.append(LOSS_PROTOCOL if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
-        if draw is not None:
-            n, per_class = (None, draw.size) if self.per_class else (draw.size, None)
-            key = replace(key, n=n, per_class=per_class, seed=draw.seed)
+        key = key if draw is None else replace(key, **vars(draw))
         return [replace(key, protocol=protocol) for protocol in protocols]
-
-    def _pairs_by_samples(self, name: str) -> bool:
-        """Return True for a method that carries between blocks which are paired by the samples."""
-        return self.settings.layers == "similarity" and name in METHODS and issubclass(method_class(name), Carrier)
 
 
 def takes_samples(name: str) -> bool:
@@ -216,7 +206,8 @@ def digest(value: Any) -> str:
 
 def open_data_sets(plans: Sequence[Plan], grid: Grid, hub: Hub) -> list[DataSet]:
     """Open all data sets; of large ones, read as much as the largest draw needs."""
-    data_sets = [_open_data_set(planned, grid, grid.largest, hub) for planned in plans]
+    largest = grid.draw(max(grid.sizes), grid.settings.seed)
+    data_sets = [_open_data_set(planned, grid, largest, hub) for planned in plans]
     if len({data.name for data in data_sets}) < len(data_sets):
         raise UsageError("two of the data sets have one name", "rename a folder")
     return data_sets
@@ -367,4 +358,4 @@ class DrawMeasurements:
     def _matched(self) -> ModelPair:
         if self._settings.layers != "similarity" or self._drawn is None:
             return self.models
-        return self.models.with_blocks(similar_blocks(self.models, self._drawn.samples))
+        return self.models.with_similar_blocks(self._drawn.samples)

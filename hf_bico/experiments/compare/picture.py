@@ -12,7 +12,7 @@ from math import exp, log
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, CellKey, Row
-from hf_bico.reports.pictures import BLUE, FONT, FONT_FAMILY, GREEN, INK, ORANGE, PINK, frame, png
+from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, frame, png
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
 
@@ -87,6 +87,11 @@ class _Panel:
     def sizes(self) -> list[int]:
         return sorted({row.size for line in self.lines for row in line.rows if row.size is not None})
 
+    @property
+    def height(self) -> float:
+        """The inches that the legend, or the methods, need."""
+        return max(3.6, 0.21 * len(self.lines)) if len(self.sizes) > 1 else 0.7 + 0.27 * len(self.lines)
+
 
 def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes | None:
     """Draw a PNG with a panel for each protocol and way to count samples; None if no average is known.
@@ -94,9 +99,7 @@ def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes 
     The same rows give the same bytes.
     """
     panels = _panels([row for row in rows if row.average is not None])
-    if not panels:
-        return None
-    return png(lambda: _draw(panels, data_sets, title))
+    return png(lambda: _draw(panels, data_sets, title)) if panels else None
 
 
 def _panels(rows: Sequence[Row]) -> list[_Panel]:
@@ -109,44 +112,32 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         for row in rows:
             if row.protocol == protocol and (row.size is None or (row.per_class is not None) == per_class):
                 lines.setdefault(replace(row.key, n=None, per_class=None), []).append(row)
-        split = [_Line(key, tuple(part)) for key, own in lines.items() for part in _flat_and_sized(own)]
+        split = [
+            _Line(key, part)
+            for key, own in lines.items()
+            for flat in (True, False)
+            if (part := tuple(row for row in own if (row.size is None) == flat))
+        ]
         panels.append(_Panel(protocol, per_class, tuple(split)))
     return panels
-
-
-def _flat_and_sized(rows: Sequence[Row]) -> list[list[Row]]:
-    parts = ([row for row in rows if row.size is None], [row for row in rows if row.size is not None])
-    return [part for part in parts if part]
 
 
 def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    heights = [_height(panel) for panel in panels]
+    heights = [panel.height for panel in panels]
     figure = Figure(figsize=(7.2, sum(heights) + 0.3))
     figure.set_layout_engine("constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     where = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
     for axes, panel in zip(grid.flat, panels, strict=True):
-        quantity = f"{_quantity(panel.protocol)}, {where}"
+        accuracy = "accuracy (%)" if panel.protocol is None else f"{panel.protocol} accuracy (%)"
+        quantity = f"{'held-out loss' if panel.protocol == LOSS_PROTOCOL else accuracy}, {where}"
         frame(axes)
-        if len(panel.sizes) > 1:
-            _draw_curves(axes, panel, quantity)
-        else:
-            _draw_points(axes, panel, quantity)
-    grid[0, 0].set_title(clean(title, 90), fontsize=9, loc="left", **FONT)
+        draw = _draw_curves if len(panel.sizes) > 1 else _draw_points
+        draw(axes, panel, quantity)
+    grid[0, 0].set_title(clean(title, 90))
     return figure
-
-
-def _quantity(protocol: str | None) -> str:
-    if protocol == LOSS_PROTOCOL:
-        return "held-out loss"
-    return f"{'accuracy' if protocol is None else f'{protocol} accuracy'} (%)"
-
-
-def _height(panel: _Panel) -> float:
-    """Return the inches that the legend, or the methods, need."""
-    return max(3.6, 0.21 * len(panel.lines)) if len(panel.sizes) > 1 else 0.7 + 0.27 * len(panel.lines)
 
 
 def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
@@ -161,27 +152,19 @@ def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
         positions = [row.size * shift for row in line.rows if row.size is not None]
         bars: dict[str, Any] = {"yerr": line.errors, "capsize": 1.8, "elinewidth": 0.8, "markeredgewidth": 1.0}
         handles.append((line, axes.errorbar(positions, line.means, **bars, **line.style)))
-    for line in panel.lines:
-        if line.flat:
-            handles.append((line, axes.axhline(line.means[0], **{**line.style, "marker": ""})))
+    flat = [line for line in panel.lines if line.flat]
+    handles += [(line, axes.axhline(line.means[0], **{**line.style, "marker": ""})) for line in flat]
     handles.sort(key=lambda pair: -pair[0].means[-1])
     axes.set_xscale("log")
     axes.margins(y=0.06)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
     note = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
-    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{note}", fontsize=9, **FONT)
-    axes.set_ylabel(quantity, fontsize=9, **FONT)
-    axes.legend(
-        [handle for _, handle in handles],
-        [line.key.label for line, _ in handles],
-        loc="center left",
-        bbox_to_anchor=(1.02, 0.5),
-        frameon=False,
-        handlelength=2.8,
-        prop={"family": FONT_FAMILY, "size": 8},
-        labelcolor=INK,
-    )
+    axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{note}")
+    axes.set_ylabel(quantity)
+    labels = [line.key.label for line, _ in handles]
+    style: dict[str, Any] = {"handlelength": 2.8, "fontsize": 8, "labelcolor": INK}
+    axes.legend([handle for _, handle in handles], labels, loc="center left", bbox_to_anchor=(1.02, 0.5), **style)
 
 
 def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
@@ -197,4 +180,4 @@ def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
     axes.tick_params(axis="y", length=0)
     unit = " of each class" if panel.per_class else ""
     samples = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
-    axes.set_xlabel(quantity + samples, fontsize=9, **FONT)
+    axes.set_xlabel(quantity + samples)

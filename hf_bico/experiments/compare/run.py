@@ -103,9 +103,10 @@ def compare(
         plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
-    grid = Grid.of(
-        usual_methods() if methods is None else methods, n, per_class, seeds, _with_defaults(plans[0], settings)
-    )
+    settings = with_model_defaults(settings, *plans[0].lineage.layouts)
+    if settings.objective == "classification":  # a probe works for any model
+        settings = replace(settings, evaluation=PROBE)
+    grid = Grid.of(usual_methods() if methods is None else methods, n, per_class, seeds, settings)
     with ExitStack() as stack:
         output = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
@@ -125,12 +126,6 @@ def compare(
             for checkpoint in output.glob(f"{CHECKPOINT_PREFIX}*"):  # its numbers are in the log
                 remove_checkpoint(checkpoint)
     return comparison
-
-
-def _with_defaults(planned: Plan, settings: Settings) -> Settings:
-    """Choose an objective for these models; classifiers are all measured by a probe, which works for any model."""
-    settings = with_model_defaults(settings, *planned.lineage.layouts)
-    return replace(settings, evaluation=PROBE) if settings.objective == "classification" else settings
 
 
 @dataclass
@@ -219,7 +214,7 @@ class _Work:
 
     def identity(self) -> dict[str, Any]:
         """Return what all numbers depend on, without method, number of samples and seed."""
-        lineage, settings = self.models.lineage, vars(self.grid.settings)
+        lineage = self.models.lineage
         source = lineage.source.sha256 or digest_of(stored_tensors(self.models.vector))
         models = {"base": lineage.base, "target": lineage.target}
         return {
@@ -228,22 +223,22 @@ class _Work:
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
             "data": {data.name: data.about() for data in self.data_sets},
             "settings": {
-                name: _plain(settings[name])
-                for name in _decisive()
-                if name != "eval_samples" or settings[name] != DEFAULT_MEASURED  # as it was before one could choose
+                name: value
+                for name, value in _decisive(self.grid.settings).items()
+                if name != "eval_samples" or value != DEFAULT_MEASURED  # as it was before one could choose
             },
         }
 
     def comparison(self, log: CellLog) -> Comparison:
         """Return the requested numbers that are known."""
-        lineage, settings, usual = self.models.lineage, vars(self.grid.settings), vars(Settings())
+        lineage, usual = self.models.lineage, _decisive(Settings())
         about = {
             "hf_bico": __version__,
             "base": lineage.base.name,
             "commits": {model.name: model.commit for model in lineage.models if model.commit is not None},
             "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.data_sets},
             "seeds": list(self.grid.seeds),
-            "settings": {name: _plain(settings[name]) for name in _decisive() if settings[name] != usual[name]},
+            "settings": {name: value for name, value in _decisive(self.grid.settings).items() if value != usual[name]},
             "versions": installed_versions(),
         }
         return Comparison(
@@ -257,15 +252,12 @@ class _Work:
         )
 
 
-def _decisive() -> list[str]:
-    """Return the names of the settings that change a number."""
-    return [name for name, option in OPTIONS.items() if option.decisive]
+def _decisive(settings: Settings) -> dict[str, Any]:
+    """Return the settings that change a number, as plain data."""
+    values = {name: getattr(settings, name) for name, option in OPTIONS.items() if option.decisive}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _weights(model: Model) -> Any:
     """Identify a model's weights: by the hashes of its files, or by the tensors of a loaded module."""
     return model.sha256 or digest_of(model.checkpoint.tensor(name) for name in model.checkpoint.shapes)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -6,27 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
+from hf_bico.experiments.diagnose import pictures
 from hf_bico.experiments.diagnose.findings import (
     DIAGNOSIS_SCHEMA,
     UNTOUCHED_TARGET,
     Cost,
     DiagnosisData,
-    Drift,
-    InputLikeness,
-    OutputLikeness,
     SitePlace,
     by_place,
-)
-from hf_bico.experiments.diagnose.pictures import (
-    drift_picture,
-    initial_picture,
-    outputs_picture,
-    similarity_picture,
-    sites_picture,
 )
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.reports.pictures import block_of, is_of_text_tower
@@ -39,10 +30,10 @@ from hf_bico.utils.text import format_table, markdown_table, plain
 NOT_DEFINED = "n/a"
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
 PICTURES = {
-    "similarity.png": similarity_picture,
-    "outputs.png": outputs_picture,
-    "drift.png": drift_picture,
-    "sites.png": sites_picture,
+    "similarity.png": pictures.similarity_picture,
+    "outputs.png": pictures.outputs_picture,
+    "drift.png": pictures.drift_picture,
+    "sites.png": pictures.sites_picture,
 }
 """The paper's figures 1, 2 and A for these models, and the heat maps of a model card."""
 INITIAL_FILE = "initial.png"
@@ -101,8 +92,7 @@ class Diagnosis(DiagnosisData):
                     f"the diagnoses differ in what their {name} are of", "average those of the same layers and methods"
                 )
             lists[name] = [_mean(findings) for findings in zip(*(getattr(one, name) for one in several), strict=True)]
-        data = ", ".join(dict.fromkeys(one.data for one in several))
-        return replace(first, data=data, **lists)
+        return replace(first, data=", ".join(dict.fromkeys(one.data for one in several)), **lists)
 
     def table(self) -> str:
         """Return the tables by block, and the cost, as plain text."""
@@ -127,7 +117,7 @@ class Diagnosis(DiagnosisData):
         """
         folder = Path(folder)
         images = {name: draw(self) for name, draw in PICTURES.items()}
-        images[INITIAL_FILE] = initial_picture([self, *beside]) if beside else None
+        images[INITIAL_FILE] = pictures.initial_picture([self, *beside]) if beside else None
         parts = [f"# {plain(self.title)}", f"On {self.samples} samples of {plain(self.data)}.", *self._markdown_parts()]
         parts += [f"![{_CAPTIONS[name]}]({name})\n\n{_CAPTIONS[name]}" for name in images if images[name] is not None]
         # the JSON comes last, because it marks the folder as ours
@@ -139,9 +129,6 @@ class Diagnosis(DiagnosisData):
             with atomic_folder(folder) as scratch:
                 written = write_files(scratch, content)
         return tuple(folder / file.name for file in written)
-
-
-Averaged = TypeVar("Averaged", InputLikeness, OutputLikeness, Drift, SiteRecord)
 
 
 def _with_common_names(several: Sequence[Diagnosis]) -> list[Diagnosis]:
@@ -158,19 +145,15 @@ def _with_common_names(several: Sequence[Diagnosis]) -> list[Diagnosis]:
     return renamed
 
 
-def _key(finding: InputLikeness | OutputLikeness | Drift | SiteRecord) -> tuple[str, ...]:
+def _key(finding: Any) -> tuple[str, ...]:
     return finding.name, *(str(getattr(finding, name)) for name in ("model", "checkpoint") if hasattr(finding, name))
 
 
-def _mean(findings: Sequence[Averaged]) -> Averaged:
+def _mean(findings: Sequence[Any]) -> Any:
     """Average the floats of findings about the same activation."""
-    first = findings[0]
-    numbers: dict[str, Any] = {}
-    for one_field in fields(first):
-        values = [getattr(one, one_field.name) for one in findings]
-        if all(isinstance(value, float) for value in values):
-            numbers[one_field.name] = fmean(values)
-    return replace(first, **numbers)
+    values = {field.name: [getattr(one, field.name) for one in findings] for field in fields(findings[0])}
+    floats = {name: own for name, own in values.items() if all(isinstance(value, float) for value in own)}
+    return replace(findings[0], **{name: fmean(own) for name, own in floats.items()})
 
 
 def require_own(folder: Path, overwrite: bool) -> None:

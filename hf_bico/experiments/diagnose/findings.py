@@ -121,8 +121,7 @@ def by_place(findings: Iterable[Finding], value: Callable[[Finding], float | Non
     """
     values: dict[SitePlace, list[float]] = {}
     for one in findings:
-        number = value(one)
-        if number is not None:
+        if (number := value(one)) is not None:
             values.setdefault(one.place, []).append(number)
     return {place: fmean(numbers) for place, numbers in values.items()}
 

@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.picture import REFERENCE_LINES, method_style
 from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, DiagnosisData, Drift, SitePlace, by_place
-from hf_bico.reports.pictures import (
-    BLUE,
-    FONT,
-    FONT_FAMILY,
-    GREEN,
-    INK,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    alignment_picture,
-    frame,
-    png,
-)
+from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, alignment_picture, frame, png
 from hf_bico.utils.text import clean
 
 if TYPE_CHECKING:
@@ -81,7 +68,7 @@ class BlockAxis:
             labels[first] = f"{labels[first]}\n{clean(first.tower, 14)}".strip()
         axes.set_xticks([self.positions[place] for place in labelled], [labels[place] for place in labelled])
         axes.set_xlim(-max(0.5, 0.03 * last), last + max(0.5, 0.03 * last))
-        axes.set_xlabel(f"{of} block", fontsize=9, **FONT)
+        axes.set_xlabel(f"{of} block")
 
     def spread(self, widths: dict[SitePlace, float]) -> list[SitePlace]:
         """Choose places whose labels fit: the first of each tower, those outside of blocks, then round numbers.
@@ -111,7 +98,6 @@ _HALF, _MOST, _ALL = 2.8, 5.0, 6.4
 _MOST_CHECKPOINTS = 9
 _MOST_MARKED = 30
 """Most lines that get markers."""
-_GREY = "#777777"
 _DASHES = (0, (4, 1.5))
 _SECOND: dict[str, Any] = {"linestyle": _DASHES, "markerfacecolor": "white"}
 """Style of a cosine next to a CKA."""
@@ -123,12 +109,7 @@ _DRIFTS: dict[tuple[str, str], Callable[[Drift], float]] = {
     ("magnitude", "relative change of norm"): lambda one: one.magnitude,
 }
 _LAST_NUMBER = re.compile(r"(?<!\d)\d{1,12}$", re.ASCII)
-_LEGEND: dict[str, Any] = {
-    "frameon": False,
-    "handlelength": 2.3,
-    "prop": {"family": FONT_FAMILY, "size": 8.5},
-    "labelcolor": INK,
-}
+_LEGEND: dict[str, Any] = {"handlelength": 2.3, "fontsize": 8.5, "labelcolor": INK}
 
 
 def similarity_picture(diagnosis: DiagnosisData) -> bytes | None:
@@ -173,22 +154,18 @@ def _draw_similarity(diagnosis: DiagnosisData) -> Figure:
         blocks.line(axes, first, label="linear CKA", color=BLUE, marker="o")
         blocks.line(axes, second, label="mean cosine", color=RED, marker="s", **_SECOND)
         blocks.label(axes)
-    before.set_title("before alignment", fontsize=9, loc="left", **FONT)
-    after.set_title("after input-side alignment", fontsize=9, loc="left", **FONT)
-    before.set_ylabel("similarity", fontsize=9, **FONT)
+    before.set_title("before alignment")
+    after.set_title("after input-side alignment")
+    before.set_ylabel("similarity")
     _similarity_axis(before, _values_of(before, after))
     widths = dict.fromkeys("{} to {}".format(*one.widths) for one in inputs if one.cosine is None)
     if widths:
         named = ", ".join(list(widths)[:2]) + (", …" if len(widths) > 2 else "")
-        _note(before, f"cosine: n/a across widths\n{named}")
+        note: dict[str, Any] = {"fontsize": 7.5, "color": "#777777", "linespacing": 1.3, "ha": "right", "va": "bottom"}
+        # above the panel, where no line can be
+        before.text(1.0, 1.02, f"cosine: n/a across widths\n{named}", transform=before.transAxes, **note)
     _legend_above(figure, after)
     return figure
-
-
-def _note(axes: Axes, text: str) -> None:
-    """Write small grey text above the panel, where no line can be."""
-    style: dict[str, Any] = {"fontsize": 7.5, "fontfamily": FONT_FAMILY, "color": _GREY, "linespacing": 1.3}
-    axes.text(1.0, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", **style)
 
 
 # Figure B
@@ -201,10 +178,6 @@ class _Tower:
     name: str
     cka: dict[SitePlace, float]
     cosine: dict[SitePlace, float]
-
-    @property
-    def blocks(self) -> list[int]:
-        return [place.block for place in self.cka if place.block is not None]
 
 
 def _towers(diagnoses: Sequence[DiagnosisData]) -> list[_Tower]:
@@ -224,7 +197,8 @@ def _towers(diagnoses: Sequence[DiagnosisData]) -> list[_Tower]:
 def _draw_initial(towers: Sequence[_Tower]) -> Figure:
     lines = sum(2 if tower.cosine else 1 for tower in towers)
     figure, (axes,) = _figure(2.9 + 0.2 * lines)
-    one_depth = all(tower.blocks == towers[0].blocks for tower in towers)
+    depths = [[place.block for place in tower.cka if place.block is not None] for tower in towers]
+    one_depth = all(depth == depths[0] for depth in depths)
     for tower, (colour, marker) in zip(towers, cycle(_PAIRS), strict=False):
         unit = 1 if one_depth else max(1, len(tower.cka) - 1)
         blocks = BlockAxis({place: number / unit for number, place in enumerate(tower.cka)}, _ALL)
@@ -236,8 +210,8 @@ def _draw_initial(towers: Sequence[_Tower]) -> Figure:
         BlockAxis.of((place._replace(tower="") for place in longest.cka), _ALL).label(axes)
     else:
         axes.set_xlim(-0.02, 1.02)
-        axes.set_xlabel("relative depth in the target (0: first block, 1: last)", fontsize=9, **FONT)
-    axes.set_ylabel("similarity before alignment", fontsize=9, **FONT)
+        axes.set_xlabel("relative depth in the target (0: first block, 1: last)")
+    axes.set_ylabel("similarity before alignment")
     _similarity_axis(axes, _values_of(axes))
     _legend_above(figure, axes, columns=1)
     return figure
@@ -262,7 +236,7 @@ def _draw_outputs(diagnosis: DiagnosisData) -> Figure:
         line = blocks.line(axes, cosines, number, color=colour, marker=marker, **style)
         ends.append((list(cosines.values())[-1], line))
     blocks.label(axes)
-    axes.set_ylabel("mean cosine to the fine-tuned target", fontsize=9, **FONT)
+    axes.set_ylabel("mean cosine to the fine-tuned target")
     low, high = min(_values_of(axes)), max(_values_of(axes))
     room = 0.06 * (high - low) or 0.001
     axes.set_ylim(low - room, high + room if high + room < 1 else max(high, 1.0))
@@ -294,6 +268,8 @@ def _draw_only_drift(diagnosis: DiagnosisData) -> Figure:
 
 
 def _draw_drift(diagnosis: DiagnosisData) -> Figure:
+    from matplotlib.lines import Line2D
+
     checkpoints = _checkpoints(diagnosis)
     numbers = _numbers(checkpoints)
     towers: dict[str, list[SitePlace]] = {}
@@ -311,7 +287,9 @@ def _draw_drift(diagnosis: DiagnosisData) -> Figure:
     if len(styles) > len(towers):
         _depth_bar(figure, grid, {place: styles[place]["color"] for place in max(towers.values(), key=len)})
     if len(towers) > 1:
-        _legend_of_towers(figure, {tower: styles[places[0]] for tower, places in towers.items()})
+        lines = [Line2D([], [], **{**styles[places[0]], "color": INK, "marker": ""}) for places in towers.values()]
+        labels = [f"{clean(tower, 12) or 'main'} tower" for tower in towers]
+        figure.legend(lines, labels, loc="outside upper center", ncols=3, **_LEGEND)
     return figure
 
 
@@ -331,14 +309,6 @@ def _depth_styles(towers: dict[str, list[SitePlace]]) -> dict[SitePlace, dict[st
     return styles
 
 
-def _legend_of_towers(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.lines import Line2D
-
-    lines = [Line2D([], [], **{**style, "color": INK, "marker": ""}) for style in styles.values()]
-    labels = [f"{clean(tower, 12) or 'main'} tower" for tower in styles]
-    figure.legend(lines, labels, loc="outside upper center", ncols=3, **_LEGEND)
-
-
 def _numbers(checkpoints: Sequence[str]) -> list[int] | None:
     """Return the numbers at the end of the checkpoints' names; None if one is missing, or if they do not grow.
 
@@ -355,21 +325,23 @@ def _label_checkpoints(axes: Axes, checkpoints: Sequence[str], numbers: list[int
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, numbers[-1] if numbers else len(checkpoints))
-    axes.set_xlabel("checkpoint", fontsize=9, **FONT)
+    axes.set_xlabel("checkpoint")
     if numbers:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         thousands = EngFormatter(sep="")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: thousands(number) if number else "base"))
         return
-    names = ["base", *(_end(name, 14) for name in checkpoints)]
+    known = (clean(name, 2000) for name in checkpoints)
+    # long names differ at their end
+    names = ["base", *(name if len(name) <= 14 else f"…{name[-13:].lstrip()}" for name in known)]
     ticks = range(0, len(names), ceil(len(names) / _MOST_CHECKPOINTS))
     slanted: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(ticks, [names[tick] for tick in ticks], fontsize=8, **slanted, **FONT)
+    axes.set_xticks(ticks, [names[tick] for tick in ticks], fontsize=8, **slanted)
 
 
 def _drift_axis(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(title, fontsize=9, loc="left", **FONT)
-    axes.set_ylabel(unit, fontsize=9, **FONT)
+    axes.set_title(title)
+    axes.set_ylabel(unit)
     axes.yaxis.get_offset_text().set_fontsize(8)
     if min(_values_of(axes)) >= 0:
         axes.set_ylim(bottom=0)
@@ -387,8 +359,8 @@ def _depth_bar(figure: Figure, grid: Sequence[Axes], colours: dict[SitePlace, An
     ticks = blocks.spread(dict.fromkeys(blocks.positions, number / 8))
     bar.set_ticks([blocks.positions[place] for place in ticks], labels=[place.label for place in ticks])
     bar.ax.minorticks_off()
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=INK, labelfontfamily=FONT_FAMILY)
-    bar.set_label("block", fontsize=9, **FONT)
+    bar.ax.tick_params(length=0, labelsize=8, labelcolor=INK)
+    bar.set_label("block")
     bar.outline.set_visible(False)
 
 
@@ -429,9 +401,3 @@ def _shortened(text: str, limit: int) -> str:
     name = clean(text, 2000)
     half = (limit - 1) // 2
     return name if len(name) <= limit else f"{name[: limit - 1 - half].rstrip()}…{name[-half:].lstrip()}"
-
-
-def _end(text: str, limit: int) -> str:
-    """Return the end of a long name, where checkpoints differ."""
-    name = clean(text, 2000)
-    return name if len(name) <= limit else f"…{name[1 - limit :].lstrip()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -263,18 +262,16 @@ class _Measurement:
 
     def _calibrations(self, carriers: Mapping[str, Carrier]) -> dict[str, Calibration]:
         """Calibrate for each method; methods with the same number of augmented copies share their statistics."""
-        by_copies: dict[int, Calibration] = {}
-        calibrations, kinds = {}, defaultdict[int, set[Kind]](set)
-        for name, carrier in carriers.items():
-            copies = self.models.copies(carrier.settings, len(self.drawn.samples))
-            if copies not in by_copies:
-                by_copies[copies] = self._calibration(self.watch, carrier.settings, keeps=True)
-            calibrations[name] = by_copies[copies]
-            kinds[copies] |= set(carrier.kinds)
-        for copies, calibration in by_copies.items():
-            if kinds[copies] and calibration.memory_plan(kinds[copies]).passes == 1:
-                calibration.statistics(kinds[copies])
-        return calibrations
+        samples = len(self.drawn.samples)
+        copies = {name: self.models.copies(carrier.settings, samples) for name, carrier in carriers.items()}
+        shared = {}
+        for number in dict.fromkeys(copies.values()):
+            sharing = [carrier for name, carrier in carriers.items() if copies[name] == number]
+            shared[number] = self._calibration(self.watch, sharing[0].settings, keeps=True)
+            kinds = {kind for carrier in sharing for kind in carrier.kinds}
+            if kinds and shared[number].memory_plan(kinds).passes == 1:
+                shared[number].statistics(kinds)
+        return {name: shared[number] for name, number in copies.items()}
 
     def drift(self, checkpoint: FineTune) -> Iterator[Drift]:
         """Measure how far the inputs of the source's sites move from the base to a checkpoint."""
@@ -350,12 +347,10 @@ def _named_by_revision(checkpoint: FineTune, reference: ModelReference) -> FineT
 
 def _with_unique_names(checkpoints: Sequence[FineTune]) -> list[FineTune]:
     """Number checkpoints of the same name: folders may share one, and loaded models have that of their class."""
-    counts: Counter[str] = Counter()
-    unique = []
-    for one in checkpoints:
-        counts[one.name] += 1
-        unique.append(one if counts[one.name] == 1 else replace(one, name=f"{one.name} ({counts[one.name]})"))
-    return unique
+    names = [one.name for one in checkpoints]
+    counts = [names[:end].count(name) for end, name in enumerate(names, start=1)]
+    numbered = zip(checkpoints, counts, strict=True)
+    return [one if count == 1 else replace(one, name=f"{one.name} ({count})") for one, count in numbered]
 
 
 def _memory_groups(pairs: Sequence[SitePair], memory: int) -> list[list[SitePair]]:
@@ -380,4 +375,4 @@ def _parameters(model: Model) -> int:
 def _rows(model: LiveModel, samples: int, paired: int) -> int:
     """Count the tokens of these samples in a model; of texts, those that were paired."""
     tokens = model.layout.tokens
-    return paired if tokens is None else samples * (tokens.prefix + prod(tokens.grid))
+    return paired if tokens is None else samples * tokens.count

@@ -22,7 +22,6 @@ VISION_TASKS = ("eurosat", "gtsrb", "svhn", "resisc45", "dtd", "cars", "mnist", 
 LANGUAGE_TASKS = ("mnli", "qnli", "rte", "qqp", "snli")
 ROUNDING = 0.02
 """Tolerated difference between a printed average and that of its printed cells."""
-_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def task(name: str) -> PaperTask:
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:
-    return tomllib.loads((_HERE / folder / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / folder / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _frozen(content: dict[str, Any]) -> dict[str, Any]:

@@ -41,13 +41,10 @@ class Reproduction:
 
     def measured(self, row: PaperRow) -> dict[str, MeanAndError]:
         """Return the measured numbers of a line by task, in percent."""
-        values = {}
-        for name in self.tasks:
-            comparison = self.comparisons.get((name, row.sampling or self.table.samplings[0]))
-            value = None if comparison is None else _value(comparison, row, self.table)
-            if value is not None:
-                values[name] = value
-        return values
+        sampling = row.sampling or self.table.samplings[0]
+        made = {name: one for (name, drawn_by), one in self.comparisons.items() if drawn_by == sampling}
+        values = {name: _value(made[name], row, self.table) for name in self.tasks if name in made}
+        return {name: value for name, value in values.items() if value is not None}
 
     def measured_average(self, row: PaperRow) -> float | None:
         """Return the average over all tasks; None while one is missing."""
@@ -60,8 +57,7 @@ class Reproduction:
 
     def printed_average(self, row: PaperRow) -> float | None:
         """Return the average of these tasks' cells; tables without cells print averages of all tasks."""
-        cells = self.printed(row)
-        if cells:
+        if cells := self.printed(row):
             return fmean(cells.values())
         return row.average if self.tasks == self.table.tasks else None
 
@@ -71,11 +67,8 @@ class Reproduction:
         head = ["", size, "", *(task(name).title for name in self.tasks), "average"]
         lines, labels = [head], _PROBED if self.table.protocol == PROBE else _LABELS
         for row in self.table.rows:
-            label = (
-                (labels.get(row.method) or method_label(row.method))
-                + (f", {row.sampling}" if row.sampling else "")
-                + self.marks(row)
-            )
+            label = labels.get(row.method) or method_label(row.method)
+            label += (f", {row.sampling}" if row.sampling else "") + self.marks(row)
             sizes = "all" if row.all_data else str(row.n or row.per_class or "")
             values = self.measured(row)
             here = [_number(value.mean, value.std) if (value := values.get(name)) else "-" for name in self.tasks]
@@ -118,12 +111,10 @@ class Reproduction:
 
     def _below(self) -> list[str]:
         lines = ["", *self.notes()] if self.notes() else []
-        measured = self.samples()
-        if measured:
+        if measured := self.samples():
             counts = ", ".join(f"{task(name).title} {count:,}" for name, count in measured.items())
             lines += ["", f"Accuracy in percent; here on so many held-out samples: {counts}."]
-        lines += [f"not measured: {refusal}" for refusal in self.refusals()]
-        return lines
+        return lines + [f"not measured: {refusal}" for refusal in self.refusals()]
 
     def __repr__(self) -> str:
         return f"Reproduction of table {self.table.name} on {', '.join(self.tasks)}"
@@ -172,12 +163,10 @@ def _notes(row: PaperRow) -> list[str]:
 
 def _value(comparison: Comparison, row: PaperRow, table: PaperTable) -> MeanAndError | None:
     """Return the measured number of a line, in percent."""
-    size = (max(table.sizes) if row.all_data else row.n, row.per_class)
+    sizes = ((max(table.sizes) if row.all_data else row.n, row.per_class), (None, None))
     wanted = (row.method, False, False, PROBE if table.protocol == PROBE else None)
     for one in comparison.rows():
-        if (one.method, one.control, one.readout, one.protocol) == wanted and (
-            (one.n, one.per_class) in (size, (None, None))
-        ):
+        if (one.method, one.control, one.readout, one.protocol) == wanted and (one.n, one.per_class) in sizes:
             [value] = one.values.values()
             return MeanAndError(100 * value.mean, None if value.std is None else 100 * value.std, value.seeds)
     return None

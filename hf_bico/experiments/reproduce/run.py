@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.data.draw import open_data
@@ -29,6 +32,7 @@ from hf_bico.models.model import Model
 from hf_bico.porting.lineage import open_source
 from hf_bico.porting.port import port
 from hf_bico.reports.record import read_record
+from hf_bico.runtime.environment import choose_device, exact_float32
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, locked_folder
 from hf_bico.settings import METHODS, PROBE, Settings
@@ -201,6 +205,16 @@ def run_job(
     """Fine-tune missing models, compare on every task, and write the table as it fills."""
     hub, call = Hub(token), {"token": token, "allow_pickle": allow_pickle, "progress": progress}
     comparisons: dict[tuple[str, str], Comparison] = {}
+    reproduction = Reproduction(job.table, job.task_names, comparisons)
+
+    def add(key: tuple[str, str], part: str, more: Comparison) -> None:
+        """Merge comparisons of the same models and data, which may have numbers in common."""
+        known = comparisons.get(key, more)
+        cells = {cell.key: cell for cell in (*known.cells, *more.cells)}
+        refusals, about = (*known.refusals, *more.refusals), more.about or known.about
+        comparisons[key] = replace(more, cells=tuple(cells.values()), refusals=refusals, about=about)
+        shown(part, more)
+
     for model, role in job.given_models():  # a mistyped name is refused before hours of work
         locate(model, role, hub)
     for one in job.tasks:
@@ -213,16 +227,11 @@ def run_job(
             _fine_tune(job, model, one, options)
         for sampling, grid in job.comparisons():
             part = one.title if len(job.table.samplings) == 1 else f"{one.title}, {sampling}"
-
-            def add(comparison: Comparison, key: tuple[str, str] = (one.name, sampling), part: str = part) -> None:
-                known = comparisons.get(key)
-                comparisons[key] = comparison if known is None else _joined(known, comparison)
-                shown(part, comparison)
-
-            for comparison in _compare(job, one, sampling, grid, options, add):
-                add(comparison)
-            Reproduction(job.table, job.task_names, dict(comparisons)).save(job.results)
-    return Reproduction(job.table, job.task_names, dict(comparisons))
+            add_part = partial(add, (one.name, sampling), part)
+            for comparison in _compare(job, one, sampling, grid, options, add_part):
+                add_part(comparison)
+            reproduction.save(job.results)
+    return reproduction
 
 
 def _compare(
@@ -262,13 +271,6 @@ def _compare(
         yield Comparison(str(job.source_of(of)), job.table.target, (), refusals)
 
 
-def _joined(known: Comparison, more: Comparison) -> Comparison:
-    """Merge two comparisons of the same models and data, which may have numbers in common."""
-    cells = {cell.key: cell for cell in (*known.cells, *more.cells)}
-    refusals = tuple(dict.fromkeys((*known.refusals, *more.refusals)))
-    return replace(more, cells=tuple(cells.values()), refusals=refusals, about=more.about or known.about)
-
-
 def _task_options(job: Job, of: PaperTask, settings: Settings, hub: Hub) -> dict[str, Any]:
     """Return the settings for a task, with the class names in the order of this copy of its data set."""
     data = job.data_of(of)
@@ -281,19 +283,16 @@ def _task_options(job: Job, of: PaperTask, settings: Settings, hub: Hub) -> dict
 def _class_names(of: PaperTask, data: str, settings: Settings, hub: Hub) -> tuple[str, ...]:
     unnamed = replace(settings, class_names=None, evaluate=False, n=1)
     own = open_data(data, unnamed, hub, known_names=of.classes).class_names
+    remedy = f"name another copy with --data-of {of.name}=REPO"
     if len(own) != len(of.classes):
-        raise ClassNamesError(
-            f"'{data}' has {len(own)} classes, and the paper's {of.title} has {len(of.classes)}",
-            f"name another copy with --data-of {of.name}=REPO",
-        )
+        cause = f"'{data}' has {len(own)} classes, and the paper's {of.title} has {len(of.classes)}"
+        raise ClassNamesError(cause, remedy)
     ours = {_plain(name): name for name in of.classes}
-    if all(_plain(name) in ours for name in own):
-        return tuple(ours[_plain(name)] for name in own)
-    different = next(name for name in own if _plain(name) not in ours)
-    raise ClassNamesError(
-        f"'{data}' calls a class '{different}', and the paper's {of.title} has no such",
-        f"name another copy with --data-of {of.name}=REPO",
-    )
+    for name in own:
+        if _plain(name) not in ours:
+            cause = f"'{data}' calls a class '{name}', and the paper's {of.title} has no such"
+            raise ClassNamesError(cause, remedy)
+    return tuple(ours[_plain(name)] for name in own)
 
 
 def _plain(name: str) -> str:
@@ -342,24 +341,18 @@ def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
                 f"'{folder}' holds no fine-tuned model of this tool's", "choose another folder with -o"
             )
         recipe = (training.learning_rate, training.weight_decay, training.steps, training.batch, training.warmup)
-        requested = tuple(getattr(settings, name) for name in RECIPE_SETTINGS)
-        if data.id != _data_name(job.data_of(of)):
+        reference = parse(job.data_of(of), "the data set", files=True)
+        if data.id != (reference.resolve().name if isinstance(reference, Path) else reference.id):
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned on '{data.id}', not on '{job.data_of(of)}'",
                 "name the same data, or choose another folder with -o",
             )
-        if recipe != requested:
+        if recipe != tuple(getattr(settings, name) for name in RECIPE_SETTINGS):
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned by another recipe ({training.steps} steps at "
                 f"{training.learning_rate:g}, {training.batch} samples each)",
                 "give the same recipe, or choose another folder with -o",
             )
-
-
-def _data_name(data: str) -> str:
-    """Return the name of a data set in a record: its Hub id, or the name of its folder."""
-    reference = parse(data, "the data set", files=True)
-    return reference.resolve().name if isinstance(reference, Path) else reference.id
 
 
 EFFICIENCY = 0.3
@@ -389,10 +382,9 @@ class Estimate:
         known = [size for size in self.data.values() if size is not None]
         unknown = [name for name, size in self.data.items() if size is None]
         more = f", and {', '.join(unknown)}, whose size is not known" if unknown else ""
-        trainings = [f"Fine-tunes first: {', '.join(self.trainings)}."] if self.trainings else []
         return [
             f"Downloads: models {size_text(sum(self.models.values()))}, data {size_text(sum(known))}{more}.",
-            *trainings,
+            *([f"Fine-tunes first: {', '.join(self.trainings)}."] if self.trainings else []),
             f"Measures up to {self.numbers} numbers.",
             f"About {_duration(self.seconds)}: {sum(self.operations.values()):.1e} operations, at {self.speed:.1e} a "
             f"second ({EFFICIENCY:.0%} of what this device does in a plain product of matrices).",
@@ -414,7 +406,7 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     }
     for name, role in job.given_models():
         files = locate(name, role, hub)
-        tuned = open_source(name, files, source.family.library, hub, allow_pickle)
+        tuned = open_source(files, source.family.library, hub, allow_pickle)
         downloads.setdefault(tuned.name, files.to_download(tuned.needed(beside=False)))
     trainings = {one.name: job.trainings(one) for one in job.tasks}
     data = {one.title: _data_bytes(job, one, hub, bool(trainings[one.name])) for one in job.tasks}
@@ -424,27 +416,24 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
         len(rows) - (rows.count("target fine-tuned") if job.target_of(one) is None else 0) for one in job.tasks
     )
     cost = {job.table.source: _products_per_sample(source), job.table.target: _products_per_sample(target)}
+    classes = sum(len(one.classes) if job.table.is_per_class else 1 for one in job.tasks)
+    samples = seeds * len(job.table.samplings) * sum(job.table.sizes) * classes
     steps = settings.train_steps * settings.train_batch
     operations = {
         "fine-tuning": float(
             sum((FORWARD + BACKWARD) * cost[model] * steps for models in trainings.values() for model in models)
         ),
-        "calibration": float(_calibration_samples(job, seeds) * (FORWARD + BACKWARD) * sum(cost.values())),
+        "calibration": float(samples * (FORWARD + BACKWARD) * sum(cost.values())),
         "measuring": float(cells * settings.eval_samples * FORWARD * max(cost.values())),
     }
     named = [f"{Path(model).name} on {one.title}" for one in job.tasks for model in trainings[one.name]]
     return Estimate(downloads, data, named, cells, operations, EFFICIENCY * _speed(settings))
 
 
-def _calibration_samples(job: Job, seeds: int) -> int:
-    classes = [len(one.classes) if job.table.is_per_class else 1 for one in job.tasks]
-    return seeds * len(job.table.samplings) * sum(job.table.sizes) * sum(classes)
-
-
 def _products_per_sample(model: Model) -> int:
     """Count the products of weights and activations in a forward pass of one sample: FORWARD operations each."""
     tokens = model.layout.tokens
-    rows = TEXT_TOKENS if tokens is None else tokens.prefix + prod(tokens.grid)
+    rows = TEXT_TOKENS if tokens is None else tokens.count
     return rows * sum(prod(site.shape) for site in model.layout.main_sites)
 
 
@@ -454,21 +443,16 @@ def _data_bytes(job: Job, of: PaperTask, hub: Hub, whole: bool) -> int | None:
     if isinstance(reference, Path):
         return 0
     repo = hub.repo(reference, "the data set", "dataset")
-    config = of.config or ""
-    split = [name for name in repo.files if config in name and of.split in name]
-    measured = [name for name in repo.files if config in name and of.measured_on in name]
-    if not split or not measured:
+    named = [name for name in repo.files if (of.config or "") in name]
+    files = [[name for name in named if split in name] for split in (of.split, of.measured_on)]
+    if not all(files):
         return None
-    sizes = [repo.to_download(names) for names in (split, measured)]
-    return (sizes[0] if whole else min(sizes[0], SAMPLED_BYTES)) + min(sizes[1], SAMPLED_BYTES)
+    training, measured = map(repo.to_download, files)
+    return (training if whole else min(training, SAMPLED_BYTES)) + min(measured, SAMPLED_BYTES)
 
 
 def _speed(settings: Settings) -> float:
     """Time products of float32 matrices on this device, in operations per second."""
-    import torch
-
-    from hf_bico.runtime.environment import choose_device, exact_float32
-
     device = choose_device(settings.device)
     size = 4096 if device.type == "cuda" else 512
     matrix = torch.rand(size, size, device=device)

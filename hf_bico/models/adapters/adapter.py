@@ -6,18 +6,19 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.errors import AdapterError, BaseMismatchError, PickledWeightsError
 from hf_bico.hub.client import RepoFiles
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
-from hf_bico.models.adapters.config import LORA, AdapterConfig, parse_adapter_config, read_adapter_config
+from hf_bico.models.adapters.config import LORA, PEFT_PREFIX, AdapterConfig, parse_adapter_config, read_adapter_config
 from hf_bico.models.adapters.lora import AdapterChanges, changes_of
-from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles
+from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles, convert
 from hf_bico.models.model import Model, OpenedRepo, open_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from hf_bico.models.deltas import Deltas
 
@@ -42,7 +43,9 @@ class Adapter(OpenedRepo):
                     f"'{place.name}' holds only pickled weights ({ADAPTER_PICKLE}), which can run code when loaded",
                     "--allow-pickle loads tensors and nothing else from them; or save the adapter again as safetensors",
                 )
-            place = _without_pickles(place)
+            place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])
+            folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, "README.md"])
+            place = replace(place, folder=folder, sizes={file.name: file.stat().st_size for file in folder.iterdir()})
             notice = f"The weights of {place.name} are pickled: tensors alone were read from {ADAPTER_PICKLE}."
         weights = WeightFiles((ADAPTER_FILE,))
         return cls(
@@ -80,7 +83,7 @@ class Adapter(OpenedRepo):
     @property
     def library(self) -> str:
         """The library of its base, for repos that have the base in two layouts."""
-        names = (name.removeprefix("base_model.model.") for name in self.checkpoint.shapes)
+        names = (name.removeprefix(PEFT_PREFIX) for name in self.checkpoint.shapes)
         return "open_clip" if any(".resblocks." in f".{name}" for name in names) else "transformers"
 
     def changes(self, base: Model) -> AdapterChanges | None:
@@ -88,41 +91,32 @@ class Adapter(OpenedRepo):
         if not self.low_rank:
             return None
         own = base.layout.own_names
+        read = partial(changes_of, self.checkpoint, self.config, called=self.name)
         try:
-            changes = changes_of(self.checkpoint, self.config, base.as_loaded, self.name, base.is_transposed)
+            changes = read(base.as_loaded, is_transposed=base.is_transposed)
         except BaseMismatchError:
             if not own:
                 raise
             # trained with a release of transformers that named its layers as the base's files do
-            return changes_of(
-                self.checkpoint,
-                self.config,
-                base.checkpoint,
-                self.name,
-                lambda tensor: base.is_transposed(own.get(tensor, tensor)),
-            )
+            return read(base.checkpoint, is_transposed=lambda tensor: base.is_transposed(own.get(tensor, tensor)))
         return replace(changes, base=base.checkpoint, names=_as_stored(changes.names, base))
 
     def deltas(self, base: Model) -> Deltas:
         """Return the changes of the base: as factors for a LoRA, otherwise as peft computes them."""
+        import torch
+
+        from hf_bico.models.adapters.other_types import by_base_names, changes_by_peft
         from hf_bico.models.deltas import Deltas
 
         changes = self.changes(base)
         if changes is not None:
             return Deltas(changes, changes.overlap)
-        return Deltas(self._by_peft(base))
-
-    def _by_peft(self, base: Model) -> dict[str, Tensor]:
-        import torch
-
-        from hf_bico.models.adapters.other_types import by_base_names, changes_by_peft
-
         if self.folder is None:
             raise AdapterError(f"'{self.name}' is not a folder", "save the adapter first")
         live = base.load(torch.device("cpu"), torch.float32)
         module = live.module if base.folder is not None else copy.deepcopy(live.module)
-        changes = changes_by_peft(self.folder, self.checkpoint, self.config, module, self.name)
-        return _as_stored(by_base_names(changes, base.as_loaded), base)
+        computed = changes_by_peft(self.folder, self.checkpoint, self.config, module, self.name)
+        return Deltas(_as_stored(by_base_names(computed, base.as_loaded), base))
 
 
 def _require_plain(model: Any, name: str) -> None:
@@ -130,11 +124,10 @@ def _require_plain(model: Any, name: str) -> None:
     active = list(model.active_adapters)
     scaled = (layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict))
     layers = [layer for layer in scaled if active and active[0] in layer.scaling]
+    marks = [getattr(layer, mark, False) for layer in layers for mark in ("merged", "disable_adapters")]
     reasons = {
         f"has {len(active)} active adapters": len(active) != 1,
-        "has its adapter merged, or switched off": any(
-            getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False) for layer in layers
-        ),
+        "has its adapter merged, or switched off": any(marks),
         "has its adapter rescaled": any(_is_rescaled(layer, active[0]) for layer in layers),
     }
     for reason, true in reasons.items():
@@ -159,11 +152,3 @@ def _as_stored(changes: Mapping[str, Found], base: Model) -> dict[str, Found]:
 def is_peft_model(module: object) -> bool:
     """Tell whether a loaded model contains an adapter, without importing peft."""
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
-
-
-def _without_pickles(place: RepoFiles) -> RepoFiles:
-    from hf_bico.models.checkpoints import convert
-
-    place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])
-    folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, "README.md"])
-    return replace(place, folder=folder, sizes={file.name: file.stat().st_size for file in folder.iterdir()})

@@ -18,6 +18,7 @@ from hf_bico.models.sandbox import Sandbox
 from hf_bico.utils.files import read_object
 
 LORA = "LORA"
+PEFT_PREFIX = "base_model.model."
 BY_PEFT = (
     *("ADALORA", "LOHA", "LOKR", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "VBLORA", "RANDLORA", "SHIRA", "C3A"),
     *("GRALORA", "DELORA"),
@@ -72,10 +73,15 @@ def read_adapter_config(folder: Path, name: str) -> AdapterConfig:
 def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     """Parse an adapter's configuration; refuse by name what cannot be read exactly."""
     kind = raw.get("peft_type")
+    if not isinstance(kind, str):
+        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' says no peft_type", "save the adapter again with peft")
+    called = f"'{name}' is an adapter of the type {kind}"
+    if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
+        raise UnsupportedAdapterError(f"{called}, which changes no weights", "train a LoRA instead")
     if kind in BY_PEFT:
-        return AdapterConfig(str(kind), base_class=_base_class(raw), raw=raw)
+        return AdapterConfig(kind, base_class=_base_class(raw), raw=raw)
     if kind != LORA:
-        raise _refusal(kind, name)
+        raise UnsupportedAdapterError(f"{called}, which is no sum of weights", MERGE)
     _require_known(raw, name)
     try:
         return AdapterConfig(
@@ -92,16 +98,6 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' is not that of a LoRA: {error}", "save it again") from error
-
-
-def _refusal(kind: Any, name: str) -> AdapterError:
-    if not isinstance(kind, str):
-        return AdapterError(f"{ADAPTER_CONFIG} of '{name}' says no peft_type", "save the adapter again with peft")
-    if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
-        return UnsupportedAdapterError(
-            f"'{name}' is an adapter of the type {kind}, which changes no weights", "train a LoRA instead"
-        )
-    return UnsupportedAdapterError(f"'{name}' is an adapter of the type {kind}, which is no sum of weights", MERGE)
 
 
 def _require_known(raw: Mapping[str, Any], name: str) -> None:
@@ -175,17 +171,14 @@ def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> 
 
 def _expressions(raw: Mapping[str, Any]) -> list[str]:
     """List what peft, or this tool after it, matches with names; without names that are no expressions."""
-    bare = [text for name in ("target_modules", "exclude_modules") for text in _texts(raw.get(name), lists=False)]
     layers = _texts(raw.get("layers_pattern"))
-    saved = _texts(raw.get("modules_to_save"))
-    patterns = [key for name in ("rank_pattern", "alpha_pattern") for key in _texts(raw.get(name))]
     return [
-        *bare,
+        *(text for name in ("target_modules", "exclude_modules") for text in _texts(raw.get(name), lists=False)),
         *(rf"(?:^|.*\.){text}\.(\d+)\." for text in layers),
         *(rf"(?:^|.*?\.){text}\.(\d+)\." for text in layers),
         *(rf".*\.{text}\.(\d+)\." for text in layers),
-        *(rf"(^|.*\.){text}($|\..*)" for text in saved),
-        *(rf"(.*\.)?({text})$" for text in patterns),
+        *(rf"(^|.*\.){text}($|\..*)" for text in _texts(raw.get("modules_to_save"))),
+        *(rf"(.*\.)?({text})$" for name in ("rank_pattern", "alpha_pattern") for text in _texts(raw.get(name))),
     ]
 
 

@@ -20,9 +20,9 @@ from hf_bico.errors import (
 )
 from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
 from hf_bico.models.adapters.lora_names import (
+    OTHER_BASE,
     AdapterKeys,
     LoraKeys,
-    Target,
     parameters_of,
     places_of,
     read_keys,
@@ -109,19 +109,15 @@ class AdapterChanges(LazyMapping["Change"]):
     adapter: Checkpoint
     base: Checkpoint
     names: dict[str, Entry]
-    extra: tuple[str, ...]
-    """Tensors that the base lacks, such as a new head."""
+    overlap: Overlap
+    """Its `extra` are tensors that the base lacks, such as a new head."""
     called: str
     _finite: set[str] = field(default_factory=set)
-
-    @property
-    def overlap(self) -> Overlap:
-        return Overlap(extra=self.extra)
 
     def __getitem__(self, name: str) -> Change:
         change = self.names[name].read(self.adapter, self.base, name)
         if name not in self._finite:
-            _require_finite(change, name, self.called)
+            require_finite(change, name, self.called)
             self._finite.add(name)
         return change
 
@@ -151,19 +147,18 @@ def changes_of(
     for module, layers in keys.lora.items():
         entries |= lora.entries(module, places[module], layers)
     require_targeted(keys.lora, config.raw, called)
-    whole = {name: places[name] for name in keys.whole if name in places}
-    resized_head = reinitialised_head(
-        whole, {name: adapter.shapes[key] for name, key in keys.whole.items()}, base.shapes
-    )
-    for name, key in keys.whole.items():
-        if name in places and name not in resized_head:
-            _require_shape(called, places[name], adapter.shapes[key], base.shapes.get(places[name]))
-            own = entries.get(places[name])
-            entries[places[name]] = Beside(own, Whole(key)) if isinstance(own, Product | Bias) else Whole(key)
+    shapes = {name: adapter.shapes[key] for name, key in keys.whole.items()}
+    replaced = {name: places[name] for name in keys.whole if name in places}
+    resized_head = reinitialised_head(replaced, shapes, base.shapes)
+    for name, place in replaced.items():
+        if name not in resized_head:
+            _require_shape(called, place, shapes[name], base.shapes.get(place))
+            own, whole = entries.get(place), Whole(keys.whole[name])
+            entries[place] = Beside(own, whole) if isinstance(own, Product | Bias) else whole
     extra = [name for name in keys.whole if name not in places or name in resized_head]
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
-    return AdapterChanges(adapter, base, dict(sorted(entries.items())), tuple(extra), called)
+    return AdapterChanges(adapter, base, dict(sorted(entries.items())), Overlap(extra=tuple(extra)), called)
 
 
 def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
@@ -177,12 +172,10 @@ def require_floats(adapter: Checkpoint, called: str, counting: str | None = None
 
 
 def _refuse_ignored(keys: AdapterKeys, config: AdapterConfig, called: str) -> None:
-    """Refuse a tensor of a layer with factors which peft reads only under its wrapper's name.
-
-    Old releases wrote biases without the wrapper's name, and meant them.
-    """
+    """Refuse a tensor of a layer with factors which peft reads only under its wrapper's name."""
     for name, key in keys.whole.items():
         owner, _, parameter = name.rpartition(".")
+        # old releases wrote biases without the wrapper's name, and meant them
         meant = parameter == "bias" and config.raw.get("bias", "none") != "none"
         if owner in keys.lora and "base_layer" not in key.split(".") and not meant:
             raise AdapterError(
@@ -218,20 +211,17 @@ class _Lora:
         targets = tensors_of(module, place, layers, self.adapter, self.base, self.config.target_parameters, self.called)
         for layer, target in zip(layers, targets, strict=True):
             scaling = self._scaling(target.pattern_name, self.adapter[layer.a][0])
-            found[target.tensor] = self._product(layer, target, scaling)
+            # the weight of an embedding is the transposed product, that of a parameter never
+            transposed = layer.embedding or (not target.parameter and self.is_transposed(target.tensor))
+            product = (self.adapter[layer.b][0], *self.adapter[layer.a][1:])
+            shape = tuple(product[::-1] if transposed else product)
+            _require_shape(self.called, target.tensor, shape, self.base[target.tensor])
+            found[target.tensor] = Product(layer, scaling, transposed, shape)
             if layer.b_bias is not None and self.config.lora_bias:
                 bias = f"{place}.bias"
                 _require_shape(self.called, bias, self.adapter[layer.b_bias], self.base.get(bias))
                 found[bias] = Bias(layer.b_bias, scaling)
         return found
-
-    def _product(self, layer: LoraKeys, target: Target, scaling: float) -> Product:
-        # the weight of an embedding is the transposed product, that of a parameter never
-        transposed = layer.embedding or (not target.parameter and self.is_transposed(target.tensor))
-        product = (self.adapter[layer.b][0], *self.adapter[layer.a][1:])
-        shape = tuple(product[::-1] if transposed else product)
-        _require_shape(self.called, target.tensor, shape, self.base[target.tensor])
-        return Product(layer, scaling, transposed, shape)
 
     def _scaling(self, name: str, rank: int) -> float:
         """Return alpha over the rank, or over its root; the configured rank must be that of the tensors."""
@@ -256,18 +246,13 @@ class _Lora:
 
 def _require_shape(called: str, name: str, have: tuple[int, ...], want: tuple[int, ...] | None) -> None:
     if want is None:
-        raise BaseMismatchError(
-            f"'{called}' changes '{name}', which its base lacks",
-            "name the model that the adapter was trained on with --base",
-        )
+        raise BaseMismatchError(f"'{called}' changes '{name}', which its base lacks", OTHER_BASE)
     if tuple(have) != tuple(want):
-        raise BaseMismatchError(
-            f"'{name}' is {tuple(have)} in '{called}' and {tuple(want)} in its base",
-            "name the model that the adapter was trained on with --base",
-        )
+        raise BaseMismatchError(f"'{name}' is {tuple(have)} in '{called}' and {tuple(want)} in its base", OTHER_BASE)
 
 
-def _require_finite(change: Change, name: str, called: str) -> None:
+def require_finite(change: Change, name: str, called: str) -> None:
+    """Refuse a change with NaN or infinite values."""
     from hf_bico.models.low_rank import is_finite
 
     if not is_finite(change):

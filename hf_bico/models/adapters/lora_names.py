@@ -7,13 +7,13 @@ are silently ignored by peft, and refused here. Works on names and shapes; no to
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from hf_bico.errors import AdapterError, BaseMismatchError, UnsupportedAdapterError
-from hf_bico.models.adapters.config import MERGE
+from hf_bico.models.adapters.config import MERGE, PEFT_PREFIX
 from hf_bico.models.families.base import Shapes
 from hf_bico.models.name_matching import align_names
 
@@ -58,7 +58,7 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
     copies: dict[str, str] = {}
     adapters: set[str] = set()
     for name in sorted(names):
-        own = name.removeprefix("base_model.model.")
+        own = name.removeprefix(PEFT_PREFIX)
         lora, saved = _LORA.fullmatch(own) or _EMBEDDING.fullmatch(own), _SAVED.fullmatch(own)
         match = lora or saved
         if match is not None and match["adapter"]:
@@ -66,7 +66,10 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
         if len(adapters) > 1:
             raise AdapterError(f"'{called}' holds several adapters: {', '.join(sorted(adapters))}", "save them apart")
         if lora is not None:
-            _sort(layers.setdefault(lora["module"], LoraKeys()), lora, name, called)
+            layer = layers.setdefault(lora["module"], LoraKeys())
+            layer.embedding = lora["part"].startswith("lora_embedding")
+            bias = not layer.embedding and lora["kind"] == "bias"
+            _set(vars(layer), lora["part"][-1].lower() + ("_bias" if bias else ""), name, called)
         elif saved is not None:
             # with bias="all" peft writes a bias that is saved whole a second time, without the adapter's name
             whole = found.whole if saved["adapter"] else copies
@@ -85,13 +88,6 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
     return found
 
 
-def _sort(layer: LoraKeys, match: re.Match[str], name: str, called: str) -> None:
-    part = match["part"]
-    layer.embedding = part.startswith("lora_embedding")
-    bias = not layer.embedding and match["kind"] == "bias"
-    _set(vars(layer), part[-1].lower() + ("_bias" if bias else ""), name, called)
-
-
 def _set(found: dict[str, str], place: str, name: str, called: str) -> None:
     """Note the name of a tensor in the file; refuse a second one."""
     if found.get(place):
@@ -108,7 +104,7 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def parameters_of(module: str, targets: Collection[str]) -> list[str]:
+def parameters_of(module: str, targets: Iterable[str]) -> list[str]:
     """Return the full names of a module's own parameters that are among `target_parameters`.
 
     peft takes a target for every parameter whose name equals it, or ends with it after a dot.
@@ -116,21 +112,14 @@ def parameters_of(module: str, targets: Collection[str]) -> list[str]:
     >>> parameters_of("visual", ["proj", "attn.in_proj_weight"])
     ['visual.proj']
     """
-    found = []
-    for target in targets:
-        path, _, parameter = target.rpartition(".")
-        if not path or path == module or module.endswith(f".{path}"):
-            found.append(f"{module}.{parameter}")
-    return list(dict.fromkeys(found))
+    split = (target.rpartition(".") for target in targets)
+    names = (name for path, _, name in split if not path or f".{module}".endswith(f".{path}"))
+    return list(dict.fromkeys(f"{module}.{name}" for name in names))
 
 
 # a part of the tower's prefix, by a word in the name of its class
 _TOWERS = {"vision": "vis", "text": "text", "audio": "audio"}
-_OTHER_BASE = "name the model that the adapter was trained on with --base"
-_TWICE = (
-    "changes '{}' of a packed attention through peft's nn.MultiheadAttention, which applies the change of out_proj "
-    "twice, or not at all before it is merged"
-)
+OTHER_BASE = "name the model that the adapter was trained on with --base"
 
 
 def product_shape(layer: LoraKeys, shapes: Shapes) -> tuple[int, int]:
@@ -146,7 +135,8 @@ def fits(product: tuple[int, int], tensor: tuple[int, ...]) -> bool:
 def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str, called: str) -> dict[str, str]:
     """Find the name in the base of every module with LoRA layers, and of every replaced tensor that exists there."""
     names = [*keys.lora, *keys.whole]
-    known = {*base, *(path for name in base for path in _parents(name))}
+    # tensors, and the modules that contain them
+    known = {*base, *(name[:index] for name in base for index, letter in enumerate(name) if letter == ".")}
     fitting = _fitting(keys, adapter, base, known, trained_on)
     try:
         # the adapter of a bare tower, in a model with several; otherwise the prefix with most matches
@@ -161,42 +151,30 @@ def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str,
     if unmatched:
         raise BaseMismatchError(
             f"'{called}' changes '{unmatched[0]}' ({len(unmatched)} of {len(keys.lora)} layers), which its base lacks",
-            _OTHER_BASE,
+            OTHER_BASE,
         )
     return places
 
 
-def _parents(name: str) -> Iterable[str]:
-    """Yield the modules that contain a tensor."""
-    return (name[:index] for index, letter in enumerate(name) if letter == ".")
-
-
 def _fitting(keys: AdapterKeys, adapter: Shapes, base: Shapes, known: set[str], trained_on: str) -> list[str]:
-    """Return the prefixes under which every layer fits a tensor of the base.
-
-    If there are several, the class of the model that it was trained on decides, or else names that match without a
-    prefix.
-    """
+    """Return the prefixes under which every layer fits a tensor of the base."""
     first = next(iter(keys.lora), None)
     options = [] if first is None else [name[: -len(first)] for name in known if f".{name}".endswith(f".{first}")]
     owned: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in base.items():
         owned.setdefault(name.rpartition(".")[0], []).append(shape)
-    fitting = [prefix for prefix in sorted(options) if _all_fit(prefix, keys, adapter, owned)]
+    products = [(module, product_shape(layer, adapter)) for module, layers in keys.lora.items() for layer in layers]
+    fitting = [
+        prefix
+        for prefix in sorted(options)
+        if all(any(fits(product, shape) for shape in owned.get(prefix + module, ())) for module, product in products)
+    ]
     if len(fitting) < 2:
         return fitting
+    # the class of the model that it was trained on decides, or else names that match without a prefix
     marks = [mark for word, mark in _TOWERS.items() if word in trained_on.lower()]
-    return [prefix for prefix in fitting if any(mark in prefix.lower() for mark in marks)] or [
-        prefix for prefix in fitting if not prefix
-    ]
-
-
-def _all_fit(prefix: str, keys: AdapterKeys, adapter: Shapes, owned: Mapping[str, list[tuple[int, ...]]]) -> bool:
-    return all(
-        any(fits(product_shape(layer, adapter), shape) for shape in owned.get(prefix + module, ()))
-        for module, layers in keys.lora.items()
-        for layer in layers
-    )
+    marked = [prefix for prefix in fitting if any(mark in prefix.lower() for mark in marks)]
+    return marked or [prefix for prefix in fitting if not prefix]
 
 
 @dataclass(frozen=True)
@@ -214,13 +192,18 @@ def tensors_of(
     module: str, place: str, layers: list[LoraKeys], adapter: Shapes, base: Shapes, targets: Iterable[str], called: str
 ) -> list[Target]:
     """Return what each layer of a module changes."""
-    parameters = {name: place + name[len(module) :] for name in parameters_of(module, list(targets))}
+    parameters = {name: place + name[len(module) :] for name in parameters_of(module, targets)}
     candidates = [Target(tensor, name, True) for name, tensor in parameters.items() if tensor in base]
-    if not candidates or place.endswith(".out_proj"):
-        _refuse_packed_attention(place, base, called)
+    packed = f"{place.removesuffix('.out_proj')}.in_proj_weight" in base
+    if packed and (not candidates or place.endswith(".out_proj")):
+        raise UnsupportedAdapterError(
+            f"'{called}' changes '{place}' of a packed attention through peft's nn.MultiheadAttention, which applies "
+            "the change of out_proj twice, or not at all before it is merged",
+            MERGE,
+        )
     if not candidates:
         if len(layers) > 1 or f"{place}.weight" not in base:
-            raise BaseMismatchError(f"'{called}' changes '{place}.weight', which its base lacks", _OTHER_BASE)
+            raise BaseMismatchError(f"'{called}' changes '{place}.weight', which its base lacks", OTHER_BASE)
         return [Target(f"{place}.weight", module)]
     found: list[Target] = []
     for layer in layers:
@@ -231,14 +214,6 @@ def tensors_of(
             )
         found += matching
     return found
-
-
-def _refuse_packed_attention(place: str, base: Shapes, called: str) -> None:
-    if f"{place.removesuffix('.out_proj')}.in_proj_weight" in base:
-        raise UnsupportedAdapterError(f"'{called}' {_TWICE.format(place)}", MERGE)
-
-
-_EVERY_LINEAR = "all-linear"
 
 
 def require_targeted(modules: Iterable[str], raw: Mapping[str, Any], called: str) -> None:
@@ -260,7 +235,7 @@ def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
     if parameters_of(module, [str(target) for target in raw.get("target_parameters") or ()]):
         return True
     targets = raw.get("target_modules")
-    if targets is None or (isinstance(targets, str) and targets.lower() == _EVERY_LINEAR):
+    if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
         return True  # old files have no targets, and names do not show which layers are linear
     if raw.get("exclude_modules") and _matches(module, raw["exclude_modules"]):
         return False

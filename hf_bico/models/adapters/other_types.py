@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_bico.errors import AdapterError, BicoError, NonFiniteWeightsError, UnsupportedAdapterError
-from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
-from hf_bico.models.adapters.lora import require_floats
+from hf_bico.errors import AdapterError, UnsupportedAdapterError
+from hf_bico.models.adapters.config import MERGE, PEFT_PREFIX, AdapterConfig, require_quick
+from hf_bico.models.adapters.lora import require_finite, require_floats
 from hf_bico.models.adapters.lora_names import without_wrappers
 from hf_bico.models.checkpoints import LIBRARY_ERRORS, Checkpoint
 from hf_bico.models.name_matching import align_names
@@ -23,17 +23,15 @@ _MOST = 2**17
 _NO_SIZE = re.compile("seed|key|version")
 _INDICES = "_indices"
 """The end of the names of SHiRA's tensors that hold positions in a weight."""
-_PREFIX = "base_model.model."
 _REFUSALS = (*LIBRARY_ERRORS, re.error)
 
 
 def changes_by_peft(
     folder: Path, adapter: Checkpoint, config: AdapterConfig, module: nn.Module, called: str
 ) -> dict[str, Tensor]:
-    """Compute the dense change of every weight, by the module's own names.
+    """Compute the dense change of every weight by its name in `module`, a copy of the base that may be changed."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    `module` is a copy of the base that may be changed.
-    """
     require_floats(adapter, called, counting=_INDICES)
     require_quick(config.raw, [name for name, _ in module.named_modules()], called)
     _require_small(config, adapter, called)
@@ -42,21 +40,22 @@ def changes_by_peft(
     model = _loaded(folder, tensors, module, config, called)
     changes: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, layer in _layers(model):
-            _refuse_packed_attention(model.base_model.model, name, called)
+        for name, layer in list(model.base_model.model.named_modules()):
+            if not isinstance(layer, BaseTunerLayer):
+                continue
+            if isinstance(model.base_model.model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+                raise UnsupportedAdapterError(
+                    f"'{called}' changes '{name}' of a packed attention, which has no effect before it is merged", MERGE
+                )
             delta = _delta(layer, config, called)
             place = f"{without_wrappers(name)}.weight"
             if place not in before or before[place].shape != delta.shape:
                 raise UnsupportedAdapterError(f"'{called}' ({config.kind}) changes '{name}' by no plain sum", MERGE)
             changes[place] = delta.float()
-    whole = {without_wrappers(name.removeprefix(_PREFIX)): value for name, value in tensors.items()}
+    whole = {without_wrappers(name.removeprefix(PEFT_PREFIX)): value for name, value in tensors.items()}
     changes |= {name: value.float() - before[name].float() for name, value in whole.items() if name in before}
     for name, change in changes.items():
-        if not bool(torch.isfinite(change).all()):
-            raise NonFiniteWeightsError(
-                f"what '{called}' changes of '{name}' holds NaN or infinite values",
-                "use a checkpoint from before training diverged",
-            )
+        require_finite(change, name, called)
     return changes
 
 
@@ -76,6 +75,7 @@ def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config:
     import peft
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
+    remedy = "name the model that it was trained on with --base, or " + MERGE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is checked below
@@ -85,19 +85,11 @@ def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config:
             model = peft.PeftModel(module, settings)
             set_peft_model_state_dict(model, dict(tensors))
             read = get_peft_model_state_dict(model, save_embedding_layers=False)
-    except BicoError:
-        raise
     except _REFUSALS as error:
-        raise AdapterError(
-            f"peft cannot read '{called}' ({config.kind}) over its base: {error}",
-            "name the model that it was trained on with --base, or " + MERGE,
-        ) from error
+        raise AdapterError(f"peft cannot read '{called}' ({config.kind}) over its base: {error}", remedy) from error
     lost = [name for name in tensors if name not in read] + [name for name in read if name not in tensors]
     if lost:
-        raise AdapterError(
-            f"'{lost[0]}' of '{called}' ({config.kind}) does not fit the layers of its base",
-            "name the model that it was trained on with --base, or " + MERGE,
-        )
+        raise AdapterError(f"'{lost[0]}' of '{called}' ({config.kind}) does not fit the layers of its base", remedy)
     return model
 
 
@@ -106,20 +98,6 @@ def _require_known(settings: Any, config: AdapterConfig, called: str) -> None:
     for name, value in config.raw.items():
         if not hasattr(settings, name) and value not in (None, False, [], {}, ""):
             raise UnsupportedAdapterError(f"'{called}' ({config.kind}) has '{name}', which is not known here", MERGE)
-
-
-def _layers(model: Any) -> list[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    found = [(name, module) for name, module in model.base_model.model.named_modules()]
-    return [(name, module) for name, module in found if isinstance(module, BaseTunerLayer)]
-
-
-def _refuse_packed_attention(model: nn.Module, name: str, called: str) -> None:
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-        raise UnsupportedAdapterError(
-            f"'{called}' changes '{name}' of a packed attention, which has no effect before it is merged", MERGE
-        )
 
 
 def _delta(layer: Any, config: AdapterConfig, called: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hf_bico.errors import AdapterError, EmptyTaskVectorError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.models.adapters.config import PEFT_PREFIX
 from hf_bico.models.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
 from hf_bico.models.deltas import Deltas, add_delta
 from hf_bico.models.low_rank import Change, Factors, energy, is_zero, total, truncated
@@ -113,13 +114,11 @@ def find_routes(model: nn.Module, changed: Iterable[str], sites: Collection[str]
     places = align_names(changed, model.state_dict())
     # tensors that the library joins or splits when it loads the model
     joined = [name for name in changed if name not in places]
-    routes = Routes(origin={**{place: name for name, place in places.items()}, **{name: name for name in joined}})
-    routes.left += joined
-    routes.joined = joined
+    origin = {**{place: name for name, place in places.items()}, **{name: name for name in joined}}
+    routes = Routes(left=[*joined], joined=joined, origin=origin, whole=_heads(model, modules))
     wanted = {places[name] for name in sites if name in places}
     # peft would change a tied tensor in one place only, or untie the two
     tied = {name.rpartition(".")[0] for name in tied_names(model)}
-    routes.whole = _heads(model, modules)
     heads = tuple(f"{head}." for head in routes.whole)
     attention: dict[str, list[str]] = {}
     for name in places.values():
@@ -168,14 +167,11 @@ def _packed_attention(owner: str, modules: Mapping[str, nn.Module]) -> str | Non
 
 
 def _choose_bias(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
-    """Use `lora_bias` if every LoRA layer has a bias, as peft demands.
-
-    Layers without one outside the blocks are saved whole instead; inside the blocks that would be most of the model, so
-    the biases are replaced.
-    """
+    """Use `lora_bias`, for which every LoRA layer must have a bias; save those without one whole."""
     if not any(f"{module}.bias" in routes.origin for module in routes.lora):
         return
     without = [module for module in routes.lora if modules[module].bias is None]
+    # inside the blocks, saving them whole would be most of the model: the biases are replaced
     if any(part.isdigit() for module in without for part in module.split(".")):
         routes.bias = "replaced"
         return
@@ -234,7 +230,6 @@ def _require_target(routes: Routes, modules: Mapping[str, nn.Module]) -> None:
     routes.lora[name] = _is_transposed(modules[name])
 
 
-_PREFIX = "base_model.model."
 _NOISE = 1e-13
 """A lower share of energy is rounding error."""
 
@@ -247,7 +242,6 @@ class Fitted:
     """The changes that peft will add, by the names of the loaded model."""
     routes: Routes
     vector: Deltas
-    """The task vector itself."""
 
     def __repr__(self) -> str:
         return f"{len(self.changes)} of {len(self.vector)} tensors, {self.energy_kept:.2%} of the energy kept"
@@ -255,7 +249,10 @@ class Fitted:
     @cached_property
     def kept(self) -> dict[str, float]:
         """The share of each tensor's energy that the adapter holds."""
-        return {name: kept_of(change, self._held_change(name)) for name, change in self.vector.changes()}
+        return {
+            name: kept_of(change, self.changes.change(name)) if name in self.changes else 0.0
+            for name, change in self.vector.changes()
+        }
 
     @cached_property
     def energy_kept(self) -> float:
@@ -270,14 +267,9 @@ class Fitted:
         held = ((name, self.changes.change(name)) for name in self.routes.low_rank)
         return {name: change.rank for name, change in held if isinstance(change, Factors)}
 
-    def _held_change(self, name: str) -> Change | None:
-        return self.changes.change(name) if name in self.changes else None
 
-
-def kept_of(change: Change, held: Change | None) -> float:
+def kept_of(change: Change, held: Change) -> float:
     """Return the share of a change's energy that is held."""
-    if held is None:
-        return 0.0
     if held is change or is_zero(change):
         return 1.0
     lost = energy(total([change.to("cpu"), -1.0 * held.to("cpu")])) / energy(change)
@@ -325,7 +317,7 @@ def write_adapter(fitted: Fitted, model: nn.Module, base: Checkpoint, named: Bas
     """
     tensors = {**_factors(fitted, model), **_full_tensors(fitted, model, base)}
     weights, config = folder / ADAPTER_FILE, folder / ADAPTER_CONFIG
-    save_tensors({_PREFIX + name: tensor for name, tensor in sorted(tensors.items())}, weights, {"format": "pt"})
+    save_tensors({PEFT_PREFIX + name: tensor for name, tensor in sorted(tensors.items())}, weights, {"format": "pt"})
     content = _config(fitted, model, named, tensors)
     config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [weights, config]
@@ -343,9 +335,8 @@ def _factors(fitted: Fitted, model: nn.Module) -> dict[str, Tensor]:
         tensors |= _layer(module, product.T if transposed else product)
         if routes.bias == "lora_bias":
             change = _change(fitted, f"{module}.bias")
-            length = layer.bias.shape[0]
-            bias = change.to("cpu", torch.float32) if isinstance(change, Tensor) else torch.zeros(length)
-            tensors[f"{module}.lora_B.bias"] = bias
+            bias = change if isinstance(change, Tensor) else torch.zeros(layer.bias.shape[0])
+            tensors[f"{module}.lora_B.bias"] = bias.to("cpu", torch.float32)
     for name in routes.parameters:
         product = _change(fitted, name)
         if isinstance(product, Factors):

@@ -44,10 +44,7 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 @dataclass(frozen=True)
 class DeviceSpread:
-    """accelerate's rule for spreading a model over several devices.
-
-    `memory` is the most bytes that each GPU may take of it.
-    """
+    """accelerate's rule for spreading a model over several devices; `memory` is the most bytes on each GPU."""
 
     rule: str
     memory: int | None = None
@@ -114,7 +111,9 @@ class Family(ABC):
         file = folder / self.config_file
         try:
             config = read_object(file) if file.is_file() else {}
-            _require_words(config)
+            for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+                if not isinstance(part.get("model_type", ""), str):  # libraries look it up
+                    raise ValueError("its model_type is no text")
             return config
         except (OSError, ValueError) as error:
             raise RepoError(
@@ -143,13 +142,6 @@ class Family(ABC):
     def side_files(self, folder: Path) -> list[Path]:
         """Return those of them that a folder has."""
         return [folder / name for name in self.side_names if (folder / name).is_file()]
-
-
-def _require_words(config: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a `model_type` is no text: libraries look it up."""
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if not isinstance(part.get("model_type", ""), str):
-            raise ValueError("its model_type is no text")
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
@@ -258,16 +250,12 @@ def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> Non
             f"the weights of {called} are quantised, and not kept as its layers multiply by them",
             "name the model that it was quantised from",
         )
-    if any(".experts." in f".{name}" for name in shapes) or _counts_experts(config):
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    counts = [part.get(key) for part in parts for key in _EXPERTS]
+    counted = any(type(count) is int and count > 0 for count in counts)
+    if counted or any(".experts." in f".{name}" for name in shapes):
         raise UnsupportedModelError(
             f"{called} is a mixture of experts, whose experts see different tokens in the two models: "
             "their rows do not pair",
             "use a dense model of the same family",
         )
-
-
-def _counts_experts(config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration, or its text part, has experts."""
-    parts = [config, config.get("text_config")]
-    counts = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _EXPERTS]
-    return any(type(count) is int and count > 0 for count in counts)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import Shapes, block_sites, count_blocks, linear_site
+from hf_bico.models.families.base import Shapes, block_sites, count_blocks
 from hf_bico.models.families.pretrained import (
     PretrainedFamily,
     bare_model_of,
@@ -23,6 +23,7 @@ from hf_bico.models.families.pretrained import (
     require_config,
 )
 from hf_bico.models.layout import Layout, Site, Tokens
+from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import TEXTS
 
 TEXT_FILES = ("generation_config.json", "chat_template.jinja")
@@ -40,15 +41,13 @@ class Blueprint:
 
     `stem` precedes a block's number. `modules` maps the roles in a block to modules: one module for several roles is
     packed, and holds them one after another. `beside` matches what else a block may hold; a model with anything more is
-    of another kind. `outside` maps roles outside the blocks to modules, where there are such. `needs` lists tensors
-    that must exist.
+    of another kind. `needs` lists tensors that must exist.
     """
 
     prefixes: tuple[str, ...]
     stem: str
     modules: Mapping[str, str]
     beside: str
-    outside: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     transposed: bool = False
     """Whether weights are stored as (in, out)."""
@@ -70,14 +69,6 @@ class Blueprint:
         modules = {role: f"{module}." for role, module in self.modules.items()}
         stem = f"{prefix}{self.stem}{block}."
         return block_sites(shapes, stem, f"blocks.{block}.", block, modules, transposed=self.transposed)
-
-    def outside_sites(self, shapes: Shapes, prefix: str) -> list[Site]:
-        paths = {role: prefix + module for role, module in self.outside.items()}
-        return [
-            linear_site(shapes, f"{path}.weight", f"{path}.bias", name=role, role=role, block=None)
-            for role, path in paths.items()
-            if f"{path}.weight" in shapes
-        ]
 
 
 class DescribedFamily(PretrainedFamily):
@@ -192,10 +183,12 @@ def mapped_class(config: Mapping[str, Any], mapping: str) -> str | None:
     return named
 
 
-def no_class(name: str, config: Mapping[str, Any]) -> UnsupportedModelError:
-    """Make the error for a model that only code from its own repo could run."""
+def require_class(name: str, folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the name of a class; refuse a folder whose model only code from its own repo could run."""
+    if has_class(name):
+        return name
     kind = first_architecture(config) or config.get("model_type") or "model of no class"
-    return UnsupportedModelError(
-        f"'{name}' is a {kind}, for which the installed transformers has no class of its own",
+    raise UnsupportedModelError(
+        f"'{folder_name(folder)}' is a {kind}, for which the installed transformers has no class of its own",
         "use a model that transformers runs without code from a repo",
     )

@@ -18,7 +18,7 @@ from hf_bico.models.families.base import (
     patch_tokens,
     prefix_before,
 )
-from hf_bico.models.layout import STEM, TEXT_SIDE, Axis, Layout, Site, residual_axes
+from hf_bico.models.layout import STEM, TEXT_SIDE, Axis, Layout, Site
 
 WHOLE_MODEL = "name the whole CLIP model; a fine-tuned tower is completed by --base"
 
@@ -102,7 +102,15 @@ class ClipFamily(Family):
     def residual(self, shapes: Shapes, root: str, blocks: int) -> tuple[Axis, ...]:
         """Return the tensors beside the sites that run over the residual stream."""
         names = {root + own: name for own, name in self.residual_names.items()}
-        return residual_axes(shapes, names, root + self.stem, blocks, self.block_residual_names)
+        for block in range(blocks):
+            stem = f"{root}{self.stem}{block}."
+            names |= {stem + own: f"blocks.{block}.{name}" for own, name in self.block_residual_names.items()}
+        return tuple(
+            # the stream is the last axis of all but the patch stem, a convolution
+            Axis(name, tensor, 0 if name == STEM else len(shapes[tensor]) - 1)
+            for tensor, name in names.items()
+            if tensor in shapes
+        )
 
     def _reason(self, name: str, root: str) -> str:
         if not name.startswith(root):

@@ -18,12 +18,11 @@ from hf_bico.models.families.blueprints import (
     Blueprint,
     DescribedFamily,
     mapped_class,
-    no_class,
+    require_class,
 )
-from hf_bico.models.families.pretrained import first_architecture, has_class
+from hf_bico.models.families.pretrained import first_architecture
 from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.layout import Site
-from hf_bico.utils.files import folder_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,9 +60,7 @@ class DecoderFamily(DescribedFamily):
         named = first_architecture(config) or ""
         if not named.endswith(CAUSAL_ENDINGS):
             named = mapped_class(config, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") or ""
-        if not has_class(named):
-            raise no_class(folder_name(folder), config)
-        return named, {}
+        return require_class(named, folder, config), {}
 
     def reason(self, name: str, config: Mapping[str, Any]) -> str:
         found = super().reason(name, config)

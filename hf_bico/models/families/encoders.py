@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.models.families.base import HeadModules, Shapes
+from hf_bico.models.families.base import HeadModules, Shapes, linear_site
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
     EMBEDDINGS,
@@ -16,12 +16,11 @@ from hf_bico.models.families.blueprints import (
     PRETRAINING_HEAD,
     BackboneFamily,
     Blueprint,
-    no_class,
+    require_class,
 )
-from hf_bico.models.families.pretrained import first_architecture, has_class
+from hf_bico.models.families.pretrained import first_architecture
 from hf_bico.models.families.text_models import EncoderModel
 from hf_bico.models.layout import Layout, Site
-from hf_bico.utils.files import folder_name
 
 UNUSED_POOLER = "unused pooler"
 POOLER = "pooler"
@@ -37,7 +36,6 @@ _BERT = Blueprint(
         "mlp.down": "output.dense",
     },
     beside=r"(?:attention\.)?output\.LayerNorm\.(?:weight|bias|gamma|beta)",
-    outside={POOLER: "pooler.dense"},
     needs=("embeddings.word_embeddings.weight",),
 )
 _DISTILBERT = Blueprint(
@@ -90,16 +88,16 @@ class Encoder(BackboneFamily):
 
     def outside_sites(self, blueprint: Blueprint, shapes: Shapes, prefix: str, config: Mapping[str, Any]) -> list[Site]:
         """BERT's pooler, which reads one row of each text; classifiers of the others do not read theirs."""
-        pooled = _kind(config) in ("Bert", "")
-        return blueprint.outside_sites(shapes, prefix) if pooled else []
+        weight, bias = f"{prefix}pooler.dense.weight", f"{prefix}pooler.dense.bias"
+        if blueprint is not _BERT or _kind(config) not in ("Bert", "") or weight not in shapes:
+            return []
+        return [linear_site(shapes, weight, bias, name=POOLER, role=POOLER, block=None)]
 
     def backbone(
         self, folder: Path, config: Mapping[str, Any], shapes: Shapes, layout: Layout
     ) -> tuple[str, dict[str, Any]]:
         """Keep the pooler where it is read; DistilBERT has none, and no option for it."""
-        named = f"{_kind(config)}Model"
-        if not has_class(named):
-            raise no_class(folder_name(folder), config)
+        named = require_class(f"{_kind(config)}Model", folder, config)
         pooled = any(site.role == POOLER for site in layout.sites)
         return named, {} if named == "DistilBertModel" else {"add_pooling_layer": pooled}
 

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import ModelError, UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import DeviceSpread, Family, Shapes
+from hf_bico.models.families.base import Shapes
 from hf_bico.models.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
-from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.families.live import ImageModel
 from hf_bico.models.families.pretrained import (
     PROCESSOR_FILES,
+    PretrainedFamily,
     PretrainedModel,
     bare_model,
-    bare_model_of,
     first_architecture,
     has_class,
-    load_pretrained,
-    origin_of,
     require_config,
 )
 from hf_bico.models.families.text_models import CausalModel
@@ -33,16 +31,13 @@ from hf_bico.models.layout import Layout, Site
 from hf_bico.utils.samples import TEXTS
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from hf_bico.models.hooks import Trace
 
 
-class Generic(Family):
+class Generic(PretrainedFamily):
     name = "generic"
-    library = "transformers"
-    config_file = "config.json"
     can_be_spread = False
     processor_files = (*PROCESSOR_FILES, *TEXT_FILES)
     reads = None
@@ -73,29 +68,18 @@ class Generic(Family):
         layout.others.update((name, "no linear site") for name in shapes if name not in known)
         return layout
 
-    def skeleton(self, folder: Path) -> nn.Module:
+    def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
-        shapes = FileCheckpoint.in_folder(folder, self.library).shapes
-        return bare_model_of(folder, first_architecture(config) or "", config, shapes)
+        return first_architecture(config) or "", config, {}
 
-    def load(
-        self, folder: Path, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None
-    ) -> LiveModel:
+    def _live(self, module: nn.Module, folder: Path | None = None) -> PretrainedModel:
         from hf_bico.models.families.modules import module_layout, stored_names
 
-        name = first_architecture(require_config(self, folder)) or ""
-        module = load_pretrained(folder, name, device, dtype)
-        stored = stored_names(module, FileCheckpoint.in_folder(folder, self.library).shapes)
-        live = _live(module, module_layout(self.name, module, {name: name for name in stored}))
-        live.folder = folder
-        return live
-
-    def wrap(self, module: nn.Module) -> LiveModel:
-        from hf_bico.models.families.modules import module_layout
-
-        live = _live(module, module_layout(self.name, module))
-        live.folder = origin_of(module)
-        return live
+        names = None
+        if folder is not None:
+            names = {name: name for name in stored_names(module, FileCheckpoint.in_folder(folder).shapes)}
+        layout = _of_language(module, module_layout(self.name, module, names))
+        return GenericCausalModel(module, layout) if _models_language(module) else GenericModel(module, layout)
 
 
 class _CheckedModel(PretrainedModel):
@@ -129,17 +113,14 @@ class GenericModel(_CheckedModel, ImageModel):
     """A loaded model with sites and nothing else: no features, no text side."""
 
     def image_features(self, pixels: Tensor) -> Tensor:
-        raise _no_features()
+        raise UnsupportedModelError(
+            "what the features of a generic model are is not known",
+            "port it from Python, with objective= a callable (model, batch) -> loss, and without a probe",
+        )
 
 
 class GenericCausalModel(_CheckedModel, CausalModel):
     """A loaded decoder that no family knows."""
-
-
-def _live(module: nn.Module, layout: Layout) -> GenericModel | GenericCausalModel:
-    if _models_language(module):
-        return GenericCausalModel(module, _of_language(module, layout))
-    return GenericModel(module, layout)
 
 
 def _models_language(module: nn.Module) -> bool:
@@ -155,20 +136,8 @@ def _of_language(module: nn.Module, layout: Layout) -> Layout:
     path = next((path for path, part in module.named_modules() if part is output), "")
     sites = tuple(replace(site, text=True) for site in layout.sites if site.name != path)
     left = {slot.tensor: OUTPUT_EMBEDDINGS for site in layout.sites if site.name == path for slot in site.slots}
-    return replace(
-        layout,
-        sites=sites,
-        others={**layout.others, **left},
-        reads=TEXTS,
-        objectives=("language-modelling",),
-    )
-
-
-def _no_features() -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "what the features of a generic model are is not known",
-        "port it from Python, with objective= a callable (model, batch) -> loss, and without a probe",
-    )
+    others = {**layout.others, **left}
+    return replace(layout, sites=sites, others=others, reads=TEXTS, objectives=("language-modelling",))
 
 
 def require_same_kind(base: Layout, target: Layout) -> None:

@@ -126,29 +126,29 @@ class LiveModel(ABC):
                     config.use_cache = False
                     stack.callback(setattr, config, "use_cache", True)
             for block in self._parts(whole_blocks):
-                own, forward = block.__dict__.get("forward"), block.forward
-                block.forward = recomputed(forward, trace)
-                stack.callback(_put_forward, block, own)
+                own = block.__dict__.get("forward")  # accelerate gives a module one of its own
+                block.forward = recomputed(block.forward, trace)
+                undo = (delattr, block, "forward") if own is None else (setattr, block, "forward", own)
+                stack.callback(*undo)
             yield
 
     def _parts(self, whole_blocks: bool) -> list[Any]:
-        """Return the smallest modules that hold all sites of a block, or of its MLP."""
+        """Return the smallest modules that run and hold all sites of a block, or of its MLP."""
+        from torch import nn
+
         places: dict[tuple[str, int | None], list[str]] = {}
         names = self.layout.own_names
         for site in self.layout.sites:
             if site.block is not None and (whole_blocks or site.role.startswith("mlp.")):
                 module = names.get(site.weight.tensor, site.weight.tensor).rpartition(".")[0]
                 places.setdefault((site.tower, site.block), []).append(module.replace(".", "/"))
-        found = [self._running(commonpath(paths).replace("/", ".")) for paths in places.values()]
+        found = []
+        for paths in places.values():
+            path = commonpath(paths).replace("/", ".")
+            while isinstance(self.module.get_submodule(path), nn.ModuleList | nn.ModuleDict):  # a mere list never runs
+                path = path.rpartition(".")[0]
+            found.append(path)
         return [self.module.get_submodule(path) for path in dict.fromkeys(found) if path]
-
-    def _running(self, path: str) -> str:
-        """Return the path of a module, or of the nearest one above it that is not a mere list and runs."""
-        from torch import nn
-
-        while isinstance(self.module.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-            path = path.rpartition(".")[0]
-        return path
 
     @abstractmethod
     def _watch(self, site: Site, trace: Trace, stack: ExitStack) -> None:
@@ -187,6 +187,7 @@ class ImageModel(LiveModel):
 
     def _pixels(self, images: Sequence[Any]) -> Tensor:
         import torch
+        from torch.nn import functional
 
         if not isinstance(images[0], torch.Tensor):
             return self._prepared(images)
@@ -195,7 +196,10 @@ class ImageModel(LiveModel):
                 "the images are tensors of integers, or of several shapes",
                 "give PIL images, or float tensors of one shape, prepared as the model takes them",
             )
-        return _fit_to(torch.stack(list(images)), self.layout.image_size)
+        batch, size = torch.stack(list(images)), self.layout.image_size
+        if size is None or tuple(batch.shape[-2:]) == size:
+            return batch
+        return functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)
 
     def _prepared(self, images: Sequence[Any]) -> Tensor:
         if not all(hasattr(image, "convert") for image in images):
@@ -245,19 +249,3 @@ class ClipModel(ImageModel):
     @abstractmethod
     def logit_scale_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Return exp(logit_scale), and SigLIP's bias if there is one."""
-
-
-def _put_forward(module: Any, forward: Any) -> None:
-    """Restore a module's own forward, or that of its class."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
-
-
-def _fit_to(batch: Tensor, size: tuple[int, int] | None) -> Tensor:
-    from torch.nn import functional
-
-    if size is None or tuple(batch.shape[-2:]) == size:
-        return batch
-    return functional.interpolate(batch, size=size, mode="bilinear", align_corners=False, antialias=True)

@@ -13,9 +13,8 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.blueprints import EMBEDDINGS, NO_SITE, NORM, TIED
 from hf_bico.models.layout import Layout, Site, Slot
-
-TIED = "tied weights"
 
 
 def has_linear(module: nn.Module) -> bool:
@@ -48,10 +47,7 @@ def stored_names(module: nn.Module, shapes: Shapes) -> dict[str, str]:
 
 
 def module_layout(family: str, module: nn.Module, stored: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of a model by its own tensor names, or by those in `stored`.
-
-    A weight that is not in `stored` is no site.
-    """
+    """Return the layout of a model by its own tensor names, or by those in `stored`: no other weight is a site."""
     names = {name: name for name in module.state_dict()} if stored is None else stored
     linear, tied = _linear_modules(module), tied_names(module)
     usable = [path for path in linear if f"{path}.weight" in names and f"{path}.weight" not in tied]
@@ -126,9 +122,9 @@ def _site(path: str, stack: str | None, module: Any, weight: str, bias: str | No
 def _reason(name: str, modules: Mapping[str, nn.Module], tied: set[str]) -> str:
     owner = modules.get(name.rpartition(".")[0])
     if isinstance(owner, nn.Embedding):
-        return "embeddings"
+        return EMBEDDINGS
     if isinstance(owner, _ConvNd):
         return "convolution"
     if owner is not None and "norm" in type(owner).__name__.lower():
-        return "LayerNorm"
-    return TIED if name in tied else "no linear site"
+        return NORM
+    return TIED if name in tied else NO_SITE

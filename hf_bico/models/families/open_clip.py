@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class ExplicitAttention:
     """Packed self-attention computed with q, k and v apart, so that each can be watched.
 
-    Replaces the forward of any module with an `in_proj_weight`: torch's nn.MultiheadAttention and open_clip's own
-    class.
+    Replaces the forward of any module with an `in_proj_weight`: nn.MultiheadAttention and open_clip's own class.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -62,15 +61,15 @@ class ExplicitAttention:
                 "this transformer uses cross-attention", "use a model with self-attention alone"
             )
         rows = x if self.batch_first else x.transpose(0, 1)
-        parts = [
-            self._linear(role, rows, weight, bias)
-            for role, weight, bias in zip(
-                ("attn.q", "attn.k", "attn.v"),
-                attention.in_proj_weight.chunk(3),
-                (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3),
-                strict=True,
-            )
-        ]
+        weights = attention.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        parts = []
+        for role, weight, bias in zip(("attn.q", "attn.k", "attn.v"), weights, biases, strict=True):
+            part = functional.linear(rows, weight, bias)
+            if role in self.watched:
+                site, trace = self.watched[role]
+                part = trace.tap(site, rows, part)
+            parts.append(part)
         q, k, v = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in parts)
         q, k = _optional(attention, "ln_q")(q), _optional(attention, "ln_k")(k)
         heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
@@ -79,15 +78,6 @@ class ExplicitAttention:
         mixed = attention.out_proj(_optional(attention, "ln_inner")(heads.transpose(1, 2).flatten(2)))
         mixed = mixed if self.batch_first else mixed.transpose(0, 1)
         return (mixed, None) if self.returns_pair else mixed
-
-    def _linear(self, role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from torch.nn import functional
-
-        y = functional.linear(x, weight, bias)
-        if role not in self.watched:
-            return y
-        site, trace = self.watched[role]
-        return trace.tap(site, x, y)
 
 
 def explicit_attention(attention: Any, stack: ExitStack) -> ExplicitAttention:
@@ -146,8 +136,15 @@ class OpenClipModel(ClipModel):
 
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Count the pooled token as real, whatever it is: some models read a text off its padding."""
-        ids = self._text_ids(prompts)
-        return ids, _real_tokens(ids, self.tokenizer) | self._pooled_tokens(ids)
+        import torch
+
+        ids, end = self._text_ids(prompts), getattr(self.tokenizer, "eot_token_id", None)
+        if end is None:
+            real = torch.ne(ids, self.tokenizer.tokenizer.pad_token_id)
+        else:  # open_clip's own tokenizer pads with 0, which is also a token: a text goes up to its end token
+            is_end = torch.eq(ids, end).long()
+            real = torch.eq(is_end.cumsum(-1) - is_end, 0)
+        return ids, real | self._pooled_tokens(ids)
 
     def _text_ids(self, prompts: Sequence[str]) -> Tensor:
         if not hasattr(self.module, "encode_text"):
@@ -221,21 +218,10 @@ class OpenClipModel(ClipModel):
         self._watch_linear(projection, site, trace, stack)
 
 
-def _real_tokens(ids: Tensor, tokenizer: Any) -> Tensor:
-    """Mark the tokens that are no padding: up to the tokenizer's end token, or all but its padding."""
-    import torch
-
-    end = getattr(tokenizer, "eot_token_id", None)
-    if end is None:
-        return torch.ne(ids, tokenizer.tokenizer.pad_token_id)
-    is_end = torch.eq(ids, end).long()  # open_clip's own tokenizer pads with 0, which is also a token
-    return torch.eq(is_end.cumsum(-1) - is_end, 0)
-
-
 _HEAD_WIDTH = 64
 """open_clip's default."""
 _BOUNDED: set[str] = set()
-"""Configurations with shapes of weights that passed the check of their size."""
+"""Configurations with shapes of weights that passed the check of their size; a fine-tune and its base share one."""
 
 
 class OpenClip(ClipFamily):
@@ -365,10 +351,7 @@ class OpenClip(ClipFamily):
         return live
 
     def _require_bounded(self, folder: Path) -> None:
-        """Refuse a model that is far larger than its weights, before memory is allocated for it.
-
-        The fine-tune and its base have one configuration, which is checked once.
-        """
+        """Refuse a model that is far larger than its weights, before memory is allocated for it."""
         shapes = FileCheckpoint.in_folder(folder, self.library).shapes
         key = json.dumps([self.read_config(folder), shapes], sort_keys=True)
         if key in _BOUNDED:
@@ -388,10 +371,7 @@ class OpenClip(ClipFamily):
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         visual = getattr(module, "visual", module)
         attention = module.get_submodule(f"{self.vision_prefix(shapes) or ''}transformer.resblocks.0.attn")
-        own = {
-            "image_size": getattr(visual, "image_size", None),
-            "head_width": getattr(attention, "head_dim", None),
-        }
+        own = {"image_size": getattr(visual, "image_size", None), "head_width": getattr(attention, "head_dim", None)}
         return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": own}}))
 
 

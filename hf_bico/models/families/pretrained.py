@@ -10,6 +10,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,7 +58,9 @@ def elements_of(shapes: Shapes) -> int:
 def require_within(config: Mapping[str, Any], shapes: Shapes, called: str) -> None:
     """Refuse a configuration with a size that no part of these weights can have."""
     most = max(elements_of(shapes), ELEMENTS)
-    for name, value in _sizes(config):
+    for name, value in _numbers(config):
+        if not _SIZE.search(name) or _NO_SIZE.search(name):
+            continue
         limit = min(most, _MOST_COUNTED) if _COUNT.search(name) else most
         if not abs(value) <= limit:
             raise BrokenWeightsError(
@@ -73,11 +76,6 @@ def require_drawable(processor: Mapping[str, Any], image_size: tuple[int, int] |
     for name, value in _numbers(processor):
         if _SIDE.search(name) and not 0 <= value <= most:
             raise ValueError(f"its {name} is {_brief(value)}, and {most:,} is the most for this model")
-
-
-def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of a configuration that are sizes, by name."""
-    return ((name, value) for name, value in _numbers(config) if _SIZE.search(name) and not _NO_SIZE.search(name))
 
 
 def _numbers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, int | float]]:
@@ -120,15 +118,11 @@ def bounded(shapes: Shapes) -> Iterator[None]:
         if modules > most_modules:
             raise TooLargeError(f"it asks for more than {most_modules:,} layers, and has {len(shapes):,} tensors")
 
-    hooks = (
+    with (
         torch_module.register_module_parameter_registration_hook(count_parameter),
         torch_module.register_module_module_registration_hook(count_module),
-    )
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 CANNOT_BUILD = (*LIBRARY_ERRORS, MemoryError, SyntaxError)
@@ -194,12 +188,7 @@ def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Sh
 
 
 def load_pretrained(
-    folder: Path,
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    spread: DeviceSpread | None = None,
-    **options: Any,
+    folder: Path, name: str, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None, **options: Any
 ) -> nn.Module:
     """Load a model of this class, with its `options`, from a folder's safetensors; none may be missing."""
     import torch
@@ -291,26 +280,21 @@ class PretrainedModel(LiveModel):
     """A loaded transformers model that may know the folder of its processor and tokenizer."""
 
     folder: Path | None = None
-    _processor: Any = None
-    _tokenizer: Any = None
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer beside its weights."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._origin("tokenizer"))
-        return self._tokenizer
+        return load_tokenizer(self._origin("tokenizer"))
+
+    @cached_property
+    def _processor(self) -> Any:
+        def trial(processor: Any) -> None:
+            require_drawable(processor.to_dict(), self.layout.image_size)
+
+        what = "image processor"
+        return _from_folder(self._origin(what), "AutoImageProcessor", what, PROCESSOR_FILES, trial)
 
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
-        if self._processor is None:
-            what = "image processor"
-            self._processor = _from_folder(
-                self._origin(what),
-                "AutoImageProcessor",
-                what,
-                PROCESSOR_FILES,
-                lambda processor: require_drawable(processor.to_dict(), self.layout.image_size),
-            )
         batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return batch
 
@@ -347,7 +331,7 @@ class PretrainedFamily(Family):
         name, _, options = self.model_class(folder)
         module = load_pretrained(folder, name, device, dtype, spread, **options)
         try:
-            live = self._live(module)
+            live = self._live(module, folder)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise weights_do_not_fit(folder, error) from error
         live.folder = folder
@@ -359,7 +343,8 @@ class PretrainedFamily(Family):
         live.folder = origin_of(module)
         return live
 
-    def _live(self, module: nn.Module) -> PretrainedModel:
+    def _live(self, module: nn.Module, folder: Path | None = None) -> PretrainedModel:
+        """Wrap a model, which was loaded from `folder` or by the caller."""
         shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         config: Any = module.config
         return self.live(module, self.layout(shapes, config.to_dict()))

@@ -16,11 +16,9 @@ from hf_bico.models.families.blueprints import (
     Blueprint,
     DescribedFamily,
     mapped_class,
-    no_class,
+    require_class,
 )
-from hf_bico.models.families.pretrained import has_class
 from hf_bico.models.families.text_models import SequenceModel
-from hf_bico.utils.files import folder_name
 
 _ATTENTION = {
     "attn.q": "layer.0.SelfAttention.q",
@@ -71,6 +69,4 @@ class T5(DescribedFamily):
         whole = mapped_class({"model_type": "t5", **config}, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES") or ""
         has_decoder = any(self.reason(name, config) == "decoder" for name in shapes)
         named = whole if has_decoder else f"{whole.removesuffix('ForConditionalGeneration')}EncoderModel"
-        if not has_class(named):
-            raise no_class(folder_name(folder), config)
-        return named, {}
+        return require_class(named, folder, config), {}

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class TextModel(PretrainedModel):
     """A loaded model that reads texts."""
 
+    def features(self, samples: Sequence[TextSample]) -> Tensor:
+        """Return the mean over real tokens of the last hidden state, after the final norm."""
+        batch = self.tokens(samples)
+        return mean_of_real(self._run(self.backbone, batch).last_hidden_state, batch.mask)
+
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
         """Return a batch on the model's device, cut to the requested and the possible length."""
         return self._read(samples).to(self.device)
@@ -31,18 +36,15 @@ class TextModel(PretrainedModel):
         from hf_bico.models.tokenization import tokenise
 
         batch = tokenise(self.tokenizer, samples, self.longest)
-        self._require_known(batch)
-        return batch
-
-    def _require_known(self, batch: TokenBatch) -> None:
-        """Refuse tokens without an embedding: on a GPU, looking them up would end the process."""
         model: Any = self.module
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        # on a GPU, looking up a token without an embedding would end the process
         if rows is not None and batch.ids.numel() and int(batch.ids.max()) >= rows:
             raise MissingProcessorError(
                 f"the tokenizer gives the token {int(batch.ids.max())}, and the model knows {rows:,}",
                 "copy the tokenizer from the repo that the model came from",
             )
+        return batch
 
     @property
     def longest(self) -> int:
@@ -94,11 +96,6 @@ class CausalModel(TextModel):
         logits: Tensor = self._run(model, batch).logits
         return logits
 
-    def features(self, samples: Sequence[TextSample]) -> Tensor:
-        """Return the mean over real tokens of the last hidden state, after the final norm."""
-        batch = self.tokens(samples)
-        return mean_of_real(self._run(self.backbone, batch).last_hidden_state, batch.mask)
-
 
 class EncoderModel(TextModel):
     """A loaded encoder of text, bare or with a head."""
@@ -112,7 +109,8 @@ class EncoderModel(TextModel):
 
         # padding may stand on the left, where a pooler would look for the first token
         rows, first = torch.arange(len(batch.ids), device=batch.ids.device), batch.mask.long().argmax(1)
-        pooler = getattr(self.backbone, "pooler", None) if self._has_pooler else None
+        has_pooler = any(site.role == "pooler" for site in self.layout.sites)
+        pooler = getattr(self.backbone, "pooler", None) if has_pooler else None
         if pooler is None:
             hidden: Tensor = self._run(self.backbone, batch, **self._segments(batch)).last_hidden_state
             return hidden[rows, first]
@@ -121,15 +119,10 @@ class EncoderModel(TextModel):
             pooled: Tensor = self._run(self.backbone, batch, **self._segments(batch)).pooler_output
         return pooled
 
-    @property
-    def _has_pooler(self) -> bool:
-        return any(site.role == "pooler" for site in self.layout.sites)
-
     def _segments(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return the token types of sentence pairs, if model and tokenizer know of types."""
-        if getattr(self.module.config, "type_vocab_size", 0) < 2:
-            return {}
-        if "token_type_ids" not in self.tokenizer.model_input_names:
+        has_types = getattr(self.module.config, "type_vocab_size", 0) > 1
+        if not has_types or "token_type_ids" not in self.tokenizer.model_input_names:
             return {}
         ends = (batch.ids == self.tokenizer.sep_token_id) & batch.mask
         past = ends.long().cumsum(1) - ends.long()
@@ -156,10 +149,10 @@ class SequenceModel(TextModel):
         """Read what the encoder gets: texts in T5's format, and prompts without their answers."""
         return super()._read([_as_read(sample) for sample in samples])
 
-    def features(self, samples: Sequence[TextSample]) -> Tensor:
-        """Return the mean over real tokens of the encoder's output."""
-        batch = self.tokens(samples)
-        return mean_of_real(self._run(self.backbone.encoder, batch).last_hidden_state, batch.mask)
+    @property
+    def backbone(self) -> Any:
+        """The encoder."""
+        return super().backbone.encoder
 
     def answers(self, texts: Sequence[Text]) -> TokenBatch:
         """Tokenise the decoder's labels."""
@@ -173,17 +166,12 @@ class SequenceModel(TextModel):
                 f"a {type(model).__name__} has no decoder that could answer",
                 "name the whole T5; a fine-tuned encoder is completed by --base",
             )
-        shifted, mask = self._decoder_input(answers), answers.mask.long()
+        config, mask = model.config, answers.mask.long()
+        start = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        # each answer is shifted by one token, behind the decoder's start token
+        shifted = answers.ids.roll(1, dims=1).masked_fill(mask.cumsum(1) <= 1, start)
         logits: Tensor = self._run(model, batch, decoder_input_ids=shifted, decoder_attention_mask=mask).logits
         return logits
-
-    def _decoder_input(self, answers: TokenBatch) -> Tensor:
-        """Shift each answer by one token, behind the decoder's start token."""
-        config: Any = self.module.config
-        start = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
-        is_first = answers.mask.long().cumsum(1) <= 1
-        shifted: Tensor = answers.ids.roll(1, dims=1).masked_fill(is_first, start)
-        return shifted
 
 
 def _as_read(sample: TextSample) -> TextSample:

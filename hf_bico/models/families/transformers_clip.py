@@ -113,12 +113,8 @@ class TransformersClip(ClipFamily, PretrainedFamily):
 
     def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         config = require_config(self, folder)
-        return _class_name(config), config, {}
-
-
-def _class_name(config: Mapping[str, Any]) -> str:
-    architectures = config.get("architectures")
-    listed = architectures if isinstance(architectures, list) else []
-    named = next((name for name in listed if name in _ARCHITECTURES), None)
-    # old repos do not name their class: only the whole model has a `text_config`
-    return named or ("CLIPModel" if "text_config" in config else "CLIPVisionModel")
+        architectures = config.get("architectures")
+        listed = architectures if isinstance(architectures, list) else []
+        # old repos do not name their class: only the whole model has a `text_config`
+        unnamed = "CLIPModel" if "text_config" in config else "CLIPVisionModel"
+        return next((name for name in listed if name in _ARCHITECTURES), unnamed), config, {}

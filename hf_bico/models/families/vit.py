@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,15 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_EMBEDDINGS = (
-    "embeddings.cls_token",
-    "embeddings.position_embeddings",
-    "embeddings.patch_embeddings.projection.weight",
-)
-_NORMS = r"layernorm_(?:before|after)\.(?:weight|bias)"
-_PREFIXES = ("vit.", "deit.", "")
 _IN_FILES = Blueprint(
-    prefixes=_PREFIXES,
+    prefixes=("vit.", "deit.", ""),
     stem="encoder.layer.",
     modules={
         "attn.q": "attention.attention.query",
@@ -42,11 +36,11 @@ _IN_FILES = Blueprint(
         "mlp.up": "intermediate.dense",
         "mlp.down": "output.dense",
     },
-    beside=_NORMS,
-    needs=_EMBEDDINGS,
+    beside=r"layernorm_(?:before|after)\.(?:weight|bias)",
+    needs=("embeddings.cls_token", "embeddings.position_embeddings", "embeddings.patch_embeddings.projection.weight"),
 )
-_LOADED = Blueprint(
-    prefixes=_PREFIXES,
+_LOADED = replace(
+    _IN_FILES,
     stem="layers.",
     modules={
         "attn.q": "attention.q_proj",
@@ -56,8 +50,6 @@ _LOADED = Blueprint(
         "mlp.up": "mlp.fc1",
         "mlp.down": "mlp.fc2",
     },
-    beside=_NORMS,
-    needs=_EMBEDDINGS,
 )
 
 

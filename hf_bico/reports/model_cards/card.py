@@ -5,13 +5,18 @@ Reads nothing but the record. Unknowns are left out, and no local folder is name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_bico.reports.model_cards.rendering import render
-from hf_bico.reports.model_cards.sections import Licences, Usage, adapter_contents, languages
+from hf_bico.reports.model_cards.sections import Licences, Usage, adapter_contents
 from hf_bico.reports.record import ChangeRecord, ModelRecord, Record
+from hf_bico.reports.results import Report
+
+# the languages that the Hub accepts
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,9 @@ class Card:
     use: Usage | None
 
     def render(self) -> str:
-        contents = adapter_contents(self.record)
-        return render(self.template, self.metadata(), card=self, contents=contents, **vars(self), **self.values())
+        left = Report((), tuple(self.record.left)).left_by_reason()
+        shared = {"card": self, "contents": adapter_contents(self.record), "left": left}
+        return render(self.template, self.metadata(), **shared, **vars(self), **self.values())
 
     def values(self) -> dict[str, Any]:
         """Return what the template prints beside the fields."""
@@ -41,4 +47,4 @@ class Card:
             metadata = {"base_model": target.id, "base_model_relation": relation}
         metadata |= use.metadata() if use else {"library_name": "hf-bico"}
         metadata |= self.licences.metadata(use.repo if use else None)
-        return metadata | {"language": languages(target)}
+        return metadata | {"language": [name for name in target.language if _LANGUAGE.fullmatch(name)]}

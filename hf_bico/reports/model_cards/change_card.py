@@ -11,33 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_bico.hub.references import is_hub_id
+from hf_bico.reports.model_cards import rendering
 from hf_bico.reports.model_cards.card import Card
-from hf_bico.reports.model_cards.rendering import (
-    CommandWord,
-    kind_of,
-    public_command,
-    public_entry,
-    public_output,
-    public_source,
-    with_metadata,
-    without_names,
-)
 from hf_bico.reports.model_cards.sections import Licences, Usage, card_task
-from hf_bico.reports.record import ChangeRecord, ModelRecord, Summand
-from hf_bico.reports.results import Report
+from hf_bico.reports.record import ChangeRecord, Summand
 
 MAX_NAMES = 3
 """Parts that a title names."""
-_IMPORTS = {
-    "open_clip": ["import hf_bico", "import open_clip", "from huggingface_hub import snapshot_download"],
-    "transformers": ["import hf_bico", "import transformers"],
-}
 _LOADING = {
     "open_clip": [
+        "import open_clip",
+        "from huggingface_hub import snapshot_download",
+        "",
         'folder = snapshot_download("{base}", revision="{commit}")',
         'model = open_clip.create_model(f"local-dir:{{folder}}")',
     ],
     "transformers": [
+        "import transformers",
+        "",
         'base, commit = "{base}", "{commit}"',
         "kind = transformers.AutoConfig.from_pretrained(base, revision=commit).architectures[0]",
         "model = getattr(transformers, kind).from_pretrained(base, revision=commit)",
@@ -59,24 +50,15 @@ class ChangeCard(Card):
         return self.record.job == "extract"
 
     @property
-    def sources(self) -> list[ModelRecord]:
-        return self.record.sources
-
-    @property
     def title(self) -> str:
-        target, names = self.record.target.id, _listed([source.id for source in self.sources])
+        target, names = self.record.target.id, _listed([source.id for source in self.record.sources])
         text = f"{names} as an adapter of {target}" if self.extracted else f"{target} with {names}"
         return text[:1].upper() + text[1:] if text.startswith("a local") else text
 
-    @property
-    def left(self) -> list[tuple[str, int, float]]:
-        """Reason, tensors and share of the energy of what the adapter leaves out."""
-        return Report((), tuple(self.record.left)).left_by_reason()
-
     def metadata(self) -> dict[str, Any]:
-        metadata, target = super().metadata(), self.record.target
-        merged = [source.id for source in self.sources if source.commit]
-        if target.commit and not self.use.over_target and len(self.sources) > 1 and merged:
+        metadata, target, sources = super().metadata(), self.record.target, self.record.sources
+        merged = [source.id for source in sources if source.commit]
+        if target.commit and not self.use.over_target and len(sources) > 1 and merged:
             models = list(dict.fromkeys([target.id, *merged]))
             metadata |= {"base_model": models, "base_model_relation": "merge"}
         return metadata | {"tags": ["hf-bico", "task-vector", "training-free", *self.use.tags]}
@@ -86,11 +68,11 @@ def change_card(record: ChangeRecord) -> ChangeCard:
     """Gather the facts of a change's card."""
     public = _public_record(record)
     sources, target = public.sources, public.target
-    models = [(f"source, {kind_of(part.model)}" if public.job == "extract" else _part(part)) for part in public.parts]
+    models = [(_part(part, public.job), part.model) for part in public.parts]
     names = [f"part {number}" for number, _ in enumerate(sources, 1)] if len(sources) > 1 else ["source"]
     return ChangeCard(
         record=public,
-        models=[*zip(models, sources, strict=True), ("its base" if public.job == "extract" else "the model", target)],
+        models=[*models, ("its base" if public.job == "extract" else "the model", target)],
         licences=Licences([*zip(names, sources, strict=False), ("target", target)]),
         use=Usage(public.output, target, card_task(target.family)),
     )
@@ -103,29 +85,31 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _part(part: Summand) -> str:
-    kind = kind_of(part.model).removeprefix("an ").removeprefix("a ")
+def _part(part: Summand, job: str) -> str:
+    if job == "extract":
+        return f"source, {rendering.kind_of(part.model)}"
+    kind = rendering.kind_of(part.model).removeprefix("an ").removeprefix("a ")
     return kind if part.weight == 1.0 else f"{kind}, times {part.weight:g}"
 
 
 def _public_record(record: ChangeRecord) -> ChangeRecord:
     public = replace(
         record,
-        parts=[replace(part, model=public_source(part.model)) for part in record.parts],
-        target=public_entry(record.target, "a local model"),
-        output=public_output(record.output),
+        parts=[replace(part, model=rendering.public_source(part.model)) for part in record.parts],
+        target=rendering.public_entry(record.target, "a local model"),
+        output=rendering.public_output(record.output),
     )
     word = "FINETUNED" if record.job == "extract" else "VECTOR"
-    arguments: list[CommandWord] = [
+    arguments: list[rendering.CommandWord] = [
         (source, f"{word}{number}" if len(public.sources) > 1 else word)
         for number, source in enumerate(public.sources, 1)
     ]
-    options: dict[str, CommandWord] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
+    options: dict[str, rendering.CommandWord] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
     pairs = list(zip(record.models, public.models, strict=True))
     return replace(
         public,
-        notices=[without_names(notice, pairs) for notice in record.notices],
-        command=public_command(record.command, record.job, arguments, options),
+        notices=[rendering.without_names(notice, pairs) for notice in record.notices],
+        command=rendering.public_command(record.command, record.job, arguments, options),
     )
 
 
@@ -135,11 +119,8 @@ def render_vector_card(header: Mapping[str, Any], tensors: int, repo_id: str) ->
     metadata: dict[str, Any] = {"library_name": "hf-bico", "tags": ["hf-bico", "task-vector"]}
     if base:
         metadata = {"base_model": base, "base_model_relation": "adapter", **metadata}
-    library = str(header.get("library"))
-    imports, loading = ["import hf_bico"], ["model = ...  # the model that it was made for"]
-    if base and library in _LOADING:
-        imports = _IMPORTS[library]
-        loading = [line.format(base=base, commit=header["base_commit"]) for line in _LOADING[library]]
+    loading = _LOADING.get(str(header.get("library"))) if base else None
+    loading = loading or ["", "model = ...  # the model that it was made for"]
     lines = [
         f"# Task vector over {base or 'a local model'}",
         "",
@@ -147,13 +128,12 @@ def render_vector_card(header: Mapping[str, Any], tensors: int, repo_id: str) ->
         + (f", taken from {source}." if source else "."),
         "",
         "```python",
-        *imports,
-        "",
-        *loading,
+        "import hf_bico",
+        *(line.format(base=base, commit=header.get("base_commit")) for line in loading),
         f'hf_bico.TaskVector.load("{repo_id}").apply_to(model)',
         "```",
     ]
-    return with_metadata(metadata, "\n".join(lines) + "\n")
+    return rendering.with_metadata(metadata, "\n".join(lines) + "\n")
 
 
 def _hub_id(header: Mapping[str, Any], part: str) -> str | None:

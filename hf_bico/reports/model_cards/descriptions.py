@@ -24,12 +24,6 @@ MATCHING_PHRASES = {
     "given": "as they were given",
 }
 
-_CLASSIFICATION = (
-    "the cross-entropy of a head on each pretrained model's own features, fitted in closed form (ridge regression) to "
-    "the calibration samples"
-)
-_UNNAMED = "The paper, which carries encoders of T5, does not name its loss"
-
 
 def objective_sentence(record: Record) -> str | None:
     """Describe the loss that was differentiated; None if its name says it, or it is unknown."""
@@ -40,10 +34,13 @@ def objective_sentence(record: Record) -> str | None:
         answer = "the completion" if _has(data, "prompt") else "the word of the class"
         return (
             "the cross-entropy of an answer's tokens through each model's own decoder, summed; the answer is "
-            f"{answer}. {_UNNAMED}"
+            f"{answer}. The paper, which carries encoders of T5, does not name its loss"
         )
     if name == "classification":
-        return _CLASSIFICATION
+        return (
+            "the cross-entropy of a head on each pretrained model's own features, fitted in closed form (ridge "
+            "regression) to the calibration samples"
+        )
     if name == "contrastive":
         text = "its caption" if _has(data, "caption") else "the prompt of its class"
         return f"each image against the texts of all pairs, and each text against all images; an image's text is {text}"

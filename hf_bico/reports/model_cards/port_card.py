@@ -11,32 +11,9 @@ from math import isfinite
 from typing import Any
 
 from hf_bico.reports import results
+from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
-from hf_bico.reports.model_cards.descriptions import (
-    MATCHING_PHRASES,
-    SAMPLING_PHRASES,
-    SIGN_PHRASES,
-    head_sentence,
-    loss_sentence,
-    objective_sentence,
-    uses_labels,
-)
-from hf_bico.reports.model_cards.rendering import (
-    WORD,
-    CommandWord,
-    kind_of,
-    public_command,
-    public_entry,
-    public_output,
-    public_source,
-    without_names,
-)
-from hf_bico.reports.model_cards.sections import (
-    Licences,
-    Usage,
-    card_task,
-    measured_task,
-)
+from hf_bico.reports.model_cards.sections import Licences, Usage, card_task, measured_task
 from hf_bico.reports.pictures import ALIGNMENT_FILE, record_panels
 from hf_bico.reports.record import EvaluationRecord, Record
 from hf_bico.reports.results import Report, Result, is_trained, metric_name
@@ -60,14 +37,14 @@ class PortCard(Card):
             "share_of_gain": results.share_of_gain(record),
             "sampling_error": results.sampling_error(record),
             "sentences": list(filter(None, (results.control_sentence(record), results.readout_sentence(record)))),
-            "objective": objective_sentence(record),
-            "head": head_sentence(record),
-            "loss": loss_sentence(record),
+            "objective": descriptions.objective_sentence(record),
+            "head": descriptions.head_sentence(record),
+            "loss": descriptions.loss_sentence(record),
             "training": results.training_sentence(record),
             "steps": results.training_steps(record),
-            "sampling": SAMPLING_PHRASES.get(record.data.sampling) if record.data else None,
-            "matching": MATCHING_PHRASES.get(record.method.matching or ""),
-            "signs": SIGN_PHRASES.get(record.method.signs or ""),
+            "sampling": descriptions.SAMPLING_PHRASES.get(record.data.sampling) if record.data else None,
+            "matching": descriptions.MATCHING_PHRASES.get(record.method.matching or ""),
+            "signs": descriptions.SIGN_PHRASES.get(record.method.signs or ""),
             "picture": ALIGNMENT_FILE,
         }
 
@@ -89,10 +66,8 @@ class PortCard(Card):
     @property
     def report(self) -> Report:
         # a table of its own says what an adapter holds of each site
-        return Report(
-            sites=tuple(replace(site, rank=None, kept=None) for site in self.record.sites),
-            left=tuple(self.record.left),
-        )
+        sites = tuple(replace(site, rank=None, kept=None) for site in self.record.sites)
+        return Report(sites, tuple(self.record.left))
 
     @property
     def results(self) -> list[Result]:
@@ -120,8 +95,8 @@ class PortCard(Card):
     @property
     def classes(self) -> list[str]:
         """The class names, if any label was used."""
-        data = self.record.data
-        return data.class_names if data is not None and (uses_labels(self.record) or self.probed) else []
+        data, used = self.record.data, descriptions.uses_labels(self.record) or self.probed
+        return data.class_names if data is not None and used else []
 
     @property
     def only_predictions(self) -> bool:
@@ -138,11 +113,8 @@ class PortCard(Card):
         if record.method.name == "fewshot":
             return "Training samples"
         if self.trained or not self.about.uses_samples:
-            uses = {
-                "readout": record.method.readout is not None,
-                "head": head_sentence(record) is not None,
-                "probe": self.probed,
-            }
+            head = descriptions.head_sentence(record)
+            uses = {"readout": record.method.readout, "head": head, "probe": self.probed}
             used = [name for name, is_used in uses.items() if is_used]
             return f"Calibration, for the {' and the '.join(used)} alone" if used else None
         return "Calibration"
@@ -159,9 +131,9 @@ class PortCard(Card):
         if data.labels == "pseudo" and (used or self.probed):
             whose = "labels" if used else "the probe's labels"
             own = f"{whose} are the fine-tuned source's own predictions"
-            by_class = data.per_class is not None or data.sampling in SAMPLING_PHRASES
+            by_class = data.per_class is not None or data.sampling in descriptions.SAMPLING_PHRASES
             return own if by_class else f"{own}; none of the data set's were used to make it"
-        if not uses_labels(self.record):
+        if not descriptions.uses_labels(self.record):
             return f"for the probe alone, {of_data}" if data.labels == "dataset" else None
         if not used:
             return "no label enters the method"
@@ -185,24 +157,21 @@ class PortCard(Card):
             metadata["datasets"] = [record.data.id]
         kind = () if self.trained else ("task-vector", "training-free")
         tags = ("hf-bico", *kind, *(self.use.tags if self.use else ()), record.method.name)
-        metadata["tags"] = [tag for tag in tags if WORD.fullmatch(tag)]
-        metadata["metrics"] = sorted({row.entry.metric for row in self.results if WORD.fullmatch(row.entry.metric)})
-        metadata["model-index"] = self._model_index()
+        is_word = rendering.WORD.fullmatch
+        metadata["tags"] = list(filter(is_word, tags))
+        metadata["metrics"] = sorted(filter(is_word, {row.entry.metric for row in self.results}))
+        entries = [entry for entry in self.measured if is_word(entry.metric) and isfinite(entry.value)]
+        if entries:
+            name = self.use.repo.rpartition("/")[2] if self.use and self.use.repo else self.title
+            metadata["model-index"] = [{"name": name, "results": [_index_entry(record, entry) for entry in entries]}]
         return metadata
-
-    def _model_index(self) -> list[dict[str, Any]]:
-        """Return the port's own results in the Hub's form, one per protocol."""
-        entries = [entry for entry in self.measured if WORD.fullmatch(entry.metric) and isfinite(entry.value)]
-        repo = self.record.output.repo if self.record.output else None
-        name = repo.rpartition("/")[2] if repo else self.title
-        return [{"name": name, "results": [_index_entry(self.record, entry) for entry in entries]}] if entries else []
 
 
 def port_card(record: Record) -> PortCard:
     """Gather the facts of a port's card."""
     public = _public_record(record)
     source, target, trained = public.source, public.target, is_trained(public)
-    kind = f"source, {kind_of(source)}" + (", for comparison" if trained else "")
+    kind = f"source, {rendering.kind_of(source)}" + (", for comparison" if trained else "")
     base = () if source.base is None else (source.base,)
     return PortCard(
         record=public,
@@ -218,14 +187,12 @@ def _usage(record: Record) -> Usage | None:
         return None
     names = record.data.class_names if record.data else []
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
-    used_loss = method_info(record.method.name).uses_loss
-    task = card_task(record.target.family, record.objective, used_loss)
     has_new_head = record.objective.head is not None
     examples = [name for name in names if 0 < len(name) <= 60][:5]
     return Usage(
         output=record.output,
         target=record.target,
-        task=task,
+        task=card_task(record.target.family, record.objective, method_info(record.method.name).uses_loss),
         class_names=[clean(name, 60) for name in names] if has_new_head else examples,
         template=(templates or DEFAULT_TEMPLATES)[0],
         has_new_head=has_new_head,
@@ -234,19 +201,19 @@ def _usage(record: Record) -> Usage | None:
 
 def _public_record(record: Record) -> Record:
     """Replace the names of local folders by "a local model" or "a local data set"."""
-    data = None if record.data is None else public_entry(record.data, "a local data set")
+    data = None if record.data is None else rendering.public_entry(record.data, "a local data set")
     if data is not None and not data.commit:
         data = replace(data, parts=[])
     names = {record.data.id: data.id} if record.data and data else {}
     public = replace(
         record,
-        source=public_source(record.source),
-        target=public_entry(record.target, "a local model"),
+        source=rendering.public_source(record.source),
+        target=rendering.public_entry(record.target, "a local model"),
         data=data,
-        output=None if record.output is None else public_output(record.output),
+        output=None if record.output is None else rendering.public_output(record.output),
         evaluation=[replace(entry, data=names.get(entry.data, "another data set")) for entry in record.evaluation],
     )
-    options: dict[str, CommandWord] = {
+    options: dict[str, rendering.CommandWord] = {
         "--base": (public.source.base, "BASE"),
         "--to": (public.target, "TARGET"),
         "--data": (data, "DATA"),
@@ -254,8 +221,8 @@ def _public_record(record: Record) -> Record:
     pairs = [*zip(record.models, public.models, strict=True), (record.data, data)]
     return replace(
         public,
-        notices=[without_names(notice, pairs) for notice in record.notices],
-        command=public_command(record.command, "port", [(public.source, "SOURCE")], options),
+        notices=[rendering.without_names(notice, pairs) for notice in record.notices],
+        command=rendering.public_command(record.command, "port", [(public.source, "SOURCE")], options),
     )
 
 

@@ -10,11 +10,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 import yaml
-from jinja2 import FunctionLoader, StrictUndefined
+from jinja2 import PackageLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from hf_bico.hub.references import is_repo_id
@@ -132,9 +131,7 @@ def with_metadata(metadata: Mapping[str, Any], body: str) -> str:
 @cache
 def _environment() -> SandboxedEnvironment:
     environment = SandboxedEnvironment(
-        loader=FunctionLoader(
-            lambda name: files("hf_bico.reports.model_cards").joinpath(name).read_text(encoding="utf-8")
-        ),
+        loader=PackageLoader("hf_bico.reports.model_cards", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

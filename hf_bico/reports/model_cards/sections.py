@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_bico.models.families import family_named
 from hf_bico.models.families.base import ZERO_SHOT_TASK
@@ -22,7 +23,7 @@ from hf_bico.reports.record import (
     Record,
     SiteRecord,
 )
-from hf_bico.reports.results import LOSS, OTHER_ROLES, role_labels
+from hf_bico.reports.results import LOSS, OTHER_ROLES, by_role, role_labels
 from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import clean
@@ -51,24 +52,8 @@ class ContentsRow:
         return " " not in self.label and self.energy is not None
 
 
-@dataclass(frozen=True)
-class AdapterContents:
-    """The contents of an adapter."""
-
-    what: str
-    """The kind of a row: "role" or "layer"."""
-    rows: Sequence[ContentsRow]
-    storage: str
-    """The storage of linear layers, in words."""
-    energy_kept: float | None
-    replaced: Sequence[str]
-    """Tensors that are loaded in place of the base's, those of all blocks as one."""
-    whole_attention: bool
-    """True if attention modules are saved whole."""
-
-
-def adapter_contents(record: Record | ChangeRecord) -> AdapterContents | None:
-    """List what an adapter holds: of a port by role, of a change by layer; None for another format."""
+def adapter_contents(record: Record | ChangeRecord) -> dict[str, Any] | None:
+    """Return what an adapter holds, for its template: of a port by role, of a change by layer; None without one."""
     output, family = record.output, family_named(record.target.family)
     if output is None or output.format != "adapter":
         return None
@@ -83,21 +68,19 @@ def adapter_contents(record: Record | ChangeRecord) -> AdapterContents | None:
     replaced = list(dict.fromkeys(role_labels(output.replaced).values()))
     if len(replaced) > _MAX_NAMED:
         replaced = [*replaced[: _MAX_NAMED - 1], f"{len(replaced) - _MAX_NAMED + 1} more"]
-    return AdapterContents(
-        what=what,
-        rows=rows,
-        storage=_storage(output.rank, record.sources),
-        energy_kept=output.energy_kept,
-        replaced=replaced,
-        whole_attention=exact_attention and family is not None and family.packed_attention,
-    )
+    return {
+        "what": what,
+        "rows": rows,
+        "storage": _storage(output.rank, record.sources),
+        "replaced": replaced,
+        "whole_attention": exact_attention and family is not None and family.packed_attention,
+    }
 
 
 def _rows_by_role(sites: Sequence[SiteRecord]) -> list[ContentsRow]:
-    labels = role_labels(site.role for site in sites)
     rows = []
-    for label in dict.fromkeys(labels.values()):
-        known = [(site.rank, site.kept) for site in sites if labels[site.role] == label and site.kept is not None]
+    for label, own in by_role(sites, lambda site: site.role).items():
+        known = [(site.rank, site.kept) for site in own if site.kept is not None]
         if known:
             mean = sum(kept for _, kept in known) / len(known)
             rows.append(ContentsRow(label, len(known), _ranks([rank for rank, _ in known]), mean))
@@ -106,10 +89,8 @@ def _rows_by_role(sites: Sequence[SiteRecord]) -> list[ContentsRow]:
 
 def _rows_by_layer(layers: Sequence[LayerRecord]) -> list[ContentsRow]:
     """Return a row per layer of all blocks; a bias counts to its layer."""
-    labels = role_labels(_layer(entry.name) for entry in layers)
     rows = []
-    for label in dict.fromkeys(labels.values()):
-        own = [entry for entry in layers if labels[_layer(entry.name)] == label]
+    for label, own in by_role(layers, lambda entry: _layer(entry.name)).items():
         energy = sum(entry.energy for entry in own)
         kept = sum(entry.energy * entry.kept for entry in own) / energy if energy else 1.0
         weights = [entry.rank for entry in own if not entry.name.endswith((".bias", "_bias"))]
@@ -186,10 +167,6 @@ def measured_task(record: Record, entry: EvaluationRecord) -> dict[str, str]:
     return {"type": tag, "name": _TASK_NAMES.get(tag, tag.replace("-", " ").title())}
 
 
-_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]{2,8})*|code|multilingual")
-NOUNS = {"adapter": "adapter", "delta": "change"}
-
-
 @dataclass(frozen=True)
 class Usage:
     """Where the weights are, and over which model, for a snippet that runs as it stands; names nothing local."""
@@ -211,7 +188,7 @@ class Usage:
     @property
     def noun(self) -> str:
         """The kind of result: "model", "adapter" or "change"."""
-        return NOUNS.get(self.format, "model")
+        return {"adapter": "adapter", "delta": "change"}.get(self.format, "model")
 
     @property
     def library(self) -> str | None:
@@ -271,21 +248,13 @@ class Usage:
 
     def metadata(self) -> dict[str, object]:
         """Return the library and the task."""
-        if self.format == "adapter":
-            library = "peft"
-        else:
-            library = self.library if self.format == "full" and self.library else "hf-bico"
-        task = self.task if self.format in ("full", "adapter") else None
-        return {"library_name": library, "pipeline_tag": task.type if task else None}
+        libraries = {"adapter": "peft", "full": self.library}
+        task = self.task if self.format in libraries else None
+        return {"library_name": libraries.get(self.format) or "hf-bico", "pipeline_tag": task.type if task else None}
 
     @property
     def tags(self) -> list[str]:
         return [*(["lora"] if self.format == "adapter" else []), *(["clip"] if self.is_clip else [])]
-
-
-def languages(target: ModelRecord) -> list[str]:
-    """Return the target's languages that the Hub accepts."""
-    return [name for name in target.language if _LANGUAGE.fullmatch(name)]
 
 
 # the licences that the Hub knows by name: it refuses a card with another, which is "other" with a name of its own
@@ -302,10 +271,7 @@ _KNOWN = re.compile(
 
 @dataclass(frozen=True)
 class Licences:
-    """The models behind a result, each with its part in it.
-
-    The models in `also` may state none: only the difference to them was taken.
-    """
+    """The models behind a result by part; those in `also` may state none, as only the difference to them was taken."""
 
     models: Sequence[tuple[str, ModelRecord]]
     also: Sequence[tuple[str, ModelRecord]] = ()
