@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -135,8 +136,7 @@ def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoRetu
     # a library's C code may turn the exception of a signal into another one
     error = _received[0] if _received else error
     if isinstance(error, KeyboardInterrupt | click.Abort | TerminatedBySignal | TerminatedByLauncher):
-        _report_stop(error, interrupted, as_json)
-        sys.exit(_stop_code(error))
+        sys.exit(_report_stop(error, interrupted, as_json))
     closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
     if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or is_debugging():
         raise error
@@ -149,24 +149,20 @@ def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoRetu
     sys.exit(WRONG if isinstance(error, UsageError) else FAILED)
 
 
-def _stop_code(error: BaseException) -> int:
-    if isinstance(error, TerminatedBySignal):
-        return 128 + error.number  # as shells have it
-    return FAILED if isinstance(error, TerminatedByLauncher) else STOPPED
-
-
-def _report_stop(error: BaseException, interrupted: str, as_json: bool) -> None:
-    kind, reason = "KeyboardInterrupt", f"interrupted: {interrupted}"
+def _report_stop(error: BaseException, interrupted: str, as_json: bool) -> int:
+    """Report why the command stops, and return its exit code."""
+    kind, reason, code = "KeyboardInterrupt", f"interrupted: {interrupted}", STOPPED
     if isinstance(error, TerminatedByLauncher):
-        kind, reason = "ProcessLostError", f"stopped: {LAUNCHER_ENDED}; {interrupted}"
+        kind, reason, code = "ProcessLostError", f"stopped: {LAUNCHER_ENDED}; {interrupted}", FAILED
     elif isinstance(error, TerminatedBySignal):
-        kind, reason = str(error), f"stopped by {error}: {interrupted}"
+        kind, reason, code = str(error), f"stopped by {error}: {interrupted}", 128 + error.number  # as shells have it
     if _reports(error):
         text = _with_process_number(reason)
         with suppress(OSError):  # the terminal may be gone
             click.echo(f"{text[0].upper()}{text[1:]}.", err=True)
     if as_json:
         _print_json_error(kind, reason, "run the same command again")
+    return code
 
 
 def _printable(text: str) -> str:
@@ -232,7 +228,7 @@ _received: list[BaseException] = []
 _previous_hooks: list[Callable[[Any], object]] = []
 
 
-def install_signal_handlers(before_exit: Callable[[], None]) -> None:
+def install_signal_handlers(before_exit: Callable[[], object]) -> None:
     """Raise exceptions at signals, so that nothing is left half done; as one of several processes, print only errors.
 
     `before_exit` is called by one of several processes that waits inside of torch, before it is forced to exit.
@@ -278,7 +274,15 @@ def _resend_lost_signal(lost: Any) -> None:
         return
     number = lost.exc_value.number if isinstance(lost.exc_value, TerminatedBySignal) else signal.SIGINT
     signal.signal(number, _raise_alone)
-    threading.Timer(_RESEND_DELAY, os.kill, (os.getpid(), number)).start()
+    threading.Timer(_RESEND_DELAY, _send_again, (number,)).start()
+
+
+def _send_again(number: int) -> None:
+    """Send a signal to the main thread once it has left the hook, where the signal would be lost once more."""
+    main, hook = threading.main_thread().ident or 0, _resend_lost_signal.__code__
+    while any(frame.f_code is hook for frame, _ in walk_stack(sys._current_frames()[main])):
+        time.sleep(_RESEND_DELAY)
+    os.kill(os.getpid(), number)
 
 
 def _raise_in_job(number: int, frame: FrameType | None) -> None:
@@ -292,7 +296,7 @@ def _set_handlers(handler: Callable[[int, FrameType | None], None] | signal.Hand
             signal.signal(number, handler)
 
 
-def _force_exit(receiver: socket.socket, before_exit: Callable[[], None]) -> None:
+def _force_exit(receiver: socket.socket, before_exit: Callable[[], object]) -> None:
     """Exit some seconds after a signal: torch lets no exception through while it waits for other processes."""
     while receiver.recv(1)[0] not in _STOP_SIGNALS:
         pass
