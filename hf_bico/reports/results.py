@@ -39,7 +39,7 @@ OTHER_ROLES = "other roles"
 _MAX_LABEL = 60
 _PATH = re.compile(r"[A-Za-z0-9_.-]+")
 
-EntryT = TypeVar("EntryT")
+RowT = TypeVar("RowT")
 
 
 @dataclass(frozen=True)
@@ -370,10 +370,10 @@ def role_labels(roles: Iterable[str]) -> dict[str, str]:
     return {role: label if label in rows else OTHER_ROLES for role, label in labels.items()}
 
 
-def by_role(entries: Sequence[EntryT], role: Callable[[EntryT], str]) -> dict[str, list[EntryT]]:
+def by_role(entries: Sequence[RowT], role: Callable[[RowT], str]) -> dict[str, list[RowT]]:
     """Group entries by the row of their role, in the order of the rows."""
     labels = role_labels(map(role, entries))
-    rows: dict[str, list[EntryT]] = {label: [] for label in labels.values()}
+    rows: dict[str, list[RowT]] = {label: [] for label in labels.values()}
     for entry in entries:
         rows[labels[role(entry)]].append(entry)
     return rows

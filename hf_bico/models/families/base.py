@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+NORM, EMBEDDINGS, TIED, NO_SITE = "LayerNorm", "embeddings", "tied weights", "no linear site"
+"""Reasons for tensors to stay behind in any kind of model."""
 TEXT_TOWER = "text tower"
 """The reason for tensors of a CLIP's text side to stay behind."""
 VISION_TOWER = "vision tower"

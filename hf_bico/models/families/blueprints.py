@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import Shapes, block_sites, count_blocks
+from hf_bico.models.families.base import NO_SITE, Shapes, block_sites, count_blocks
 from hf_bico.models.families.pretrained import (
     PretrainedFamily,
     bare_model_of,
@@ -28,9 +28,8 @@ from hf_bico.utils.samples import TEXTS
 
 TEXT_FILES = ("generation_config.json", "chat_template.jinja")
 """The files beside a language model's weights that are neither configuration nor tokenizer."""
-NORM, EMBEDDINGS, POSITIONS, CLASSIFICATION_HEAD = "LayerNorm", "embeddings", "positions", "classification head"
-TIED, OUTPUT_EMBEDDINGS, PRETRAINING_HEAD = "tied weights", "output embeddings", "pretraining head"
-NO_SITE = "no linear site"
+POSITIONS, CLASSIFICATION_HEAD = "positions", "classification head"
+OUTPUT_EMBEDDINGS, PRETRAINING_HEAD = "output embeddings", "pretraining head"
 HEAD_REASONS = (CLASSIFICATION_HEAD, PRETRAINING_HEAD)
 """The reasons for tensors that a backbone runs without."""
 

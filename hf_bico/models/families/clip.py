@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from hf_bico.models.families.base import (
+    NO_SITE,
     TEXT_TOWER,
     ZERO_SHOT_TASK,
     Family,
@@ -116,4 +117,4 @@ class ClipFamily(Family):
         if not name.startswith(root):
             return TEXT_TOWER
         own = name[len(root) :]
-        return next((reason for part, reason in self.reasons.items() if re.search(part, own)), "no linear site")
+        return next((reason for part, reason in self.reasons.items() if re.search(part, own)), NO_SITE)

@@ -7,14 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.base import EMBEDDINGS, NORM, TIED, Shapes
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
     OUTPUT_EMBEDDINGS,
     POSITIONS,
-    TIED,
     Blueprint,
     DescribedFamily,
     mapped_class,

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.models.families.base import HeadModules, Shapes, linear_site
+from hf_bico.models.families.base import EMBEDDINGS, NORM, HeadModules, Shapes, linear_site
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
     POSITIONS,
     PRETRAINING_HEAD,
     BackboneFamily,

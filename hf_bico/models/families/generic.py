@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import ModelError, UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
-from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.base import NO_SITE, Shapes
 from hf_bico.models.families.blueprints import OUTPUT_EMBEDDINGS, TEXT_FILES
 from hf_bico.models.families.live import ImageModel
 from hf_bico.models.families.pretrained import (
@@ -65,7 +65,7 @@ class Generic(PretrainedFamily):
         stored = stored_names(skeleton, shapes)
         layout = _of_language(skeleton, module_layout(self.name, skeleton, stored))
         known = set(stored.values())
-        layout.others.update((name, "no linear site") for name in shapes if name not in known)
+        layout.others.update((name, NO_SITE) for name in shapes if name not in known)
         return layout
 
     def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from hf_bico.models.families.base import Shapes
-from hf_bico.models.families.blueprints import EMBEDDINGS, NO_SITE, NORM, TIED
+from hf_bico.models.families.base import EMBEDDINGS, NO_SITE, NORM, TIED, Shapes
 from hf_bico.models.layout import Layout, Site, Slot
 
 

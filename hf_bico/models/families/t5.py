@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_bico.models.families.base import Shapes
+from hf_bico.models.families.base import EMBEDDINGS, NORM, Shapes
 from hf_bico.models.families.blueprints import (
     CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
     OUTPUT_EMBEDDINGS,
     POSITIONS,
     Blueprint,

@@ -7,15 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.models.families.base import HeadModules, Shapes, patch_tokens
-from hf_bico.models.families.blueprints import (
-    CLASSIFICATION_HEAD,
-    EMBEDDINGS,
-    NORM,
-    POSITIONS,
-    BackboneFamily,
-    Blueprint,
-)
+from hf_bico.models.families.base import EMBEDDINGS, NORM, HeadModules, Shapes, patch_tokens
+from hf_bico.models.families.blueprints import CLASSIFICATION_HEAD, POSITIONS, BackboneFamily, Blueprint
 from hf_bico.models.families.live import ImageModel
 from hf_bico.models.families.pretrained import PROCESSOR_FILES, PretrainedModel
 from hf_bico.models.layout import Layout, Tokens, count_heads
