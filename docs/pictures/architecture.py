@@ -6,14 +6,11 @@ The arrows are read from the import statements; one that others imply is left ou
 from __future__ import annotations
 
 import ast
-import sys
-from io import BytesIO
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+from drawing import picture_bytes, write_picture
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
@@ -22,11 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_bico"
 WIDTH, HEIGHT = 1000, 700
 BOX = (250, 58)
 INK, FAINT, BLUE = "#222222", "#666666", "#0072B2"
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "path",
-    "svg.hashsalt": "architecture",
-    "font.family": "DejaVu Sans",  # it comes with matplotlib: the same on every machine
-}
+STYLE = {"svg.hashsalt": "architecture"}
 FLOORS = (
     {"cli": "parse, call, print"},
     {"experiments": "compare, diagnose,\nreproduce, demo"},
@@ -100,17 +93,7 @@ def draw() -> Figure:
     return figure
 
 
-def as_bytes(format: str = "svg") -> bytes:
-    """Return the picture as a file, always the same."""
-    stream = BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure = draw()
-        FigureCanvasAgg(figure)
-        metadata = {"Date": None, "Creator": None} if format == "svg" else {"Software": None}
-        figure.savefig(stream, format=format, dpi=144, facecolor="white", metadata=metadata)
-    return stream.getvalue()
-
+as_bytes = partial(picture_bytes, draw, STYLE)
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
-    file.write_bytes(as_bytes(file.suffix.removeprefix(".")))
+    write_picture(as_bytes, PICTURE)

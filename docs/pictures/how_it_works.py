@@ -6,15 +6,13 @@ script gives the same bytes. `python docs/pictures/how_it_works.py FILE.png` dra
 
 from __future__ import annotations
 
-import sys
-from io import BytesIO
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from drawing import picture_bytes, write_picture
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
@@ -28,12 +26,7 @@ CELL = 14
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; the purple darker, so that words in it are read
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4480"
 INK, FAINT = "#222222", "#666666"
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "path",
-    "svg.hashsalt": "how-it-works",
-    "font.family": "DejaVu Sans",  # it comes with matplotlib: the same on every machine
-    "mathtext.fontset": "dejavuserif",
-}
+STYLE = {"svg.hashsalt": "how-it-works", "mathtext.fontset": "dejavuserif"}
 Matrix = NDArray[np.float64]
 
 
@@ -175,17 +168,7 @@ def _task_vector(sheet: Sheet) -> None:
     sheet.arrow((TAU, MAPS + half + 5), (TAU, B - _half("B") - 8))
 
 
-def as_bytes(format: str = "svg") -> bytes:
-    """The picture as a file, always the same."""
-    stream = BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure = draw()
-        FigureCanvasAgg(figure)
-        metadata = {"Date": None, "Creator": None} if format == "svg" else {"Software": None}
-        figure.savefig(stream, format=format, dpi=144, facecolor="white", metadata=metadata)
-    return stream.getvalue()
-
+as_bytes = partial(picture_bytes, draw, STYLE)
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
-    file.write_bytes(as_bytes(file.suffix.removeprefix(".")))
+    write_picture(as_bytes, PICTURE)

@@ -17,16 +17,23 @@ from support.measured import STAMP, drawn_here
 FOLDER = ROOT / "docs" / "pictures"
 
 
+def run_script(name: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(FOLDER)  # as Python does for a script
+        return runpy.run_path(str(FOLDER / name))
+
+
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    return runpy.run_path(str(FOLDER / "how_it_works.py"))
+    return run_script("how_it_works.py")
 
 
 def test_drawing_again_gives_the_same_bytes(script: dict[str, Any], tmp_path: Path) -> None:
     """Here and in another process."""
     once = script["as_bytes"]()
     assert script["as_bytes"]() == once, "nothing of the first drawing is left in the second"
-    code = f"import runpy; runpy.run_path({str(FOLDER / 'how_it_works.py')!r}, run_name='__main__')"
+    path = f"sys.path.insert(0, {str(FOLDER)!r})"
+    code = f"import runpy, sys; {path}; runpy.run_path({str(FOLDER / 'how_it_works.py')!r}, run_name='__main__')"
     forks.run(str(tmp_path / "drawn.svg"), code=code, check=True)
     assert (tmp_path / "drawn.svg").read_bytes() == once
 
@@ -37,7 +44,7 @@ def test_what_is_kept_is_what_is_drawn(script: dict[str, Any]) -> None:
 
 
 def test_the_packages_are_drawn_as_they_import() -> None:
-    script = runpy.run_path(str(FOLDER / "architecture.py"))
+    script = run_script("architecture.py")
     assert {("cli", "experiments"), ("experiments", "porting"), ("porting", "alignment")} <= script["arrows"]()
     if drawn_here(STAMP.read_text()):
         assert (FOLDER / "architecture.svg").read_bytes() == script["as_bytes"]()
