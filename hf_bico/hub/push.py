@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
 from hf_bico.hub.client import MAIN, Hub, translate_hub_errors
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
-from hf_bico.hub.retries import LOG_IN, is_offline, request_errors, with_retries
+from hf_bico.hub.retries import LOG_IN, RETRIED, is_offline, request_errors, with_retries
 from hf_bico.utils.files import sha256_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
         full_id = str(info.id)  # a renamed repo answers at its old name
     elif options.create_pr:
         raise PushError(f"there is no repo '{full_id}' to open a pull request on", "push without --create-pr")
-    if not (options.overwrite or options.create_pr) and _files(_replaced(hub, full_id, options.revision)):
+    replaces = options.overwrite or options.create_pr
+    if info is not None and not replaces and _files(_replaced(hub, full_id, options.revision)):
         raise _already_exists(full_id)
     return full_id
 
@@ -226,38 +227,46 @@ def _delete(hub: Hub, repo_id: str, created: _Created) -> bool:
 
 
 def _is_untouched(hub: Hub, repo_id: str, created: _Created) -> bool:
-    """Return whether the repo is still empty, and as this push would have created it."""
+    """Return whether the repo is still empty, and as this push would have created it; or not known to the Hub yet."""
     info = remote_info(hub, repo_id, None)
-    if info is None or created.private not in (None, bool(info.private)):
+    if info is not None and created.private not in (None, bool(info.private)):
         return False
     return not _files(info) and not (created.branch and _files(remote_info(hub, repo_id, created.branch)))
 
 
 def _create_branch(hub: Hub, repo_id: str, branch: str, created: _Created) -> None:
     """Create the branch where main is now, if it does not exist."""
-    if remote_info(hub, repo_id, branch) is None:
-        created.branch, created.first_commit = branch, str(remote_info(hub, repo_id, None, exists=True).sha)
-        if not _create(lambda: hub.api.create_branch(repo_id, branch=branch, revision=created.first_commit)):
-            created.branch = None
+    if remote_info(hub, repo_id, branch) is not None:
+        return
+    created.first_commit = str(remote_info(hub, repo_id, None, exists=True).sha)
+
+    def note(ours: bool) -> None:
+        created.branch = branch if ours else None
+
+    _create(lambda: hub.api.create_branch(repo_id, branch=branch, revision=created.first_commit), note)
 
 
-def _create(request: Callable[[], object]) -> bool:
-    """Create a repo or branch; return False if somebody else was faster."""
+def _create(request: Callable[[], object], note: Callable[[bool], None]) -> None:
+    """Create a repo or branch, and `note` whether it is, or may be, of this push.
+
+    One that exists already is somebody else's, unless the answer to an earlier try got lost.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     tries = count()
 
-    def attempt() -> bool:
+    def attempt() -> None:
         is_retry = next(tries) > 0
         try:
             request()
         except HfHubHTTPError as error:
-            if error.response.status_code != _CONFLICT:
+            status = error.response.status_code
+            note(is_retry or status in RETRIED)
+            if status != _CONFLICT:
                 raise
-            return is_retry  # the answer to an earlier try got lost
-        return True
 
-    return with_retries(attempt)
+    note(True)
+    with_retries(attempt)
 
 
 # the push
@@ -268,8 +277,8 @@ def push_files(folder: Path, repo_id: str, options: PushOptions, restricted: Seq
     with _deleted_on_failure(hub, repo_id) as created:
         if remote_info(hub, repo_id, None) is None:
             private = True if options.private is None and restricted else options.private
-            created.repo, created.private = True, private
-            created.repo = _create(lambda: hub.api.create_repo(repo_id, private=private))
+            created.private = private
+            _create(lambda: hub.api.create_repo(repo_id, private=private), partial(setattr, created, "repo"))
         # checked for a new repo too: somebody else may just have created it
         require_hidden(repo_id, options, restricted, hub)
         info = _replaced(hub, repo_id, options.revision)

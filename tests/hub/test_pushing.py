@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 import hf_bico
@@ -405,28 +407,72 @@ def test_what_it_was_made_from_is_not_replaced(hub: Hub, result: Path, repo_id: 
     assert hub.repo(repo_id).head() == before
 
 
-@pytest.mark.usefixtures("no_waiting")
-def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
-    hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It appears between the look and the creation."""
-    from hf_bico.hub import push
+def create_first(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let somebody else create the repo between the look and the creation."""
+    create = huggingface_hub.HfApi.create_repo
 
-    look = push.remote_info
-    seen: list[str] = []
-
-    def late(client: Client, repo_id: str, revision: str | None, **options: bool) -> object:
-        seen.append(repo_id)
-        if len(seen) == 1:
+    def late(*arguments: Any, **options: Any) -> object:
+        if ("model", REPO) not in hub.repos:
             hub.create(REPO)
-            return None
-        return look(client, repo_id, revision, **options)
+        return create(*arguments, **options)
 
-    monkeypatch.setattr(push, "remote_info", late)
-    hub.inject(Fault("POST", "/commit/", "status", times=None, status=403))
-    with pytest.raises(PushError):
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", late)
+
+
+def created(hub: Hub, path: str = "/api/repos/create") -> int:
+    return sum(one.method == "POST" and one.path.endswith(path) for one in hub.log)
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("refused", ["/commit/", "/api/repos/create"])
+def test_a_failed_push_deletes_no_repo_that_it_did_not_make(
+    hub: Hub, result: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    create_first(hub, monkeypatch)
+    hub.inject(Fault("POST", refused, "status", times=None, status=403))
+    with pytest.raises(BicoError):
         push_folder(result, REPO)
+    assert created(hub) == 1
     assert ("model", REPO) in hub.repos
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_repo_that_the_hub_does_not_know_yet_is_deleted_after_a_failed_push(hub: Hub, result: Path) -> None:
+    unknown = {"X-Error-Code": "RepoNotFound"}
+    hub.inject(Fault("GET", f"/api/models/{REPO}", "status", times=None, status=404, headers=unknown))
+    with pytest.raises(BicoError) as caught:
+        push_folder(result, REPO)
+    assert created(hub) == 1
+    assert ("model", REPO) not in hub.repos
+    assert "could not be deleted" not in caught.value.cause
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    ("path", "info", "looks", "options"),
+    [
+        ("/api/repos/create", f"/api/models/{REPO}", 2, PushOptions()),
+        ("/branch/dev", f"/api/models/{REPO}/revision/dev", 2, PushOptions(revision="dev", overwrite=True)),
+    ],
+    ids=["repo", "branch"],
+)
+def test_what_was_never_created_is_not_said_to_be_left(
+    hub: Hub, result: Path, path: str, info: str, looks: int, options: PushOptions
+) -> None:
+    """The creation is refused, and then the Hub cannot be asked about it."""
+    if options.revision:
+        hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", path, "status", times=None, status=403))
+    hub.inject(Fault("GET", info, "status", times=None, after=looks, status=503))
+    with pytest.raises(BicoError) as caught:
+        push_folder(result, REPO, options)
+    assert created(hub, path) == 1
+    assert "could not be deleted" not in caught.value.cause
+
+
+def test_a_repo_that_is_not_there_is_looked_for_once(hub: Hub, result: Path) -> None:
+    require_pushable(REPO, PushOptions(), Client())
+    assert [one.path for one in hub.log].count(f"/api/models/{REPO}") == 1
 
 
 @pytest.mark.usefixtures("no_waiting")
