@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, LlamaConfig, LlamaForCausalLM
 
 from hf_bico.alignment.calibration_pass import pair_rows
-from hf_bico.alignment.polar import LARGE, SeenPart, seen_parts
+from hf_bico.alignment.polar import LARGE, PartialIsometry, partial_isometries
 from hf_bico.alignment.procrustes import CUT, OrthogonalMap, polar
 from hf_bico.models.layout import Tokens
 
@@ -204,8 +204,8 @@ def report_ways(maps: list[tuple[str, Tensor]], repeats: int) -> None:
     """Print each map's time by the way in a small space, beside that of the iterations over all of it."""
     for name, covariance in maps:
 
-        def solve(large: int, covariance: Tensor = covariance) -> SeenPart:
-            return seen_parts(covariance.double()[None].clone(), CUT, smallest=0, large=large)[0]
+        def solve(large: int, covariance: Tensor = covariance) -> PartialIsometry:
+            return partial_isometries(covariance.double()[None].clone(), CUT, smallest=0, large=large)[0]
 
         limits = 0, sys.maxsize
         parts = [solve(large) for large in limits]

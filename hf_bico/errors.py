@@ -195,7 +195,7 @@ class ObjectiveError(BicoError):
 
 
 class DeviceError(BicoError):
-    """The requested device is not available."""
+    """The requested device is not available, or the machine gives no second process."""
 
 
 class ProcessLostError(BicoError):

@@ -205,15 +205,16 @@ class Option:
 
     def check(self, name: str, value: Any, default: Any) -> None:
         """Refuse a value that is not among the choices, or is below the least; None only where it is the default."""
-        is_free = (value is None and default is None) or (self.takes_functions and callable(value))
-        if self.choices is not None and not is_free:
+        if (value is None and default is None) or (self.takes_functions and callable(value)):
+            return
+        if self.choices is not None:
             _require_one_of(self.typed_as(name), value, tuple(self.choices))
         if self.least is None:
             return
         if self.type is float:
             if not isinstance(value, int | float) or not isfinite(value) or value < self.least:
                 raise UsageError(f"{self.typed_as(name)} is {value}", f"use a number of at least {self.least}")
-        elif value is not None and (type(value) is not int or value < self.least):
+        elif type(value) is not int or value < self.least:
             raise UsageError(f"{self.typed_as(name)} is {value}", f"use a whole number of at least {self.least}")
 
 

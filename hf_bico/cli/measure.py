@@ -94,7 +94,7 @@ def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> 
         tasks = None if named is None else [word.strip() for word in named.split(",")]
         own: dict[str, Any] = {name: options.pop(name) for name in ("seeds", "train_target")}
         own |= {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
-        settings = read_settings({**options, "class_names": None, "templates": None})
+        settings = read_settings(options)
         folder = Path(output or "reproduced").expanduser()
         paper.table(table)  # refuses a mistyped name before the slow imports
         from hf_bico.experiments.reproduce.run import Job, estimate, run_job

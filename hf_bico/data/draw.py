@@ -1,6 +1,6 @@
 """Open a data set as far as its samples need it, and draw calibration and held-out samples from it.
 
-Knows splits, rows and labels; neither models nor files.
+Says which of them are there twice. Knows splits, rows and labels; neither models nor files.
 """
 
 from __future__ import annotations

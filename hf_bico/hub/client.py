@@ -1,6 +1,6 @@
 """Read repos of the Hub: pinned to a commit, downloaded through the cache, or by byte ranges.
 
-Everything read from the Hub comes through here, and its errors leave as ours. Knows repos and files; not their
+Errors leave as ours, but for those of `RemoteFile`, which its reader translates. Knows repos and files; not their
 content.
 """
 

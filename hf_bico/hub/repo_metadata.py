@@ -17,8 +17,10 @@ from hf_bico.utils.files import read_card_metadata, read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_FOLDERS = {"imagefolder", "audiofolder", "videofolder", "webdataset"}
-_LOADERS = _FOLDERS | {"generator", "json", "csv", "parquet", "arrow", "text", "pandas", "xml"}
+_LOADERS = {
+    *("imagefolder", "audiofolder", "videofolder", "webdataset"),
+    *("generator", "json", "csv", "parquet", "arrow", "text", "pandas", "xml"),
+}
 """Names of `datasets` builders, which training scripts write into cards for local data."""
 _PLACEHOLDER = re.compile(r"(?i)label[_ ]?\d+|\d+")
 _NUMBER = re.compile(r"[0-9]{1,9}")

@@ -1,8 +1,7 @@
 """Capture the inputs, outputs and output gradients of a model's sites during a pass; recompute activations.
 
 Knows what a site is; neither the models' libraries nor what the tensors are for. Recomputed parts keep only their input
-for the backward pass, which runs them again: parameters must have no gradients, and nothing may be random. A part that
-is a function of one tensor needs less bookkeeping than `torch.utils.checkpoint`, which does all others.
+for the backward pass, which runs them again: parameters must have no gradients, and nothing may be random.
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from queue import Empty, Queue
 from typing import Any, Self
+
+from hf_bico.errors import DeviceError
 
 START_SECONDS = 120.0
 MEMORY = 2**30
@@ -36,16 +39,23 @@ class Sandbox:
     """A Python process that answers questions by the function `answer` of its `code`; it is killed when it is late."""
 
     def __init__(self, code: str, *options: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *options, "-c", f"MEMORY = {MEMORY}\n{code}\n{_LOOP}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._lines: Queue[bytes] = Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        self.alive = True
-        self._next_line(START_SECONDS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-c", f"MEMORY = {MEMORY}\n{code}\n{_LOOP}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self._lines: Queue[bytes] = Queue()
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
+            self.alive = True
+            self._next_line(START_SECONDS)
+        except (OSError, EOFError) as error:
+            raise DeviceError(
+                f"no second Python can be started, which reads what strangers wrote: {error or 'it ends at once'}",
+                "close other programs, or raise the limits on processes, open files and memory",
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +83,9 @@ class Sandbox:
     def end(self) -> None:
         self.alive = False
         self._process.kill()
-        self._process.wait()
+        self._listener.join()
+        with suppress(OSError):  # a question that nobody read
+            self._process.communicate()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -86,7 +98,7 @@ class Sandbox:
             line = self._lines.get(timeout=seconds)
         except Empty:
             self.end()
-            raise TimeoutError from None
+            raise TimeoutError(f"it does not answer within {seconds:g} seconds") from None
         except BaseException:  # an interrupt: this answer would be taken for the next one's
             self.end()
             raise

@@ -316,15 +316,15 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], answering: bool) ->
         "chat_template": tokenizer.get_chat_template(),
         "add_generation_prompt": answering,
     }
-    try:
-        with _lock:
-            if not _renderers or not _renderers[0].alive:
-                _renderers[:] = [Sandbox(_RENDER, "-P")]
+    with _lock:
+        if not _renderers or not _renderers[0].alive:
+            _renderers[:] = [Sandbox(_RENDER, "-P")]
+        try:
             return str(_renderers[0].ask(options, TEMPLATE_SECONDS))
-    except (TimeoutError, EOFError):
-        raise ValueError(f"it is not rendered within {TEMPLATE_SECONDS:g} seconds and {MEMORY >> 30} GiB") from None
-    except OSError:
-        raise ValueError("its process has ended") from None
+        except (TimeoutError, EOFError):
+            raise ValueError(f"it is not rendered within {TEMPLATE_SECONDS:g} seconds and {MEMORY >> 30} GiB") from None
+        except OSError:
+            raise ValueError("its process has ended") from None
 
 
 @atexit.register

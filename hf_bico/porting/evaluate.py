@@ -143,11 +143,11 @@ def _probe_samples(
         of_training = replace(settings, n=probe, split=None, evaluate=False)
         try:
             data = open_with(of_training)
-            if "train" in data.splits:
-                training = calibration_samples(data, "train", of_training)
-                return measured, split, training, measured.samples(split, order[: settings.n])
+            training = calibration_samples(data, "train", of_training) if "train" in data.splits else None
         except SampleCountError as error:
             raise SampleCountError(error.cause, error.remedy.replace("-n", "--probe")) from error
+        if training is not None:
+            return measured, split, training, measured.samples(split, order[: settings.n])
     if settings.n is not None:
         measured, split, order = open_split(probe + settings.n)
     if len(order) <= probe:

@@ -221,9 +221,8 @@ def make_heads(models: ModelPair, class_names: Sequence[str], drawn: Calibration
             for model in (models.source, models.target)
         )
         return Heads(source, target, source)
-    shared: Head = AnswerHead(tuple(class_names)) if objective == "text-to-text" else LanguageHead()
-    if not isinstance(objective, str):
-        shared = OwnHead(objective)
+    by_name: dict[str, Head] = {"text-to-text": AnswerHead(tuple(class_names)), "language-modelling": LanguageHead()}
+    shared = by_name[objective] if isinstance(objective, str) else OwnHead(objective)
     return Heads(shared, shared, shared)
 
 

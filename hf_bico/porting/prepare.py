@@ -128,8 +128,10 @@ def prepare(
     _hash_in_background(planned.lineage)
     allow_unchanged = allow_unchanged or isinstance(method, Trainer)
     models = ModelPair.open(planned, settings, device, watch, team, allow_unchanged)
+    if models.source.layout.text_blocks:
+        models = _with_carried_towers(models, method, drawn, requested)
     if drawn is None:
-        return PreparedPort(_choose_sites(models, method, None, requested), method)
+        return PreparedPort(models, method)
     models.use_common_length()
     drawn = models.choose_samples(drawn)
     held_out = _held_out(drawn, method, settings)
@@ -137,7 +139,8 @@ def prepare(
     require_readable(models, drawn.split, drawn.samples)
     if prepared.evaluates:
         require_readable(models, *held_out)
-    models = _choose_sites(models, method, drawn, requested)
+    if settings.layers == "similarity":
+        models = models.with_similar_blocks(drawn.samples)
     heads = make_heads(models, drawn.data.class_names, drawn)
     return replace(prepared, models=models, drawn=models.pseudo_label(drawn, heads), heads=heads)
 
@@ -262,15 +265,6 @@ def require_readable(models: ModelPair, split: str, samples: Samples) -> None:
                 model.tokens(items)
             except UnreadableSampleError as error:
                 raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
-
-
-def _choose_sites(models: ModelPair, method: Method, drawn: CalibrationDraw | None, requested: Settings) -> ModelPair:
-    """Complete the plan by what depends on weights: towers that the source changed, and blocks by similarity."""
-    if models.source.layout.text_blocks:
-        models = _with_carried_towers(models, method, drawn, requested)
-    if drawn is None or models.settings.layers != "similarity":
-        return models
-    return models.with_similar_blocks(drawn.samples)
 
 
 def _with_carried_towers(

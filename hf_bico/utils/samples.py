@@ -1,6 +1,6 @@
-"""Define the sample types of a data set: text, prompt and answer, chat, image with caption.
+"""Define the sample types of a data set (text, prompt and answer, chat, image with caption), and which rows were read.
 
-Texts are not tokenized yet. Knows neither files nor models.
+Texts are not tokenized yet. Reads no file, and knows no model.
 """
 
 from __future__ import annotations

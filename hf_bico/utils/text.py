@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format a plain table: first column left-aligned, others right-aligned, two spaces between."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[*map(str.ljust, row[:1], widths), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 

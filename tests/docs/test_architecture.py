@@ -39,7 +39,8 @@ def imported(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.split(".")[0] == "hf_bico")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hf_bico":
+        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "hf_bico"):
+            assert node.level == 0, f"{file} imports relatively, which is not followed here"
             whole = node.module == "hf_bico"
             yield from (f"hf_bico.{name.name}" for name in node.names) if whole else [str(node.module)]
 

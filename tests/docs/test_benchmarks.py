@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,15 @@ def counted(model: Any, layers: str, loss: Any) -> tuple[int, int]:
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(found, outputs)
     return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.py")), ids=lambda file: file.stem)
+def test_what_a_benchmark_imports_of_ours_is_there(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hf_bico":
+            module = import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}")
 
 
 def test_the_count_of_a_vision_towers_passes_is_what_torch_counts() -> None:

@@ -637,7 +637,7 @@ def test_other_models_and_other_images_are_another_comparison(tmp_path: Path) ->
         given: dict[str, Any] = {"source": tuned, "to": target, "base": base, "data": rows, **changed}
         planned = plan(given["source"], given["to"], base=given["base"], data=given["data"])
         settings = Settings(class_names=CLASS_NAMES, device="cpu", objective="zero-shot")
-        return _Work.of([planned], Grid.of(["naive"], 4, None, 1, settings), Hub(), silent).identity()
+        return _Work.of([planned], Grid.of(["naive"], 4, None, 1, settings), Hub(), silent).identity
 
     first = identity()
     assert identity() == first

@@ -290,7 +290,7 @@ class Moves:
         monkeypatch.setattr(module, "to", to)
 
 
-def test_a_model_that_visits_comes_and_goes_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swapped_model_comes_and_goes_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     live = loaded(folders["llama"])
     live.runs_on, live.swapped = torch.device("cpu", 0), True
     assert live.device == torch.device("cpu", 0)
@@ -315,7 +315,7 @@ def change_of(live: LiveModel) -> Deltas:
     )
 
 
-def test_changed_weights_visit_too(folders: dict[str, Path]) -> None:
+def test_changed_weights_are_swapped_too(folders: dict[str, Path]) -> None:
     plain, live = loaded(folders["llama"]), loaded(folders["llama"])
     live.runs_on, live.swapped = CPU, True
     change = change_of(plain)

@@ -31,7 +31,7 @@ from hf_bico.reports.record import (
     ReadoutRecord,
     Record,
 )
-from hf_bico.reports.results import role_labels
+from hf_bico.reports.results import Report, role_labels
 from hf_bico.settings import METHODS
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import clean, code, fenced, literal, plain
@@ -403,6 +403,17 @@ def test_training_recipe_is_told() -> None:
     few = text_of(render_card(a_trained_record("fewshot")))
     assert "Training: 1 training step of AdamW on 100 samples, learning rate 0.001, weight decay 0.1." in few
     assert "Training samples: 100 samples of split train" in few
+
+
+def test_samples_that_a_method_of_ones_own_trained_on_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "mine", replace(METHODS["fewshot"], name="mine"))
+    card = text_of(render_card(replace(a_record(), method=MethodRecord("mine", 1.0, []))))
+    assert "Training samples: " in card
+
+
+def test_a_port_without_sites_has_a_card_and_a_report() -> None:
+    assert "# " in render_card(replace(a_record(), sites=[]))
+    assert Report((), ()).table() == ""
 
 
 def test_trained_model_whose_record_lost_its_training_is_not_called_training_free() -> None:

@@ -114,7 +114,7 @@ def compare(
         if fine_tuned is not None:
             target = work.models.lineage.target
             work.tuned = FineTune.over(target, fine_tuned, "the fine-tuned target", hub, allow_pickle)
-        log = stack.enter_context(CellLog.open(output, work.identity(), overwrite))
+        log = stack.enter_context(CellLog.open(output, work.identity, overwrite))
         if work.tuned is not None:
             log.add_reference("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
         for _ in work.measure(log):
@@ -193,7 +193,6 @@ class _Work:
 
     def measure(self, log: CellLog) -> Iterator[None]:
         """Measure the numbers that the log does not contain, and yield after each that is added."""
-        identity = self.identity()
         for data in self.data_sets:
             cells = ([key for key in keys if not log.has(key)] for keys in self.grid.cells(data.name, self.names))
             for draw, group in groupby(filter(None, cells), key=lambda keys: Draw.of(keys[0])):
@@ -205,15 +204,16 @@ class _Work:
                     draw=draw,
                     names=dict.fromkeys(keys[0].method for keys in missing if keys[0].method in METHODS),
                     tuned=None if self.tuned is None else self.tuned.vector,
-                    checkpoint=str(log.folder / f"{CHECKPOINT_PREFIX}{digest([data.name, identity])}"),
+                    checkpoint=str(log.folder / f"{CHECKPOINT_PREFIX}{digest([data.name, self.identity])}"),
                 )
                 for keys in missing:
                     for cell in measurements.measure(keys):
                         log.add(cell)
                         yield
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return what all numbers depend on, without method, number of samples and seed."""
+        """What all numbers depend on, without method, number of samples and seed."""
         lineage = self.models.lineage
         source = lineage.source.sha256 or digest_of(stored_tensors(self.models.vector))
         models = {"base": lineage.base, "target": lineage.target}

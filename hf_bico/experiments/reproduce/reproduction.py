@@ -46,9 +46,8 @@ class Reproduction:
         values = {name: _value(made[name], row, self.table) for name in self.tasks if name in made}
         return {name: value for name, value in values.items() if value is not None}
 
-    def measured_average(self, row: PaperRow) -> float | None:
-        """Return the average over all tasks; None while one is missing."""
-        values = self.measured(row)
+    def average(self, values: Mapping[str, MeanAndError]) -> float | None:
+        """Return the average of a line over all tasks; None while one is missing."""
         return fmean(value.mean for value in values.values()) if len(values) == len(self.tasks) else None
 
     def printed(self, row: PaperRow) -> dict[str, float]:
@@ -72,7 +71,7 @@ class Reproduction:
             sizes = "all" if row.all_data else str(row.n or row.per_class or "")
             values = self.measured(row)
             here = [_number(value.mean, value.std) if (value := values.get(name)) else "-" for name in self.tasks]
-            lines.append([label, sizes, "here", *here, _number(self.measured_average(row))])
+            lines.append([label, sizes, "here", *here, _number(self.average(values))])
             cells, deviations = self.printed(row), dict(zip(self.table.tasks, row.deviations, strict=False))
             printed = [_number(cells.get(name), deviations.get(name)) for name in self.tasks]
             lines.append(["", "", "paper", *printed, _number(self.printed_average(row))])
@@ -132,10 +131,11 @@ class Reproduction:
             {
                 **{key: value for key, value in asdict(row).items() if value not in (None, (), False)},
                 "computed_average": round(row.computed, 4),
-                "here": {name: asdict(value) for name, value in self.measured(row).items()},
-                "here_average": self.measured_average(row),
+                "here": {name: asdict(value) for name, value in values.items()},
+                "here_average": self.average(values),
             }
             for row in self.table.rows
+            for values in [self.measured(row)]
         ]
         comparisons = [
             {"task": name, "sampling": sampling, "comparison": json.loads(comparison.to_json())}

@@ -155,15 +155,14 @@ def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> 
     expressions = _expressions(raw)
     if not expressions:
         return
-    try:
-        # isolated: none of the user's packages or settings are loaded
-        with Sandbox(_MATCH, "-I", "-S") as sandbox:
+    with Sandbox(_MATCH, "-I", "-S") as sandbox:  # isolated: none of the user's packages or settings are loaded
+        try:
             sandbox.ask([expressions, list(names)], EXPRESSION_SECONDS)
-        return
-    except TimeoutError:
-        problem = f"cannot be matched within {EXPRESSION_SECONDS:g} seconds"
-    except (EOFError, OSError, ValueError):
-        problem = "cannot be matched"
+            return
+        except TimeoutError:
+            problem = f"cannot be matched within {EXPRESSION_SECONDS:g} seconds"
+        except (EOFError, OSError, ValueError):
+            problem = "cannot be matched"
     raise AdapterError(
         f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
     )

@@ -100,7 +100,7 @@ class PortCard(Card):
 
     @property
     def only_predictions(self) -> bool:
-        """True if the source's predictions were used."""
+        """True if the source's predictions were used where its task vector was not."""
         data = self.record.data
         return self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
 
@@ -110,7 +110,7 @@ class PortCard(Card):
         record = self.record
         if record.data is None or not (self.calibrated or self.probed):
             return None
-        if record.method.name == "fewshot":
+        if self.about.trains_on == "samples":
             return "Training samples"
         if self.trained or not self.about.uses_samples:
             head = descriptions.head_sentence(record)
