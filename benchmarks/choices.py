@@ -69,7 +69,9 @@ def cells(folder: Path, worlds: int, **options: Any) -> list[Cell]:
         world = build(folder / "worlds" / f"seed-{seed}", seed=seed, shapes=(), tasks=())
         for task in TASKS:
             models = {"to": world.base("wide"), "base": world.base("narrow"), "data": world.data(task)}
-            found += compare(world.fine_tuned("narrow", task), **models, seeds=2, device="cpu", **options).cells
+            found += compare(
+                world.fine_tuned("narrow", task), **models, seeds=2, device="cpu", alpha=1.0, **options
+            ).cells
     return found
 
 

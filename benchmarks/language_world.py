@@ -75,6 +75,7 @@ def sequences(folder: Path, count: int) -> str:
             base=world.source,
             data=world.data,
             methods=list(METHODS),
+            alpha=1.0,
             n=PROBE_SIZES,
             seeds=DRAWS,
         )

@@ -68,6 +68,7 @@ class Job:
             seeds=self.draws,
             folder=out,
             device="cpu",
+            alpha=1.0,  # the paper's tables; loras.py has what the samples choose
             **PARTS[self.part],
         ).prefixed(f"world {self.world}, ")
 

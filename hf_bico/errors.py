@@ -210,6 +210,10 @@ class OutputExistsError(OutputError):
     """The output folder already exists."""
 
 
+class HeldBackError(BicoError):
+    """The calibration samples speak against a port: there is nothing to save or push."""
+
+
 class PushError(BicoError):
     """The result cannot be pushed; the repo is unchanged."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from textwrap import indent, wrap
@@ -18,6 +18,10 @@ from typing import Any
 from hf_bico.errors import RankError, UsageError
 from hf_bico.utils.text import did_you_mean
 
+AUTO = "auto"
+"""The value of an option that is found out: the method by the models, alpha by the samples."""
+AUTO_METHODS = ("bico-path", "bico")
+"""What the method "auto" stands for: where the objective predicts classes, and elsewhere."""
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 PREDICTING = ("zero-shot", "classification")
 """The objectives that tell classes apart."""
@@ -62,7 +66,9 @@ class MethodInfo:
     copies: int = 0
     """Altered copies of each sample where samples are few."""
     usual: bool = False
-    """Whether a comparison measures it by default."""
+    """Whether a comparison measures it by default, as a port runs it."""
+    usual_at_1: bool = False
+    """Whether a comparison measures it at alpha 1 by default, as the paper does."""
     row: int = 1000
     """Its place in tables where none is given."""
     style: tuple[str, str] | None = None
@@ -91,8 +97,10 @@ def register_method(name: str, implementation: str | type, *, label: str | None 
     'mine'
     >>> del METHODS["mine"]
     """
-    if name in _BUILT_IN:
+    if name in _BUILT_IN or name == AUTO:
         raise UsageError(f"'{name}' is the name of a built-in method", "give the new method a name of its own")
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise UsageError(f"'{name}' cannot be typed as a method", "use letters, digits, '-', '_', '.' and '+' alone")
     METHODS[name] = MethodInfo(name, implementation, label or name, **about)
 
 
@@ -102,9 +110,12 @@ def method_info(name: str) -> MethodInfo:
 
 
 def usual_methods() -> tuple[str, ...]:
-    """Return the methods that a comparison measures by default, in the order of its rows."""
-    usual = [info for info in METHODS.values() if info.usual]
-    return tuple(info.name for info in sorted(usual, key=lambda info: info.row))
+    """Return the rows of a comparison by default, in their order: "bico@1" for bico at alpha 1."""
+    rows = list[str]()
+    for info in sorted(METHODS.values(), key=lambda info: info.row):
+        rows += [f"{info.name}@1"] if info.usual_at_1 else []
+        rows += [info.name] if info.usual else []
+    return tuple(rows)
 
 
 def option_methods(option: str) -> tuple[str, ...]:
@@ -123,15 +134,14 @@ _RECIPE = ("learning_rate", "weight_decay")
 _known("bico", "aligned:Bico", "BiCo",
        "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
        "the gradients of the loss at its outputs.",
-       **_MAPS, usual=True, row=10, style=("#D55E00", "o"))
+       **_MAPS, usual=True, usual_at_1=True, row=10, style=("#D55E00", "o"))
 _known("bico-fisher", "aligned:BicoFisher", "BiCo-Fisher",
        "As bico, without labels: the gradients that are lined up are those of every label in turn, each counted by "
        "how likely the fine-tuned source finds it, and each row of the inputs is counted by the size of the layer's "
        "own gradients there.",
-       **_MAPS, **_WEIGHTED, usual=True, row=11, style=("#E69F00", "D"))
+       **_MAPS, **_WEIGHTED, row=11, style=("#E69F00", "D"))
 _known("bico-path", "aligned:BicoPath", "BiCo-path",
-       "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each part of "
-       "the task vector.",
+       "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each step.",
        **_WEIGHTED, options=("completion", "path_steps"), copies=7, usual=True, row=12, style=("#CC79A7", "h"))
 _known("input-only", "aligned:InputOnly", "input maps only",
        "Half of bico: one orthogonal map a site lines up the two models' inputs of the layer; the output side is "
@@ -148,18 +158,18 @@ _known("gradient-only", "aligned:GradientOnly", "gradient maps only",
 _known("theseus", "aligned:Theseus", "THESEUS",
        "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
        "its outputs. No gradient is looked at.",
-       **_MAPS, uses_loss=False, maps="inputs (in) and outputs (out)", usual=True, row=6, style=("#0072B2", "s"))
+       **_MAPS, uses_loss=False, maps="inputs (in) and outputs (out)", usual_at_1=True, row=6, style=("#0072B2", "s"))
 _known("naive", "naive:Naive", "naive (padded)",
        "The task vector is added as it is, padded by zeros or cropped. No data is looked at.",
-       uses_samples=False, turns=False, usual=True, row=1, style=("#A0703C", "x"))
+       uses_samples=False, turns=False, usual_at_1=True, row=1, style=("#A0703C", "x"))
 _known("transfusion", "transfusion:TransFusion", "TransFusion",
        "Permutations of heads, neurons and axes bring the source's pretrained weights into the order in which they "
        "are most like the target's, and the task vector with them. They are found from the weights alone, without "
        "data.",
-       uses_samples=False, usual=True, row=2, style=("#6A51A3", "P"))
+       uses_samples=False, usual_at_1=True, row=2, style=("#6A51A3", "P"))
 _known("gradfix", "naive:GradFix", "GradFix",
        "The task vector is added as it is, but kept only where its sign agrees with the target's negative gradient.",
-       turns=False, options=("signs",), usual=True, row=3, style=("#009E73", "^"))
+       turns=False, options=("signs",), usual_at_1=True, row=3, style=("#009E73", "^"))
 _known("fewshot", "finetuning:Fewshot", "one training step",
        "One step of AdamW on the mean loss of the samples: what the same samples give without a source.",
        turns=False, trains_on="samples", options=_RECIPE, usual=True, row=4, style=("#888888", "v"))
@@ -198,17 +208,23 @@ class Option:
     """What Python callers may give instead."""
     takes_functions: bool = False
     """Whether Python callers may give a function instead of one of the choices."""
+    takes_auto: bool = False
+    """Whether "auto" is one more choice."""
 
     def typed_as(self, name: str) -> str:
         """Return what is typed on the command line for the option of this name."""
         return self.flag or f"--{name.replace('_', '-')}"
+
+    @property
+    def all_choices(self) -> tuple[str, ...]:
+        return (*([AUTO] if self.takes_auto else []), *(self.choices or ()))
 
     def check(self, name: str, value: Any, default: Any) -> None:
         """Refuse a value that is not among the choices, or is below the least; None only where it is the default."""
         if (value is None and default is None) or (self.takes_functions and callable(value)):
             return
         if self.choices is not None:
-            _require_one_of(self.typed_as(name), value, tuple(self.choices))
+            _require_one_of(self.typed_as(name), value, self.all_choices)
         if self.least is None:
             return
         if self.type is float:
@@ -244,6 +260,16 @@ def read_rank(text: str, option: str = "--rank") -> int | float:
         require_rank(rank)
         return rank
     raise RankError(f"{option} is '{text}'", "give a whole number such as 16, or a share of energy such as 0.95")
+
+
+def read_alpha(text: str, option: str = "--alpha") -> float | str:
+    """Read alpha as it is typed: auto, or a number."""
+    if text == AUTO:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{option} is '{text}'", f"use {AUTO}, or a number such as 1 or 0.5") from None
 
 
 def read_layers(text: str, option: str = "--layers") -> str | tuple[int, ...]:
@@ -344,13 +370,19 @@ class Settings:
         None, _RUN, "Spread models that are too large for one GPU over all and the main memory, by accelerate.",
         group="limits", choices=("auto", "balanced", "sequential"))
     method: str = option(
-        "bico", _METHOD, "How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side.",
-        choices=METHODS, metavar="METHOD")
+        AUTO, _METHOD, "How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side. auto: "
+        "bico-path where the objective predicts classes, else bico.",
+        choices=METHODS, metavar="METHOD", takes_auto=True)
     completion: str = option(
         "drop", _METHOD, "What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the "
         "SVD.", group="aligning", choices=("drop", "svd"), decisive=True)
-    alpha: float = option(
-        1.0, _METHOD, "How much of the task vector to add.", group="aligning", type=float, decisive=True)
+    alpha: float | str = option(
+        AUTO, _METHOD, "How much of the task vector to add; auto: as much as the samples clearly speak for, or "
+        "nothing. A number is taken as it is; the paper's is 1.",
+        group="aligning", metavar="auto|NUMBER", read=read_alpha, decisive=True)
+    bold: bool = option(
+        False, _METHOD, "Larger steps with alpha auto: a larger gain on average, and more ports that hurt.",
+        group="aligning", type=bool, decisive=True)
     layers: str | Sequence[int] = option(
         "index", _METHOD, "Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
         group="aligning", metavar="index|similarity|LIST", read=read_layers, decisive=True)
@@ -368,7 +400,9 @@ class Settings:
         group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True, takes_functions=True,
         python="A callable (model, batch) -> loss that sums over the samples of `batch.pixels` or `batch.tokens`, and "
         "`batch.labels` (each -1 where the data set has none).")
-    path_steps: int = option(2, _METHOD, "Steps of bico-path.", group="aligning", type=int, least=1, decisive=True)
+    path_steps: int | None = option(
+        None, _METHOD, "Steps of bico-path; 4 with alpha auto, 2 with a number.",
+        group="aligning", type=int, least=1, decisive=True)
     signs: str = option(
         "mean", _METHOD, "gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
         group="aligning", choices=("mean", "majority"), decisive=True)
@@ -434,8 +468,8 @@ class Settings:
         self._check_together()
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed is {self.seed}", "use a whole number of at least 0, and below 2^63")
-        if not isinstance(self.alpha, int | float) or not isfinite(self.alpha):
-            raise UsageError(f"--alpha is {self.alpha}", "use a finite number; 1 adds the task vector as it is")
+        if not self.finds_alpha and (not isinstance(self.alpha, int | float) or not isfinite(self.alpha)):
+            raise UsageError(f"--alpha is {self.alpha}", f"use {AUTO}, or a finite number; 1 is the paper's")
 
     def _check_together(self) -> None:
         """Refuse options that contradict each other."""
@@ -445,6 +479,10 @@ class Settings:
             raise UsageError(
                 "pseudo-labels are what an objective predicts that tells classes apart, and this one does not",
                 "leave one of the two out",
+            )
+        if self.bold and not self.finds_alpha:
+            raise UsageError(
+                f"--bold lets the samples choose larger steps, and --alpha is {self.alpha}", "leave one of the two out"
             )
         if self.n is not None and self.per_class is not None:
             raise UsageError("-n and -k were both given", "choose the number of samples in all, or per class")
@@ -477,6 +515,23 @@ class Settings:
         if self.augment is not None:
             return self.augment
         return method_info(self.method).copies if samples < FEW_SAMPLES else 0
+
+    @property
+    def finds_alpha(self) -> bool:
+        """Whether the samples choose how much of the task vector is added."""
+        return self.alpha == AUTO
+
+    @property
+    def resolved(self) -> Settings:
+        """The same with the method that "auto" stands for, once the objective is known."""
+        if self.method != AUTO:
+            return self
+        return replace(self, method=AUTO_METHODS[0 if self.predicts else 1])
+
+    @property
+    def steps(self) -> int:
+        """Steps of bico-path."""
+        return self.path_steps or (4 if self.finds_alpha else 2)
 
     @property
     def batch(self) -> int:

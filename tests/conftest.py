@@ -87,10 +87,11 @@ def result(hub: Hub, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, p
     """A port between repos of the Hub, which are there, in a folder of its own."""
     import hf_bico
     from support.hub_scenes import SOURCE, TARGET, publish
+    from support.paper import PAPER
 
     publish(hub, tmp_path / "scene")
     if not ported_once:
-        ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
+        ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu", **PAPER)
         ported_once["full"] = ported.save(tmp_path_factory.mktemp("ported") / "result")
     return shutil.copytree(ported_once["full"], tmp_path / "result")
 

@@ -125,15 +125,13 @@ def collect(
     kinds: Collection[Kind],
     device: torch.device | None = None,
     at_once: bool = False,
-    descents_of: Collection[str] | None = None,
 ) -> Statistics:
     """Run every batch through both models, or only the target if that is enough, and sum the requested statistics.
 
-    The sums are kept on `device`, by default the CPU. Descents are summed for the target sites in `descents_of`, or for
-    all. With `at_once` the target's forward pass runs before the source's backward pass: both graphs are in memory, but
-    the source's inputs are dropped before its gradients are kept.
+    The sums are kept on `device`, by default the CPU. With `at_once` the target's forward pass runs before the source's
+    backward pass: both graphs are in memory, but the source's inputs are dropped before its gradients are kept.
     """
-    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"), descents_of)
+    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"))
 
     def add(kind: Kind, pair: SitePair, source_rows: Tensor, target_rows: Tensor) -> None:
         statistics.of(kind, pair).add(source_rows, target_rows)
@@ -158,11 +156,11 @@ def pass_rows(
 ) -> None:
     """Run every batch through both models, and pass their paired rows to `consume`.
 
-    Inputs that several pairs share are passed once, with one of these pairs. Requested statistics of the target alone
-    are added to `statistics`.
+    Inputs that several pairs share are passed once, with one of these pairs. Gradients of the target's parameters are
+    added to `statistics`, which is needed if they are requested.
     """
     statistics = statistics or Statistics()
-    runner = _Runner(pairs, source, target, frozenset(kinds), at_once, statistics.target_sites)
+    runner = _Runner(pairs, source, target, frozenset(kinds), at_once)
     with exact_float32(), runner.hooked():
         for source_pass, target_pass in batches:
             runner.run(_Batch(runner, consume, statistics), source_pass, target_pass)
@@ -172,15 +170,9 @@ class _Runner:
     """Runs batches through the hooked models, forward and backward as the requested kinds need it."""
 
     def __init__(
-        self,
-        pairs: Sequence[SitePair],
-        source: Side,
-        target: Side,
-        kinds: frozenset[Kind],
-        at_once: bool,
-        target_sites: Collection[str],
+        self, pairs: Sequence[SitePair], source: Side, target: Side, kinds: frozenset[Kind], at_once: bool
     ) -> None:
-        self.sides, self.kinds, self.target_sites = (source, target), kinds, target_sites
+        self.sides, self.kinds = (source, target), kinds
         self.streams = Stream(), Stream()
         self.sites = list({pair.source.name: pair.source for pair in pairs}.values()), [pair.target for pair in pairs]
         self.pair_of = {pair.target.name: pair for pair in pairs}
@@ -191,8 +183,7 @@ class _Runner:
             self.readers.setdefault(pair.target.input, []).append(pair)
         self.input_uses = Counter(pair.source.input for pair in by_input.values())
         self.site_uses = Counter(pair.source.name for pair in pairs)
-        self.target_input_uses = Counter(pair.target.input for pair in pairs if pair.target.name in target_sites)
-        """How many sites need an input of the target for their parameter gradients."""
+        self.target_input_uses = Counter(pair.target.input for pair in pairs)
         self.of_task, self.of_expected = bool(OF_TASK_LOSS & kinds), bool(OF_EXPECTED_LOSSES & kinds)
         self.graph = self.of_task or self.of_expected
         self.at_once = at_once or self.of_expected
@@ -231,7 +222,7 @@ class _Runner:
     def _forward_target(self, batch: _Batch, run: Pass) -> Iterator[Losses]:
         self.streams[1].listen(batch.target_reads, batch.target_writes if Kind.OUTPUTS in self.kinds else None)
         with self._forward(1, run) as losses:
-            batch.end_forward(losses)
+            batch.end_forward(losses.text)
             yield losses
 
     def _backward_source(self, batch: _Batch, losses: Losses) -> None:
@@ -316,7 +307,7 @@ class _Batch:
 
     def target_reads(self, site: Site, x: Tensor) -> None:
         kinds = self.runner.kinds
-        if Kind.WEIGHTED_INPUTS in kinds or site.input in self.runner.target_input_uses:
+        if {Kind.TARGET_GRADIENTS, Kind.WEIGHTED_INPUTS} & kinds:
             self._target_inputs[site.input] = x
         if Kind.INPUTS not in kinds or self._defer(self.target_reads, site, x):
             return
@@ -336,7 +327,7 @@ class _Batch:
 
     def target_gradient(self, site: Site, gradient: Tensor) -> None:
         pair, kinds = self.runner.pair_of[site.name], self.runner.kinds
-        if site.name in self.runner.target_sites:
+        if Kind.TARGET_GRADIENTS in kinds:
             self._add_target(site, gradient)
         if pair.source.name not in self.gradients:
             return
@@ -372,13 +363,11 @@ class _Batch:
             first, second = (one.double() * two.sqrt().unsqueeze(-1) for one, two in zip(rows, energies, strict=True))
             self._add(Kind.WEIGHTED_INPUTS, pair, first, second)
 
-    def end_forward(self, losses: Losses) -> None:
-        """Add the rows that waited for the target's losses, which say which of them are real tokens."""
-        self._target_text, self._forward_ended = losses.text, True
-        if self._statistics.task is not None:
-            self._statistics.task.add(losses)
-        if self.source_text is not None and losses.text is not None:
-            self._token_positions = pair_tokens(self.source_text, losses.text)
+    def end_forward(self, text: TextRows | None) -> None:
+        """Add the rows that waited for the target's tokens, which say which of them are real."""
+        self._target_text, self._forward_ended = text, True
+        if self.source_text is not None and text is not None:
+            self._token_positions = pair_tokens(self.source_text, text)
         deferred, self._deferred = self._deferred, []
         for take, site, rows in deferred:
             take(site, rows)
@@ -401,8 +390,8 @@ class _Batch:
             inputs, gradients = (_by_text(rows, text) for rows in (inputs, gradients))
             if gradients.ndim == 3:
                 gradients = gradients * to_device(text.mask, gradients.device, gradients.dtype).unsqueeze(-1)
-        self._statistics.add_target(site.name, inputs, gradients)
-        if self._is_last_use(Kind.DESCENT, site.input, self.runner.target_input_uses):
+        self._statistics.target_gradients[site.name].add(inputs, gradients)
+        if self._is_last_use(Kind.TARGET_GRADIENTS, site.input, self.runner.target_input_uses):
             del self._target_inputs[site.input]
 
     def _rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

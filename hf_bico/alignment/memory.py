@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from hf_bico.models.layout import Layout, Site, SitePair, descent_sites
+from hf_bico.models.layout import Layout, Site, SitePair
 
 BATCH_BYTES = 2**27
 """Most bytes of the covariances that are solved in one batch; a single large one may take more."""
@@ -28,10 +28,8 @@ USUAL_TOKENS = 512
 """Tokens of a text of unknown length."""
 CAPTION_TOKENS = 77
 """Tokens that the text tower of a CLIP reads."""
-USUAL_KINDS = ("inputs", "gradients", "descent")
+USUAL_KINDS = ("inputs", "gradients")
 """The statistics that are counted while the method is unknown."""
-_OF_TARGET = ("target gradients", "descent")
-"""Parameter gradients of the target: they need its inputs until the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,8 @@ class MemoryNeeds:
     """Whether inputs wait for the end of the target's forward pass, which says which rows are real tokens."""
     adding: int = 0
     """Rows of one sample of both models in float64, while they are added."""
-    descents: int = 0
-    """The part of the sums that a GPU rounds to half its size before maps are solved."""
     kept_inputs: int = 0
-    """Inputs of the target's sites that are kept until the backward pass."""
+    """Inputs of the target's sites that are kept until the backward pass, for its parameter gradients."""
 
     def of_sample(self, mode: MemoryMode) -> int:
         """Return the activations of one sample at the peak."""
@@ -131,19 +127,11 @@ def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
     return groups
 
 
-def sum_bytes(
-    pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS, of_descent: Collection[str] | None = None
-) -> int:
-    """Return the bytes of these pairs' sums in float64, shared inputs counted once.
-
-    Descents, in float32, are summed for the target sites in `of_descent`, or for all.
-    """
+def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
+    """Return the bytes of these pairs' sums in float64, shared inputs counted once."""
     total = FLOAT64 * sum(map(prod, _covariances(pairs, kinds)))
-    parameters = {pair.target.name: pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs}
     if "target gradients" in kinds:  # the sum, and the votes
-        total += 2 * FLOAT64 * sum(parameters.values())
-    if "descent" in kinds:
-        total += FLOAT32 * sum(size for name, size in parameters.items() if of_descent is None or name in of_descent)
+        total += 2 * FLOAT64 * sum(pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in pairs)
     return total
 
 
@@ -158,7 +146,7 @@ def _covariances(pairs: Sequence[SitePair], kinds: Collection[str]) -> Iterator[
     """Yield the shapes of the cross-covariances of these kinds."""
     read = {(pair.source.input, pair.target.input): pair for pair in pairs}
     for kind in kinds:
-        if kind in _OF_TARGET:
+        if kind == "target gradients":
             continue
         axis = 1 if "inputs" in kind or kind == "input gradients" else 0
         for pair in read.values() if kind == "inputs" else pairs:
@@ -244,26 +232,23 @@ def needs_of(
     `ranks` are those of a LoRA by the source's tensors; `language` tells whether the loss is over a vocabulary.
     """
     groups = solved_together(pairs)
-    of_descent = descent_sites(pairs) if "descent" in kinds else set()
-    # the target's sites whose inputs are multiplied with their gradients
-    read_later = [pair.target for pair in pairs if "target gradients" in kinds or pair.target.name in of_descent]
     sources = list({pair.source.name: pair.source for pair in pairs}.values())
+    target_sample = target.sample([pair.target for pair in pairs], language)
     changes = ((pair.target.shape, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs)
     adding = (
         FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
     )
     return MemoryNeeds(
         weights=(source.weights, target.weights),
-        sums=tuple(sum_bytes(group, kinds, of_descent) for group in groups),
+        sums=tuple(sum_bytes(group, kinds) for group in groups),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
         # a matrix or two factors for each pair
         carried=FLOAT32 * sum(prod(shape) if rank is None else rank * sum(shape) for shape, rank in changes),
-        samples=(source.sample(sources, language), target.sample([pair.target for pair in pairs], language)),
+        samples=(source.sample(sources, language), target_sample),
         both_graphs=both_graphs,
         texts=any(pair.target.text for pair in pairs),
-        descents=sum_bytes(pairs, ("descent",), of_descent),
         adding=int(BESIDE * max(adding, default=0)),
-        kept_inputs=int(BESIDE * target.bytes_of(read_later)[0]),
+        kept_inputs=target_sample.site_inputs if "target gradients" in kinds else 0,
     )
 
 
@@ -374,8 +359,7 @@ def _plan(needs: MemoryNeeds, room: int | None, size: int, alternating: bool, mo
 
     def peak() -> int:
         sums = max(map(sum, passes))
-        halved = needs.descents // 2 * sums // max(1, sum(needs.sums))
-        solved = max(sums - halved, needs.carried - waiting)
+        solved = max(sums, needs.carried - waiting)
         return models + waiting + max(sums + activations, solved + needs.solver)
 
     if room is not None and peak() > room:

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from hf_bico.alignment.procrustes import PairedRows
 from hf_bico.errors import NonFiniteWeightsError
-from hf_bico.models.hooks import Losses
 from hf_bico.models.layout import SitePair
-from hf_bico.runtime.environment import to_device
 
 
 class Kind(StrEnum):
@@ -26,8 +24,7 @@ class Kind(StrEnum):
 
     The first six are cross-covariances of paired rows of the two models. Expected gradients are those of the loss with
     each label in turn, weighted by the label's probability; weighted inputs are inputs times the norm of the site's own
-    expected gradient at that row. Target gradients are those of the target's parameters with the signs of each sample;
-    the descent is their sum alone, with the task loss itself.
+    expected gradient at that row. Target gradients are those of the target's parameters with the signs of each sample.
     """
 
     INPUTS = "inputs"
@@ -37,12 +34,11 @@ class Kind(StrEnum):
     EXPECTED_GRADIENTS = "expected gradients"
     WEIGHTED_INPUTS = "weighted inputs"
     TARGET_GRADIENTS = "target gradients"
-    DESCENT = "descent"
 
 
 OF_INPUTS = frozenset({Kind.INPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHTED_INPUTS})
 """Kinds whose rows are as wide as a site's input."""
-OF_TARGET = frozenset({Kind.TARGET_GRADIENTS, Kind.DESCENT})
+OF_TARGET = frozenset({Kind.TARGET_GRADIENTS})
 """Kinds that need the target alone."""
 OF_TASK_LOSS = frozenset({Kind.GRADIENTS, Kind.INPUT_GRADIENTS, *OF_TARGET})
 OF_EXPECTED_LOSSES = frozenset({Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS})
@@ -168,65 +164,6 @@ class ParameterGradient:
         return self.weight_votes.sign(), self.bias_votes.sign()
 
 
-@dataclass
-class LossGradient:
-    """Gradient of a site's weight (out, in) and bias (out,), summed over samples, in float32.
-
-    `Statistics.finalize_descents` fills `energies`, and rounds to bfloat16 on a GPU: forecasts need no more.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    energies: tuple[float, float] = (0.0, 0.0)
-
-    @classmethod
-    def zeros(cls, rows: int, columns: int, device: torch.device) -> LossGradient:
-        return cls(torch.zeros((rows, columns), device=device), torch.zeros(rows, device=device))
-
-    def add(self, inputs: Tensor, gradients: Tensor) -> None:
-        x, g = (rows.to(self.weight).flatten(0, -2) for rows in (inputs, gradients))
-        self.weight.addmm_(g.T, x)
-        self.bias += g.sum(0)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.weight, self.bias]
-
-
-@dataclass
-class TaskLossTotals:
-    """The target's summed loss on the samples, the number of answers in it, and of wrong ones.
-
-    Objectives without right answers count none. A loss that `stands_in` for another has no meaning of its own.
-    """
-
-    total: Tensor
-    stands_in: bool = False
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> TaskLossTotals:
-        return cls(torch.zeros(3, dtype=torch.float64, device=device))
-
-    def add(self, losses: Losses) -> None:
-        self.stands_in = self.stands_in or losses.stands_in
-        if losses.task is not None:
-            for number, part in enumerate((losses.task.detach(), losses.answers, losses.wrong)):
-                if part is not None:
-                    self.total[number] += to_device(part, self.total.device, self.total.dtype)
-
-    @property
-    def loss(self) -> float | None:
-        return None if self.stands_in else float(self.total[0])
-
-    @property
-    def answers(self) -> int:
-        return int(self.total[1])
-
-    @property
-    def wrong(self) -> int:
-        return int(self.total[2])
-
-
 def _signs(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return signs, 0 for rounding noise: a softmax ignores the keys' bias, whose gradient is nothing else."""
     least = NEGLIGIBLE_GRADIENT * weight.abs().max()
@@ -239,23 +176,12 @@ class Statistics:
 
     sums: dict[Kind, dict[Any, CrossCovariance]] = field(default_factory=dict)
     target_gradients: dict[str, ParameterGradient] = field(default_factory=dict)
-    descents: dict[str, LossGradient] = field(default_factory=dict)
-    task: TaskLossTotals | None = None
-    """Only with descents."""
 
     @classmethod
-    def zeros(
-        cls,
-        pairs: Iterable[SitePair],
-        kinds: Collection[Kind],
-        device: torch.device,
-        descents_of: Collection[str] | None = None,
-    ) -> Statistics:
-        """Return empty sums of these pairs; with descents of the target sites in `descents_of`, or of all."""
+    def zeros(cls, pairs: Iterable[SitePair], kinds: Collection[Kind], device: torch.device) -> Statistics:
+        """Return empty sums of these pairs."""
         # processes add their sums to each other in this order, and the order of a set differs between them
         statistics = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
-        if Kind.DESCENT in kinds:
-            statistics.task = TaskLossTotals.zeros(device)
         for pair in pairs:
             for kind, sums in statistics.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
@@ -263,40 +189,24 @@ class Statistics:
                 sums.setdefault(key_of(kind, pair), CrossCovariance(widths, device))
             if Kind.TARGET_GRADIENTS in kinds:
                 statistics.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
-            if Kind.DESCENT in kinds and (descents_of is None or pair.target.name in descents_of):
-                statistics.descents[pair.target.name] = LossGradient.zeros(*pair.target.shape, device)
         return statistics
 
     @property
     def kinds(self) -> set[Kind]:
-        of_target = {Kind.TARGET_GRADIENTS: bool(self.target_gradients), Kind.DESCENT: self.task is not None}
-        return {*self.sums, *(kind for kind, present in of_target.items() if present)}
+        return {*self.sums, *([Kind.TARGET_GRADIENTS] if self.target_gradients else [])}
 
     @property
     def tensors(self) -> list[Tensor]:
         """All sums; processes that ran different samples add theirs to each other."""
-        parts: Iterator[CrossCovariance | ParameterGradient | LossGradient] = chain(
-            *(sums.values() for sums in self.sums.values()), self.target_gradients.values(), self.descents.values()
+        parts: Iterator[CrossCovariance | ParameterGradient] = chain(
+            *(sums.values() for sums in self.sums.values()), self.target_gradients.values()
         )
-        return [tensor for part in parts for tensor in part.tensors] + ([] if self.task is None else [self.task.total])
-
-    @property
-    def target_sites(self) -> set[str]:
-        """The target's sites whose parameter gradients are summed."""
-        return {*self.target_gradients, *self.descents}
-
-    def add_target(self, site: str, inputs: Tensor, gradients: Tensor) -> None:
-        """Add the parameter gradients of one site of the target; the first dimension counts the samples."""
-        for gradient in (self.target_gradients.get(site), self.descents.get(site)):
-            if gradient is not None:
-                gradient.add(inputs, gradients)
+        return [tensor for part in parts for tensor in part.tensors]
 
     def update(self, other: Statistics) -> None:
         """Take over the sums of another pass over the same samples."""
         self.sums.update(other.sums)
         self.target_gradients.update(other.target_gradients)
-        self.descents.update(other.descents)
-        self.task = self.task or other.task
 
     def less(self, other: Statistics) -> Statistics:
         """Return the cross-covariances minus those of another pass, which cancels what both have in common."""
@@ -309,22 +219,12 @@ class Statistics:
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]
 
-    def finalize_descents(self) -> None:
-        """Compute the energies of the finished sums, and halve their memory on a GPU before maps are solved."""
-        parts = [part for one in self.descents.values() for part in one.tensors]
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        energies = torch.stack(norms).square().unflatten(0, (-1, 2)).tolist() if norms else []
-        for (name, one), (of_weight, of_bias) in zip(self.descents.items(), energies, strict=True):
-            dtype = torch.bfloat16 if one.weight.is_cuda else torch.float32
-            self.descents[name] = LossGradient(one.weight.to(dtype), one.bias.to(dtype), (of_weight, of_bias))
-
     def drop(self, pairs: Iterable[SitePair]) -> None:
         """Delete the sums of these pairs, and with them those that they share with other pairs."""
         for pair in pairs:
             for kind, sums in self.sums.items():
                 sums.pop(key_of(kind, pair), None)
             self.target_gradients.pop(pair.target.name, None)
-            self.descents.pop(pair.target.name, None)
 
     def require_finite(self) -> None:
         """Raise NonFiniteWeightsError if a sum is NaN or infinite."""
@@ -340,9 +240,8 @@ class Statistics:
         for kind, sums in self.sums.items():
             for key, covariance in sums.items():
                 yield f"the {kind} at '{key if isinstance(key, str) else key[1]}'", covariance.is_finite
-        for gradients in (self.target_gradients, self.descents):
-            for name, gradient in gradients.items():
-                yield f"the target's gradients at '{name}'", gradient.weight.sum().isfinite()
+        for name, gradient in self.target_gradients.items():
+            yield f"the target's gradients at '{name}'", gradient.weight.sum().isfinite()
 
 
 def key_of(kind: Kind, pair: SitePair) -> Any:

@@ -1,4 +1,4 @@
-"""Turn changes of sites into changes of the target's tensors, and estimate their effect on the loss.
+"""Turn changes of sites into changes of the target's tensors.
 
 Knows task vectors and sites; not models, samples or files.
 """
@@ -12,14 +12,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hf_bico.alignment.methods.base import SiteDelta, SiteLossChange, TransportedSite
-from hf_bico.alignment.statistics import LossGradient
+from hf_bico.alignment.methods.base import SiteDelta, TransportedSite
 from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.layout import Site, SitePair, Slot
-from hf_bico.models.low_rank import Change, Factors, dense, energy, is_zero, stacked, total
+from hf_bico.models.low_rank import Change, Factors, dense, is_zero, stacked, total
 
 
 def changed_part(vector: Deltas, slot: Slot) -> Any:
@@ -28,28 +26,6 @@ def changed_part(vector: Deltas, slot: Slot) -> Any:
         return None
     part: Change = slot.view(vector.change(slot.tensor))
     return None if is_zero(part) else part
-
-
-def descent_along(delta: SiteDelta, descent: LossGradient) -> SiteLossChange:
-    """Return the first-order effect of a site's change on the loss."""
-    change = delta_energy = 0.0
-    gradient_energy = descent.energies[0]
-    if delta.weight is not None:
-        change += _inner(descent.weight.float(), delta.weight)
-        delta_energy = energy(delta.weight)
-    if delta.bias is not None:
-        change += _inner(descent.bias.float(), delta.bias)
-        delta_energy += energy(delta.bias)
-        gradient_energy += descent.energies[1]  # a site without a bias cannot use the bias' gradient
-    return SiteLossChange(change, gradient_energy, delta_energy)
-
-
-def _inner(gradient: Tensor, change: Change) -> float:
-    """Return <gradient, change>, without multiplying factors out."""
-    if isinstance(change, Factors):
-        left, right = (part.to(gradient) for part in (change.left, change.right))
-        return float(((gradient @ right.T) * left).sum())
-    return float((gradient * change.to(gradient)).sum())
 
 
 def site_delta(vector: Deltas, site: Site) -> SiteDelta:
@@ -70,9 +46,14 @@ def _joined(parts: Sequence[TransportedSite]) -> TransportedSite:
     biases = [delta.bias for delta in deltas if delta.bias is not None]
     unseen = [part.unseen for part in parts if part.unseen is not None]
     delta = SiteDelta(total(weights) if weights else None, dense(total(biases)) if biases else None)
-    first = parts[0].descent  # later ones were computed at a changed target
-    descent = None if first is None else first.scaled(len(parts))
-    return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None, descent=descent)
+    return replace(parts[0], delta=delta, unseen=mean(unseen) if unseen else None)
+
+
+def scaled(carried: Mapping[str, TransportedSite], alpha: float) -> dict[str, TransportedSite]:
+    """Multiply what was transported; of nothing, no factors stay."""
+    return {
+        name: replace(site, delta=site.delta.scaled(alpha) if alpha else SiteDelta()) for name, site in carried.items()
+    }
 
 
 def assemble_changes(

@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, Comparison, live_table, text_table
-from hf_bico.reports.record import JOINED, ChangeRecord, ForecastRecord, Record
+from hf_bico.reports.record import JOINED, ChangeRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
 from hf_bico.reports.results import (
     Report,
+    alpha_sentence,
+    candidates_sentence,
     control_sentence,
-    forecast_sentence,
+    few_samples_sentence,
     gain_of,
     headline,
+    held_back_remedy,
+    held_back_sentence,
     is_trained,
     is_worse,
+    lead_sentence,
     measured_on,
+    outlook_sentence,
     readout_sentence,
     result_rows,
     results,
@@ -68,10 +74,30 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     click.echo(f"\n{verdict}\nNext: {command}")
 
 
-def print_forecast(forecast: ForecastRecord, write: Callable[[str], None]) -> None:
-    """Print the forecast before the measuring begins; a closed pipe does not stop the job."""
+def print_outlook(
+    method: MethodRecord, outlook: OutlookRecord | None, lead: SourceLeadRecord | None, write: Callable[[str], None]
+) -> None:
+    """Print what the samples chose and promise, before the measuring begins; a closed pipe does not stop the job."""
+    sentences = [candidates_sentence(method), alpha_sentence(method)]
+    sentences += [None if outlook is None else outlook_sentence(outlook, lead)]
     with suppress(BrokenPipeError):
-        write(forecast_sentence(forecast) + "\n")
+        for sentence in filter(None, sentences):
+            write(sentence)
+        if outlook is not None:
+            write("")
+
+
+def print_held_back(record: Record, quiet: bool) -> None:
+    """Print why nothing was written, and what to do; only the reason where little is to be printed."""
+    click.echo(held_back_sentence(record), err=quiet)
+    if quiet:
+        return
+    if lead := lead_sentence(record.source_lead):
+        click.echo(lead)
+    for notice in record.notices:
+        click.echo(f"Notice: {notice}")
+    click.echo("Nothing was written: the target stays as it is.")
+    click.echo(f"Next: {held_back_remedy(record)}.")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
@@ -83,7 +109,7 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
         _print_table(Table(header, lines), format_table([header, *rows]))
         click.echo(f"({measured_on(record)})\n")
-    for sentence in (control_sentence(record), readout_sentence(record)):
+    for sentence in (control_sentence(record), readout_sentence(record), few_samples_sentence(record)):
         if sentence:
             click.echo(f"{sentence}\n")
     if is_trained(record):

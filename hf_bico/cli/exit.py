@@ -1,7 +1,7 @@
 """Ends a command: errors as two lines and an exit code, signals, and jobs of several processes.
 
-Exit code 0 is success, 1 a job that failed, 2 a wrong command line, 130 a stop by Ctrl-C, 143 one by SIGTERM. Knows
-launchers and signals, not the commands.
+Exit code 0 is success, 1 a job that failed, 2 a wrong command line, 3 a port that the samples held back, 130 a stop by
+Ctrl-C, 143 one by SIGTERM. Knows launchers and signals, not the commands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_bico.errors import BicoError, ProcessLostError, UsageError
 from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
 from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
 
-FAILED, WRONG, STOPPED, TERMINATED = 1, 2, 130, 143
+FAILED, WRONG, HELD_BACK, STOPPED, TERMINATED = 1, 2, 3, 130, 143
 DISTRIBUTED_COMMANDS = ("port", "plan")
 """The commands that several processes can run together."""
 LAUNCHER_ENDED = "another process of this job, or its launcher, has ended"

@@ -15,16 +15,19 @@ from pathlib import Path
 import click
 
 from hf_bico.cli.console import show_stages
-from hf_bico.cli.exit import exit_on_error
+from hf_bico.cli.exit import HELD_BACK, exit_on_error
 from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_options
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.reports.record import read_record
+from hf_bico.settings import AUTO_METHODS
 from hf_bico.utils.text import format_table
 
 SIZE, DRAWS = 100, 3
-SHOWN_METHODS = "naive,theseus,bico,bico-fisher,bico-path"
+SHOWN_METHODS = "naive@1,theseus@1,bico@1,bico,bico-path"
+PORTS_BY = AUTO_METHODS[0]
+"""The method of a port by default: the small world's models predict classes."""
 
 
 @click.command(cls=SectionedHelp, short_help="The whole job on two small models, made on the spot.")
@@ -36,8 +39,8 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
 
     Trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
     digits, and carries that to the wide one by the commands that you would type, in FOLDER (./hf-bico-demo by default).
-    Then the same for plain digits, which the wide model reads well already: there, nothing is gained. A second time,
-    models and numbers that are there are kept, and the folder ported is written anew.
+    Then the same for plain digits, which the wide model reads well already: there, little is gained, or the port is
+    held back. A second time, models and numbers that are there are kept, and the folder ported is written anew.
 
     \b
     Examples:
@@ -58,51 +61,77 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
         with chdir(folder):
             hf_bico = partial(_run, silent)
             hf_bico("plan", *_models(hard))
-            hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
-            hf_bico("eval", "ported", "--data", f"data/{hard}")
+            written = hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
+            if written:
+                hf_bico("eval", "ported", "--data", f"data/{hard}")
+            elif not silent:
+                click.echo("There is no port to measure, and no card of it: 'eval' and 'card' are left out.")
             for task, sizes in ((hard, f"10,{SIZE}"), (easy, str(SIZE))):
                 grid = ["--methods", SHOWN_METHODS, "-n", sizes, "--seeds", str(DRAWS)]
                 references = ["--fine-tuned", f"models/wide-{task}"]
                 hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
-            hf_bico("card", "ported")
-        _print_results(folder, seed, [hard, easy], as_json, quiet)
+            if written:
+                hf_bico("card", "ported")
+        _print_results(folder, seed, [hard, easy], written, as_json, quiet)
 
 
-def _run(silent: bool, *words: str) -> None:
-    """Print a command line, unless silent, and run it."""
+def _run(silent: bool, *words: str) -> bool:
+    """Print a command line, unless silent, and run it; return False for a port that was held back."""
     if not silent:
         click.secho(f"\n$ hf-bico {shlex.join(words)}", bold=True)
     group = click.get_current_context().find_root().command
-    group.main([*words, *(["-q"] if silent else [])], prog_name="hf-bico", standalone_mode=False)
+    try:
+        group.main([*words, *(["-q"] if silent else [])], prog_name="hf-bico", standalone_mode=False)
+    except SystemExit as end:
+        if end.code != HELD_BACK:
+            raise
+        return False
+    return True
 
 
 def _models(task: str) -> list[str]:
     return [f"models/narrow-{task}", "--base", "models/narrow", "--to", "models/wide", "--data", f"data/{task}"]
 
 
-def _print_results(folder: Path, seed: int, tasks: list[str], as_json: bool, quiet: bool) -> None:
+def _print_results(folder: Path, seed: int, tasks: list[str], written: bool, as_json: bool, quiet: bool) -> None:
     """Print the numbers of both tasks, the files to look at, and commands to try next."""
     comparisons = {task: Comparison.load(folder / f"compared-{task}") for task in tasks}
     if as_json:
         plain = {task: json.loads(comparison.to_json()) for task, comparison in comparisons.items()}
-        record = json.loads(read_record(folder / "ported").to_json())
+        record = json.loads(read_record(folder / "ported").to_json()) if written else None
         click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": plain}))
     if as_json or quiet:
         return
     click.echo(f"\nBoth tasks, in percent; {SIZE} samples, mean of {DRAWS} draws; models of seed {seed}:\n")
     click.echo(_side_by_side(comparisons))
+    click.echo(f"\nWhat a port does by default, which is {PORTS_BY} with alpha by the samples:")
+    for task, comparison in comparisons.items():
+        click.echo(f"  {task}: {outcome(comparison)}")
+    click.echo(f"\nLook at, in {folder}:")
+    if written:
+        click.echo("  ported/README.md                  the model card, made from the record ported/bico.json")
+        click.echo("  ported/alignment.png              how well each layer was lined up")
+    click.echo(f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side")
     again = shlex.join(["hf-bico", "port", *_models(tasks[0])])
     click.echo(
-        f"\nLook at, in {folder}:\n"
-        "  ported/README.md                  the model card, made from the record ported/bico.json\n"
-        "  ported/alignment.png              how well each layer was lined up\n"
-        f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side\n"
         f"\nTry next:\n{_activation()}  cd {shlex.quote(str(folder))}\n"
-        f"  {again} --method bico-path -o by-path\n"
-        f"  {again} --rank 8 -o adapter\n"
-        "  hf-bico rerun ported\n"
-        "  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE"
+        f"  {again} --method bico --alpha 1 -o as-in-the-paper\n"
+        f"  {again} --rank 8 -o adapter"
     )
+    if written:
+        click.echo("  hf-bico rerun ported")
+    click.echo("  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE")
+
+
+def outcome(comparison: Comparison) -> str:
+    """Return in words whether a port by default helped, hurt or was held back, on average over the draws."""
+    row = next(row for row in comparison.rows() if row.method == PORTS_BY and row.n == SIZE)
+    if row.held_back == row.draws:
+        return "held back, the target stays as it is"
+    points = round(100 * (row.gain or 0.0), 1) or 0.0  # -0.0 is 0
+    effect = "helped" if points > 0 else "hurt" if points < 0 else "changed nothing"
+    some = f"; held back in {row.held_back} of {row.draws} draws" if row.held_back else ""
+    return f"{points:+.1f} points, {effect}{some}"
 
 
 def _activation() -> str:

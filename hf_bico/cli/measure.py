@@ -164,7 +164,8 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
 @METHOD.option(
     "--methods",
     shell_complete=complete_methods,
-    help="Such as naive,theseus,bico; or all. By default those of the paper, and our own.",
+    help="Such as theseus@1,bico; or all. NAME is the method as 'port' runs it, which may hold it back; NAME@1 is the "
+    "method at alpha 1. By default the paper's methods at alpha 1, bico and bico-path.",
 )
 @SAMPLES.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
 @SAMPLES.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
@@ -189,11 +190,12 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
 
     Every number is kept as it comes: the same command goes on with an interrupted comparison, and more methods add to
     it; so do more sizes and seeds, if the data has a test split. The folder gets comparison.csv, .json, .md and .png.
+    Where the samples hold a method back, as they would hold back a port, its number is that of the target as it is.
 
     \b
     Examples:
       hf-bico compare user/vit-b16-eurosat --to laion/ViT-B-16-plus
-      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods theseus,bico -n 10,100 --seeds 5
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods bico@1,bico -n 10,100 --seeds 5
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
     """
     names = ("base", "fine_tuned", "overwrite", "token", "allow_pickle", "seeds", "with_base")
@@ -201,7 +203,7 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
     output, methods, n, per_class = (options.pop(name) for name in ("output", "methods", "n", "per_class"))
     with exit_on_error() as ending:
         settings = read_settings(options)
-        job["methods"] = None if methods is None else read_methods(methods)
+        job["methods"] = None if methods is None else read_methods(methods, with_alphas=True)
         job |= {"n": _numbers(n, "-n"), "per_class": _numbers(per_class, "-k")}
         folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
         from hf_bico.experiments.compare.run import compare as run

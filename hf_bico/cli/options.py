@@ -16,7 +16,8 @@ import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_model
 from hf_bico.errors import UsageError
-from hf_bico.settings import METHODS, OPTIONS, Settings, option_methods, read_lines
+from hf_bico.experiments.compare.cells import ALL, read_row, split_method
+from hf_bico.settings import AUTO, AUTO_METHODS, OPTIONS, Settings, option_methods, read_lines
 from hf_bico.utils.text import near
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
             facts |= {"default": default, "show_default": True}
         facts["type"] = known.type if known.read is None else str
     if known.choices is not None:
-        facts["type"] = Choice(tuple(known.choices))
+        facts["type"] = Choice(known.all_choices)
         if known.metavar is not None:
-            facts["help"] += f" One of: {', '.join(known.choices)}."
+            facts["help"] += f" One of: {', '.join(known.all_choices)}."
     if known.read is read_lines:
         facts["type"] = click.Path(dir_okay=False)
     if known.metavar == "FOLDER":
@@ -215,15 +216,15 @@ def read_settings(options: dict[str, Any]) -> Settings:
     return Settings(**values, **options)
 
 
-def read_methods(text: str) -> list[str]:
-    """Read methods as they are typed: naive,theseus,bico; or all."""
-    names, known = [name.strip() for name in text.split(",") if name.strip()], ("all", *METHODS)
-    for name in names:
-        if name not in known:
-            meant = near(name, known)
-            question = "" if meant is None else f"did you mean '{meant}'? Else "
-            raise UsageError(f"there is no method '{name}'", f"{question}use some of: {', '.join(known)}")
-    return names
+def read_methods(text: str, with_alphas: bool = False) -> list[str]:
+    """Read methods as they are typed: naive,theseus,bico, or all; maybe with alphas of their own, as in bico@1."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    rows = [name if name == ALL else read_row(name) for name in names]
+    for row in () if with_alphas else rows:
+        name, alpha = split_method(row)
+        if alpha is not None:
+            raise UsageError(f"'{row}' has an alpha of its own", f"use {name}, with --alpha {alpha:g}")
+    return rows
 
 
 def require_used(method: str) -> None:
@@ -232,7 +233,8 @@ def require_used(method: str) -> None:
     for parameter in context.command.params:
         name = str(parameter.name)
         methods = option_methods(name) if name in OPTIONS else ()
-        if methods and method not in methods and _is_typed(context, name):
+        chosen = AUTO_METHODS if method == AUTO else (method,)
+        if methods and not set(chosen) & set(methods) and _is_typed(context, name):
             option = parameter.opts[0]
             raise UsageError(
                 f"{option} is of {_either(methods, 'and')}, and the method is {method}",

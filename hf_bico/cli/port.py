@@ -12,15 +12,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
 from hf_bico.cli import console
 from hf_bico.cli.completion import complete_model
-from hf_bico.cli.exit import Ending, exit_on_error, finish_alone, require_no_device_number
+from hf_bico.cli.exit import HELD_BACK, Ending, exit_on_error, finish_alone, require_no_device_number
 from hf_bico.cli.options import (
     HUB,
     OUTPUT,
@@ -40,11 +41,11 @@ from hf_bico.cli.options import (
     typed_line,
 )
 from hf_bico.errors import LineageError
-from hf_bico.reports.record import ModelRecord, read_record
-from hf_bico.reports.results import headline, is_worse
+from hf_bico.reports.record import ModelRecord, Record, read_record
+from hf_bico.reports.results import headline, held_back_sentence, is_worse
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder, reserved
-from hf_bico.settings import Settings
+from hf_bico.settings import AUTO, Settings, method_info
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
@@ -117,7 +118,9 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
             size = planned.in_format(settings.format, settings.rank).output_bytes
             with reserved(folder, push.overwrite, size) if is_first_process() else nullcontext():
                 destination = _Destination(folder, push_to, push, command)
-                _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
+                ported = _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
+            if ported.held_back:
+                _end_held_back(ported.record, as_json, quiet)
         if is_first_process():
             _publish(folder, push_to, push, hub, as_json, quiet)
 
@@ -152,7 +155,9 @@ def _written_digest(folder: Path) -> str | None:
     return file.read_text(encoding="ascii", errors="replace").strip()
 
 
-def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination, ending: Ending, silent: bool) -> None:
+def _port(
+    planned: Plan, settings: Settings, hub: Hub, destination: _Destination, ending: Ending, silent: bool
+) -> Ported:
     own_checkpoint = settings.trains_on_all and settings.checkpoint is None
     if own_checkpoint:  # so that a long training can be resumed
         settings = replace(settings, checkpoint=f"{destination.folder}.training")
@@ -160,10 +165,12 @@ def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination
     from hf_bico.porting.port import run_port  # slow: it comes after the checks of what was typed
 
     with console.progress_bars_and_text(silent) as (progress, write):
-        ported = run_port(planned, settings, hub, progress, lambda forecast: console.print_forecast(forecast, write))
+        ported = run_port(planned, settings, hub, progress, partial(console.print_outlook, write=write))
         if not is_first_process():
-            return
+            return ported
         finish_alone()
+        if ported.held_back:
+            return ported
         destination.write(ported)
     ending.interrupted = f"the result is in {destination.folder}"
     if own_checkpoint:
@@ -174,6 +181,22 @@ def _port(planned: Plan, settings: Settings, hub: Hub, destination: _Destination
         pushing = destination.repo is not None
         with suppress(BrokenPipeError) if pushing else nullcontext():  # it is pushed all the same
             console.print_ported(read_record(destination.folder), ported.report, destination.folder, pushing=pushing)
+    return ported
+
+
+def _end_held_back(record: Record, as_json: bool, quiet: bool) -> NoReturn:
+    """Report a port that the samples spoke against, which is a result and no error, and exit with its own code."""
+    if is_first_process():
+        if as_json:
+            plain = json.loads(record.to_json())
+            method = plain["method"]
+            figures = {name: method.get(name) for name in ("alpha", "curve", "veto", "candidates") if name in method}
+            click.echo(
+                json.dumps({"held_back": True, "reason": held_back_sentence(record), **figures, "record": plain})
+            )
+        else:
+            console.print_held_back(record, quiet)
+    sys.exit(HELD_BACK)
 
 
 def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_json: bool, quiet: bool) -> None:
@@ -188,7 +211,7 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
             click.echo(warning, err=True)
     pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
     if as_json:
-        content = {"folder": str(folder), "record": json.loads(record.to_json())}
+        content = {"folder": str(folder), "held_back": False, "record": json.loads(record.to_json())}
         click.echo(json.dumps(content if pushed is None else {**content, "pushed": vars(pushed)}))
     elif pushed is not None and not quiet:
         console.print_pushed(pushed)
@@ -263,7 +286,15 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     planned = with_blocks(planned, settings.layers).within(_limits(settings))
     if planned.lineage.data is not None:
         settings = with_model_defaults(settings, *planned.lineage.layouts)
-    if settings.method == "bico" and not settings.readout:  # it refuses no models, and this path imports no torch
+    trains = method_info(settings.method).trains_on is not None
+    chooses = settings.finds_alpha and not trains
+    if settings.method == AUTO:
+        how = planned.method if chooses else planned.method.replace("alpha by the samples", f"alpha {settings.alpha:g}")
+    else:
+        alpha = "" if trains else "; alpha by the samples" if chooses else f"; alpha {settings.alpha:g}"
+        how = f"{settings.method}, as asked for{alpha}"
+    planned = replace(planned, method=how)
+    if settings.method in (AUTO, "bico") and not settings.readout:  # refuse no models, and this path imports no torch
         return planned.in_format(settings.format, settings.rank), True
     from hf_bico.alignment.methods import make_method
     from hf_bico.porting.prepare import require_possible
@@ -272,7 +303,8 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     with suppress(LineageError):  # the printed verdict says that no data is known
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"
-    return planned.in_format(settings.format or usual, settings.rank), method.looks_at_data or settings.readout
+    needs_data = method.looks_at_data or settings.readout or chooses
+    return planned.in_format(settings.format or usual, settings.rank), needs_data
 
 
 def _limits(settings: Settings) -> MemoryLimits:

@@ -109,8 +109,12 @@ class RenamedCheckpoint:
         self._old_names = {self.names.get(name, name): name for name in self.inner.shapes}
         self.shapes = {name: self.inner.shapes[old] for name, old in self._old_names.items()}
 
+    def stored_name(self, name: str) -> str:
+        """Return the name of a tensor in the inner checkpoint."""
+        return self._old_names[name]
+
     def tensor(self, name: str) -> Tensor:
-        return self.inner.tensor(self._old_names[name])
+        return self.inner.tensor(self.stored_name(name))
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,12 @@ class FileCheckpoint:
         index = None if weights.index is None else folder / weights.index
         return cls([folder / name for name in weights.names], index)
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
     def tensor(self, name: str) -> Tensor:
-        file = self._file_of[name]
+        file = self.file_of(name)
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_safetensors(file, "pt"))
         try:

@@ -141,10 +141,30 @@ class Deltas(Mapping[str, Tensor]):
             )
         return places
 
+    @contextmanager
+    def scaled_on(self, model: nn.Module) -> Iterator[Callable[[float], None]]:
+        """Yield a function that adds a multiple of the changes, in place of the last one, inside a `with`.
+
+        Afterwards the model is as before, bit for bit. Changes stay on the parameters' devices meanwhile.
+        """
+        parameters = _parameters(model)
+        places = self.places_in(parameters, "the model")
+        changed = [(parameters[place], self.change(name), name) for name, place in places.items()]
+        originals = [(parameter, parameter.data) for parameter, _, _ in changed]
+        changed = [(parameter, change.to(parameter.device), name) for parameter, change, name in changed]
+
+        def scale(alpha: float) -> None:
+            for (parameter, original), (_, change, name) in zip(originals, changed, strict=True):
+                parameter.data = original if alpha == 0 else add_delta(original, alpha * change, name)
+
+        try:
+            yield scale
+        finally:
+            _put_back(originals)
+
     def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Change the parameters; return them with their former data."""
-        parameters: dict[str, Any] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        parameters |= offloaded_weights(model)
+        parameters = _parameters(model)
         places = self.places_in(parameters, "the model")
         originals: list[tuple[Tensor, Tensor]] = []
         try:
@@ -163,6 +183,11 @@ class Deltas(Mapping[str, Tensor]):
         vector = type(self)({}, overlap)
         vector.terms = terms
         return vector
+
+
+def _parameters(model: nn.Module) -> dict[str, Any]:
+    """Return the model's tensors by name, also those that are kept off its device."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters()), **offloaded_weights(model)}
 
 
 def _put_back(originals: list[tuple[Tensor, Tensor]]) -> None:

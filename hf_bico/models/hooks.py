@@ -169,19 +169,14 @@ class Observable(Protocol):
 class Losses:
     """The losses of one forward pass over one batch, in the graph.
 
-    `task` is the SUM of the samples' losses. `expected` has one entry for each rank of likelihood: the sum over the
-    samples of the loss with the label of that rank, times the root of its probability. `text` has the tokens, where
-    texts were read. Where an answer can be right or wrong, `answers` counts the summands of the loss, samples or
-    tokens, and `wrong` those that the model gets wrong. A task loss that `stands_in` for another has the same
-    gradients, but no meaning as a number.
+    `task` is the SUM of the samples' losses, or a number with the same gradients. `expected` has one entry for each
+    rank of likelihood: the sum over the samples of the loss with the label of that rank, times the root of its
+    probability. `text` has the tokens, where texts were read.
     """
 
     task: Tensor | None = None
     expected: tuple[Tensor, ...] = ()
     text: TextRows | None = None
-    answers: Tensor | None = None
-    wrong: Tensor | None = None
-    stands_in: bool = False
 
 
 Pass = Callable[[], Losses]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.runtime.environment import halving_batches
+
+MOST_KEPT = 2**29
+"""Bytes of images, raw or preprocessed for one model, that are kept in memory to read and prepare them once."""
 
 
 class Batched(Protocol):
@@ -68,9 +72,20 @@ class PreparedSamples(CachedSamples):
     """Samples whose images one model has preprocessed once, as one tensor."""
 
     @classmethod
-    def by(cls, model: ImageModel, samples: Batched, batch_size: int) -> PreparedSamples:
-        images = [model.pixels(images).cpu() for images, _ in samples.batches(batch_size)]
+    def by(cls, model: ImageModel, samples: Batched, batch_size: int, device: torch.device | str) -> PreparedSamples:
+        images = [model.pixels(images).to(device) for images, _ in samples.batches(batch_size)]
         return cls(torch.cat(images), tuple(samples.labels))
+
+    @classmethod
+    def if_small(
+        cls, model: LiveModel, samples: Batched, batch_size: int, device: torch.device | str = "cpu"
+    ) -> Batched:
+        """Preprocess the images once, for this model only, unless they take too much memory or are no images."""
+        if not isinstance(model, ImageModel) or model.layout.image_size is None or not len(samples):
+            return samples
+        if len(samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_KEPT:
+            return samples
+        return cls.by(model, samples, batch_size, device)
 
 
 def _bytes_of(image: Any) -> int:

@@ -144,15 +144,6 @@ class SitePair:
     target: Site
 
 
-def descent_sites(pairs: Iterable[SitePair]) -> set[str]:
-    """Return the target sites whose descent is computed: those outside of MLPs, or all if there are no others.
-
-    MLPs hold two thirds of the weights, and add little to the forecast (benchmarks/foresight.py).
-    """
-    names = {pair.target.name: pair.target.role.startswith("mlp.") for pair in pairs}
-    return {name for name, in_mlp in names.items() if not in_mlp} or set(names)
-
-
 def count_heads(width: int, heads: Any) -> int | None:
     """Return the configured number of attention heads, if it is possible for a tower of this width.
 

@@ -7,7 +7,8 @@ Neither evaluates nor writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -21,8 +22,8 @@ from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSit
 from hf_bico.alignment.objectives.base import Classifier, Heads, LikelyLabels, LossBatch
 from hf_bico.alignment.objectives.clip import ZeroShotHead
 from hf_bico.alignment.readout import Readout, solve_readout
-from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics, TaskLossTotals
-from hf_bico.alignment.transport import descent_along, joined, site_delta
+from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics
+from hf_bico.alignment.transport import joined, scaled, site_delta
 from hf_bico.data.augmentation import AugmentedSamples
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import CalibrationDraw
@@ -31,12 +32,14 @@ from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.hooks import Pass
 from hf_bico.models.inference import logits_of
-from hf_bico.models.layout import SitePair, descent_sites
+from hf_bico.models.layout import SitePair
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import Stopwatch, halving_batches, prefetch
 from hf_bico.settings import Settings
 
 T = TypeVar("T")
+ChooseScale = Callable[[Deltas, Deltas], float]
+"""Takes the change of one step and the changes of the steps before it, and returns how much of the step to add."""
 
 
 def require_enough_to_mispair(samples: int) -> None:
@@ -50,8 +53,6 @@ class Calibration:
     """Both models on one draw of calibration samples, with augmented copies if requested; or without samples.
 
     `keeps` keeps the statistics for other methods; without it, each sum is dropped once its map is known.
-    With `forecasts`, a backward pass that a method needs anyway also sums the target's parameter gradients, which give
-    the first-order change of its loss.
 
     As a control, `mispaired` gives the source other samples than the target, in two ways, and subtracts the statistics
     of one from those of the other: this removes what any pairing shows, such as the means. Input and output maps come
@@ -65,9 +66,6 @@ class Calibration:
     settings: Settings
     mispaired: bool = field(default=False, kw_only=True)
     keeps: bool = field(default=True, kw_only=True)
-    forecasts: bool = field(default=False, kw_only=True)
-    task: TaskLossTotals | None = field(default=None, init=False)
-    """The target's loss on the samples, if there is a forecast."""
     batch_size: int | None = field(default=None, init=False)
     """Batch size of the last pass over the samples."""
     _statistics: Statistics = field(default_factory=Statistics, init=False)
@@ -88,15 +86,21 @@ class Calibration:
         return _required(self._drawn).samples
 
     @property
+    def knows_labels(self) -> bool:
+        """Whether the samples have labels of the data set's own."""
+        return self._drawn is not None and self._drawn.labels == "dataset" and min(self.drawn_samples.labels) >= 0
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         return () if self._drawn is None else self._drawn.data.class_names
 
     @cached_property
     def samples(self) -> Samples | AugmentedSamples:
         """The samples with augmented copies, as the target reads them."""
-        return self._augmented(self.drawn_samples)
+        return self.augmented(self.drawn_samples)
 
-    def _augmented(self, samples: Samples) -> Samples | AugmentedSamples:
+    def augmented(self, samples: Samples) -> Samples | AugmentedSamples:
+        """Return samples with as many augmented copies as this calibration uses."""
         return AugmentedSamples(samples, self.copies, self.settings.seed) if self.copies else samples
 
     @cached_property
@@ -115,20 +119,25 @@ class Calibration:
             self._statistics.update(self.collect_statistics(missing, self.models.pairs))
         return self._statistics
 
-    def carry(self, method: Carrier) -> dict[str, TransportedSite]:
-        """Carry the task vector at every pair of sites into the target's coordinates."""
+    def carry(self, method: Carrier, choose: ChooseScale | None = None) -> dict[str, TransportedSite]:
+        """Carry the task vector at every pair of sites into the target's coordinates.
+
+        `choose` says after each step how much of it is added; without it, each step is added as it is.
+        """
         parts = list[dict[str, TransportedSite]]()
         passes = self._split_pairs(method)
-        for step in range(method.steps):
+        for share in method.schedule:
+            so_far = self.models.gather_changes(joined(parts), alpha=1.0) if parts else Deltas({})
             carried: dict[str, TransportedSite] = {}
             for pairs in passes:
-                statistics = self._statistics_at(step, parts, method, pairs)
-                self.task = self.task or statistics.task
-                statistics.finalize_descents()
+                statistics = self._statistics_at(share, so_far, method, pairs)
                 if len(passes) > 1:  # memory is short: what batches took must not lie between what maps take
                     torch.cuda.empty_cache()
                 carried |= self._carry_pairs(method, pairs, statistics)
-            parts.append(self.models.team.gather(carried))
+            carried = self.models.team.gather(carried)
+            if choose is not None:
+                carried = scaled(carried, choose(self.models.gather_changes(carried, alpha=1.0), so_far))
+            parts.append(carried)
         return joined(parts)
 
     def _carry_pairs(
@@ -143,42 +152,31 @@ class Calibration:
         for group in own:
             with self.watch("align"):
                 method.prepare(group, MethodInputs(*models.pretrained, statistics))
-            descents = {pair.target.name: statistics.descents.get(pair.target.name) for pair in group}
             if statistics is not self._statistics:
                 statistics.drop(group)
             with self.watch("transport"):
                 for pair in group:
-                    delta = site_delta(models.vector, pair.source).scaled(1 / method.steps)
-                    carried = models.in_assembly_precision(pair, method.carry(pair, delta))
-                    descent = descents.pop(pair.target.name)
-                    along = None if descent is None else descent_along(carried.delta, descent)
-                    transported[pair.target.name] = replace(carried, descent=along)
+                    delta = site_delta(models.vector, pair.source).scaled(method.part)
+                    transported[pair.target.name] = models.in_assembly_precision(pair, method.carry(pair, delta))
         return transported
-
-    def _kinds_of(self, method: Carrier) -> frozenset[Kind]:
-        """Return the kinds that a method needs at the start, with those of the forecast."""
-        return method.kinds | {Kind.DESCENT} if self.forecasts and method.differentiates else method.kinds
 
     def _split_pairs(self, method: Carrier) -> list[list[SitePair]]:
         """Return the pairs of each pass over the samples: all of them, or as many as fit into memory."""
         if not method.by_site:
             return [self.models.pairs]
-        counts, groups = self.memory_plan(self._kinds_of(method)).groups, iter(solved_together(self.models.pairs))
+        counts, groups = self.memory_plan(method.kinds).groups, iter(solved_together(self.models.pairs))
         return [[pair for group in islice(groups, count) for pair in group] for count in counts]
 
-    def _statistics_at(
-        self, step: int, parts: Sequence[dict[str, TransportedSite]], method: Carrier, pairs: Sequence[SitePair]
-    ) -> Statistics:
+    def _statistics_at(self, share: float, so_far: Deltas, method: Carrier, pairs: Sequence[SitePair]) -> Statistics:
         """Collect statistics with a share of the task vector in the source, and its port so far in the target.
 
-        The first step is at the pretrained models, with the shared statistics if these are kept and of all pairs.
+        At the pretrained models, those of all pairs are shared with other methods if they are kept.
         """
-        models, kinds = self.models, self._kinds_of(method)
-        if step:
-            so_far = models.gather_changes(joined(parts), alpha=1.0)
-            with models.tuned_source(step / method.steps), models.with_changes(so_far):
+        models, kinds = self.models, method.kinds
+        if share or len(so_far):
+            with models.tuned_source(share) if share else nullcontext(), models.with_changes(so_far):
                 # in the batches of the start, so that one recorded batch size repeats the whole path
-                return self.collect_statistics(method.kinds, pairs, self.memory_plan(kinds))
+                return self.collect_statistics(kinds, pairs, self.memory_plan(kinds))
         if self.keeps and len(pairs) == len(models.pairs):
             return self.statistics(kinds)
         return self.collect_statistics(kinds, pairs) if kinds else Statistics()
@@ -251,7 +249,7 @@ class Calibration:
             self.batch_size = size
             passes = self._passes(size, set(kinds), shift)
             sides = self._sides(checkpointing, memory.lean)
-            return collect(pairs, *sides, passes, kinds, models.device, memory.at_once, descent_sites(models.pairs))
+            return collect(pairs, *sides, passes, kinds, models.device, memory.at_once)
 
         leaner = None if memory.checkpointing else partial(run, checkpointing=True)
         statistics = halving_batches(memory.batch_size, run, leaner)
@@ -282,10 +280,10 @@ class Calibration:
         """Yield, for each batch of this process's samples, a pass of the source and one of the target."""
         drawn = self.drawn_samples
         own = self.models.team.share(tuple(range(len(drawn))))
-        mine = self._augmented(drawn.select(own))
+        mine = self.augmented(drawn.select(own))
         both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
         if shift:
-            both = zip(self._augmented(drawn.rotated(shift).select(own)).batches(size), mine.batches(size), strict=True)
+            both = zip(self.augmented(drawn.rotated(shift).select(own)).batches(size), mine.batches(size), strict=True)
         models = (self.models.source, self.models.target)
         batches = (
             [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both

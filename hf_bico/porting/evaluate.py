@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.families.live import ImageModel, LiveModel
-from hf_bico.models.inference import Batched, CachedSamples, PreparedSamples, probe_accuracy
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import own_head
@@ -37,9 +36,6 @@ from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memo
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
-
-MOST_KEPT = 2**29
-"""Bytes of images, raw and preprocessed for the target, that are kept in memory to read and prepare them once."""
 
 
 @torch.inference_mode(False)
@@ -240,11 +236,7 @@ class HeldOutEvaluation:
 
     def prepared_by(self, model: LiveModel) -> HeldOutEvaluation:
         """Preprocess the images once, for this model only, unless they take too much memory."""
-        if not isinstance(model, ImageModel) or model.layout.image_size is None:
-            return self
-        if len(self.samples) * 3 * prod(model.layout.image_size) * model.dtype.itemsize > MOST_KEPT:
-            return self
-        return replace(self, samples=PreparedSamples.by(model, self.samples, self.batch_size))
+        return replace(self, samples=PreparedSamples.if_small(model, self.samples, self.batch_size))
 
     def measure_target(
         self, name: str, calibration: Calibration, changes: Deltas, head: Head | None = None

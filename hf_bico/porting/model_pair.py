@@ -195,9 +195,7 @@ class ModelPair:
             both_graphs=bool(OF_EXPECTED_LOSSES & set(kinds)),
             language=settings.objective == "language-modelling",
         )
-        descents = needs.descents if self.device.type == "cuda" else 0
-        weights = (self._weights_of(self.source), self._weights_of(self.target))
-        needs = replace(needs, weights=weights, descents=descents)
+        needs = replace(needs, weights=(self._weights_of(self.source), self._weights_of(self.target)))
         limit = settings.memory or available_memory(self.device)
         size = settings.calibration_batch or settings.batch_size
         cost = BATCH if self.device.type == "cuda" else BATCH_ON_CPU

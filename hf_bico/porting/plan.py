@@ -1,12 +1,12 @@
 """Describes a plan, as data, in words and as JSON: the sites that a port carries, and what it needs.
 
-Does not know how sites are matched. Reads no weights and imports no torch.
+Does not know how sites are matched. Imports no torch, and reads weights only to compare two bases that are here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -31,6 +31,7 @@ from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
+from hf_bico.models.weight_distance import WeightDistance, mean_distance, weight_distances
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
 from hf_bico.utils.progress import Progress, silent
@@ -56,6 +57,8 @@ class Plan:
     """Ranks of a LoRA's layers, by the base's tensors."""
     changed: frozenset[str] | None = None
     """The base's tensors that an adapter changes; None if unknown, as for any fine-tuned model."""
+    method: str = ""
+    """The method that would carry it, and why."""
     requested_format: str | None = None
     requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
@@ -83,6 +86,10 @@ class Plan:
             rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
         if self.main_pairs:
             rows += [("carried", _sites(self.main_pairs)), ("shapes", _shapes(self.main_pairs))]
+        if self.distances:
+            apart, low, high = mean_distance(self.distances), *_range(one.distance for one in self.distances.values())
+            layers = f"{low:.2g} to {high:.2g} by layer; cosine {apart.cosine:.3f}"
+            rows.append(("bases", f"weights {apart.distance:.2g} apart, as |B - A| / |A| ({layers})"))
         if self.text_pairs:
             condition = "" if self.changed is not None else ", if the source changed them"
             rows.append(("text", f"{_sites(self.text_pairs)}; carried with captions{condition}"))
@@ -100,6 +107,7 @@ class Plan:
             *rows,
             ("fetches", f"{size_text(self.download_bytes)} of models{samples}"),
             ("memory", _memory(self)),
+            *([("method", self.method)] if self.method else []),
             ("writes", _written_form(self)),
         ]
 
@@ -130,6 +138,12 @@ class Plan:
     def text_pairs(self) -> tuple[SitePair, ...]:
         """Pairs of a CLIP's text tower; its main tower is the vision tower."""
         return tuple(pair for pair in self.pairs if pair.target.tower)
+
+    @cached_property
+    def distances(self) -> dict[str, WeightDistance]:
+        """How far the two bases' weights are apart at pairs of equal shape; empty until the files are here."""
+        base, target = self.lineage.base.checkpoint, self.lineage.target.checkpoint
+        return weight_distances(base, target, self.main_pairs or self.pairs)
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -273,8 +287,8 @@ class Plan:
             "notices": list(lineage.notices),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
-            "sites": [_about_pair(pair) for pair in self.main_pairs],
-            "text_sites": [_about_pair(pair) for pair in self.text_pairs],
+            "sites": [_about_pair(pair, self.distances) for pair in self.main_pairs],
+            "text_sites": [_about_pair(pair, self.distances) for pair in self.text_pairs],
             "left": [{"name": name, "reason": reason} for name, reason in self.left.items()],
             "missing": list(self.missing),
             "extra": list(self.extra),
@@ -292,6 +306,7 @@ class Plan:
                 "checkpointing": self.memory_estimate.checkpointing,
                 "in_turn": self.memory_estimate.alternating,
             },
+            "method": self.method,
             "format": self.format,
             "ranks": sorted(set(self.ranks.values())),
             "output_bytes": self.output_bytes,
@@ -361,13 +376,20 @@ def _block(site: Site) -> tuple[str, int | None]:
     return site.tower, site.block
 
 
-def _about_pair(pair: SitePair) -> dict[str, Any]:
+def _range(values: Iterable[float]) -> tuple[float, float]:
+    known = list(values)
+    return min(known), max(known)
+
+
+def _about_pair(pair: SitePair, distances: Mapping[str, WeightDistance]) -> dict[str, Any]:
+    apart = distances.get(pair.target.name)
     return {
         "name": pair.target.name,
         "role": pair.target.role,
         "source": pair.source.name,
         "shape_source": list(pair.source.shape),
         "shape_target": list(pair.target.shape),
+        **({} if apart is None else asdict(apart)),
     }
 
 

@@ -24,7 +24,7 @@ from hf_bico.hub.retries import is_offline
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.generic import require_same_kind
-from hf_bico.models.layout import TEXT_SIDE, Layout
+from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.models.name_matching import overlap
 from hf_bico.porting.lineage import Lineage, resolve
@@ -75,10 +75,27 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Seq
         for slot in site.slots
         if slot.tensor not in carried
     }
-    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), missing=(), extra=())
+    method = _method_sentence(base, target, pairs)
+    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), (), (), method=method)
     source = lineage.source
     planned = _of_adapter(everything, source) if isinstance(source, Adapter) else _of_model(everything, source)
     return planned if towers is None else planned.of_towers(towers)
+
+
+def _method_sentence(base: Layout, target: Layout, pairs: Sequence[SitePair]) -> str:
+    """Say which method "auto" is for two models that are asked by their usual objective, and why.
+
+    Nothing is known of models without an objective of their own.
+    """
+    if not set(base.objectives) & set(target.objectives):
+        return ""
+    settings = with_model_defaults(Settings(), base, target).resolved
+    predicts = "predicts" if settings.predicts else "does not predict"
+    main = [pair for pair in pairs if not pair.target.tower] or pairs
+    copies = all(pair.source.shape == pair.target.shape for pair in main)
+    also = "; a plain copy is tried too, because all shapes are equal" if copies else ""
+    why = f"because the objective, {settings.objective}, {predicts} classes"
+    return f"{settings.method}, {why}; alpha by the samples{also}"
 
 
 def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:

@@ -24,11 +24,12 @@ from hf_bico.porting.heads import TargetHead, WrittenHead, target_head
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
 from hf_bico.porting.prepare import PreparedPort, prepare
-from hf_bico.porting.recording import make_record
+from hf_bico.porting.recording import lead_record, make_record, method_record, outlook_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
+from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
-from hf_bico.reports.record import EvaluationRecord, ForecastRecord, RunRecord
+from hf_bico.porting.transfer import UNTOUCHED, TransferResult, judge, transfer, with_readout
+from hf_bico.reports.record import EvaluationRecord, MethodRecord, OutlookRecord, RunRecord, SourceLeadRecord
 from hf_bico.reports.results import LOSS
 from hf_bico.runtime.distributed import join, local_device
 from hf_bico.runtime.environment import (
@@ -43,6 +44,9 @@ from hf_bico.runtime.environment import (
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress, silent
+
+OnOutlook = Callable[[MethodRecord, OutlookRecord | None, SourceLeadRecord | None], None]
+"""Takes what the samples chose, what they promise, and how the source compares with the target on their labels."""
 
 
 @translate_errors()
@@ -82,41 +86,88 @@ def run_port(
     settings: Settings,
     hub: Hub,
     progress: Progress = silent,
-    on_forecast: Callable[[ForecastRecord], None] = lambda forecast: None,
+    on_outlook: OnOutlook = lambda method, outlook, lead: None,
 ) -> Ported:
     """Run a planned port: prepare, calibrate and transfer, write and evaluate, record.
 
-    `on_forecast` is called with the forecast before anything is evaluated.
+    `on_outlook` is called with what the samples say, before anything is evaluated. If the samples choose alpha and
+    speak against the change, the result is held back: the target as it is, without an evaluation.
     """
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(local_device(settings.device))
     team = join(device)
     prepared = prepare(planned, settings, hub, watch, device, team)
 
-    calibration = _calibration(prepared, watch)
-    result = transfer(prepared.method, calibration, prepared.whole_split)
-    prepared.models.leave_team()
-    if result.forecast is not None and team.is_first:
-        on_forecast(result.forecast)
-
-    target = prepared.models.lineage.target
+    attempt, tried = _best_attempt(prepared, watch)
+    prepared, calibration, result = attempt.prepared, attempt.calibration, attempt.result
+    target, judged, untouched = prepared.models.lineage.target, None, _OutputFormat(prepared, "full", None, None)
     with watch("form"):
-        output = _OutputFormat.of(prepared, calibration, result)
+        output = _OutputFormat.of(prepared, calibration, result) if result.changes else untouched
         written = output.formatted(result.changes)
         sites = with_adapter_ranks(result.report.sites, written, target)
         result = replace(result, report=replace(result.report, sites=tuple(sites)))
-    with watch("evaluate"):
-        evaluation = _evaluate(prepared, calibration, result, written, output)
+    if attempt.scorer is not None:
+        judged = judge(attempt.scorer, calibration, written.changes if result.unread is None else result.unread)
+        if result.scaling is not None:
+            # what is written may be less than what was carried: of a lower rank, or in half precision
+            result = replace(result, scaling=replace(result.scaling, gain=judged.gain))
+    if result.held_back:
+        output, written = untouched, untouched.formatted(UNTOUCHED.changes)
+    prepared.models.leave_team()
 
+    method, expected = method_record(prepared, calibration, result, tried), outlook_record(judged, result)
+    lead = lead_record(judged)
+    if team.is_first:
+        on_outlook(method, expected, lead)
+    evaluation: list[EvaluationRecord] = []
+    if not result.held_back:
+        with watch("evaluate"):
+            evaluation = _evaluate(prepared, calibration, result, written, output)
     with watch("record"):
         origin = None if output.head is None else output.head.origin
         run = _run_record(started, watch, calibration, processes=team.size)
-        record = make_record(prepared, calibration, result, evaluation, origin, run)
-    return Ported(task_vector=written.vector, target=target, form=written, record=record, report=result.report)
+        record = make_record(prepared, method, result, evaluation, origin, run, outlook=expected, lead=lead)
+    return Ported(written.vector, target, written, record, result.report, result.held_back)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One method, the calibration that it used, and its result."""
+
+    prepared: PreparedPort
+    calibration: Calibration
+    scorer: TargetScorer | None
+    result: TransferResult
+
+    @classmethod
+    def of(cls, prepared: PreparedPort, watch: Stopwatch) -> _Attempt:
+        calibration = _calibration(prepared, watch)
+        scorer = make_scorer(calibration) if prepared.judges else None
+        return cls(
+            prepared, calibration, scorer, transfer(prepared.method, calibration, prepared.whole_split, scorer=scorer)
+        )
+
+    @property
+    def method_name(self) -> str:
+        return self.prepared.method.settings.method
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts attempts: the best is not held back, and the samples gain most by it."""
+        scaling = self.result.scaling
+        return not self.result.held_back, 0.0 if scaling is None else scaling.gain.mean
+
+
+def _best_attempt(prepared: PreparedPort, watch: Stopwatch) -> tuple[_Attempt, dict[str, TransferResult]]:
+    """Try every candidate method; return the best attempt, the first of two equal ones, and all results by method."""
+    attempts = [_Attempt.of(prepared.with_method(name), watch) for name in prepared.candidates]
+    best = max(attempts, key=lambda attempt: attempt.rank)
+    best.prepared.with_method(best.method_name)  # the models' settings, which all attempts share, name the last one
+    return best, {attempt.method_name: attempt.result for attempt in attempts}
 
 
 def _calibration(prepared: PreparedPort, watch: Stopwatch, mispaired: bool = False) -> Calibration:
-    """Return a calibration for one method; the control has neither a readout nor a forecast."""
+    """Return a calibration for one method; the control has no readout."""
     settings = prepared.settings
     return Calibration(
         prepared.models,
@@ -126,8 +177,6 @@ def _calibration(prepared: PreparedPort, watch: Stopwatch, mispaired: bool = Fal
         replace(settings, readout=False) if mispaired else settings,
         mispaired=mispaired,
         keeps=False,
-        # a classification head is fitted to the samples and answers all of them, so they forecast nothing
-        forecasts=settings.objective != "classification" and not mispaired,
     )
 
 
@@ -218,7 +267,9 @@ def _variants(prepared: PreparedPort, calibration: Calibration, result: Transfer
         yield "ported, no readout", result.unread
         yield "target, readout", with_readout(UNTOUCHED, calibration).changes
     if prepared.settings.control:
-        yield "control", transfer(prepared.method, _calibration(prepared, calibration.watch, mispaired=True)).changes
+        mispaired = _calibration(prepared, calibration.watch, mispaired=True)
+        alphas = None if result.scaling is None else result.scaling.alphas  # or it would be held back
+        yield "control", transfer(prepared.method, mispaired, alphas=alphas).changes
 
 
 def _run_record(started: datetime, watch: Stopwatch, calibration: Calibration, processes: int) -> RunRecord:

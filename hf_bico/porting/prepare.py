@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
@@ -45,7 +45,7 @@ from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
-from hf_bico.settings import DEFAULT_MEASURED, Settings
+from hf_bico.settings import AUTO, DEFAULT_MEASURED, Settings
 from hf_bico.utils.samples import TEXTS, Answered, Chat, Text
 
 FEW_MOVED = 0.05
@@ -62,10 +62,30 @@ class PreparedPort:
     heads: Heads | None = None
     held_out: tuple[str, Samples] | None = None
     """A split, and those of its samples to evaluate on."""
+    asked: Settings = field(default_factory=Settings)
+    """The settings as they were given; those of the models have what "auto" stands for."""
 
     @property
     def settings(self) -> Settings:
         return self.models.settings
+
+    @property
+    def judges(self) -> bool:
+        """True if there are samples that can judge a carried change."""
+        return self.drawn is not None and not isinstance(self.method, Trainer)
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The methods to choose from: where "auto" was asked for and every shape is equal, also a mere copy."""
+        name, pairs = self.settings.method, self.models.pairs
+        equal = all(pair.source.shape == pair.target.shape for pair in pairs)
+        chooses = self.asked.method == AUTO and self.settings.finds_alpha and self.judges
+        return (name, "naive") if chooses and equal else (name,)
+
+    def with_method(self, name: str) -> PreparedPort:
+        """Return the same with another method, which the models' settings name too."""
+        self.models.settings = replace(self.settings, method=name)
+        return replace(self, method=make_method(name, self.settings))
 
     @property
     def evaluates(self) -> bool:
@@ -111,7 +131,8 @@ def prepare(
     planned = with_blocks(planned, settings.layers)
     if lineage.data is not None:
         settings = with_model_defaults(settings, *lineage.layouts)
-    method = make_method(settings.method, settings)
+    # what is asked for decides between the methods that it stands for once the objective is known
+    method = make_method("bico" if settings.method == AUTO else settings.method, settings)
     require_possible(planned, settings, method)
     require_device_map(settings, device, team.size)
     drawn: CalibrationDraw | None = None
@@ -130,12 +151,14 @@ def prepare(
     models = ModelPair.open(planned, settings, device, watch, team, allow_unchanged)
     if models.source.layout.text_blocks:
         models = _with_carried_towers(models, method, drawn, requested)
+    models.settings = settings = models.settings.resolved
+    method = make_method(settings.method, settings)
     if drawn is None:
-        return PreparedPort(models, method)
+        return PreparedPort(models, method, asked=requested)
     models.use_common_length()
     drawn = models.choose_samples(drawn)
     held_out = _held_out(drawn, method, settings)
-    prepared = PreparedPort(models, method, drawn, held_out=held_out)
+    prepared = PreparedPort(models, method, drawn, held_out=held_out, asked=requested)
     require_readable(models, drawn.split, drawn.samples)
     if prepared.evaluates:
         require_readable(models, *held_out)
@@ -150,6 +173,11 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     lineage, name = planned.lineage, settings.method
     # which towers of a CLIP a fine-tuned model changed is known once it is read
     method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
+    chooses = settings.finds_alpha and not isinstance(method, Trainer)
+    if lineage.data is None and chooses and not method.looks_at_data and not settings.readout:
+        raise DataUnknownError(
+            "alpha is chosen by calibration samples, and no data was given", "name it with --data, or use --alpha 1"
+        )
     if lineage.data is None and (method.looks_at_data or settings.readout):
         raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
     if not settings.predicts and (method.needs_predictions or settings.readout):

@@ -6,7 +6,7 @@ Does not run anything.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,17 +21,22 @@ from hf_bico.porting.heads import class_order_notice, head_modules
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.planner import TEXT_TO_TEXT
 from hf_bico.porting.prepare import PreparedPort
-from hf_bico.porting.transfer import TransferResult
+from hf_bico.porting.transfer import Judgement, TransferResult
 from hf_bico.reports.record import (
+    CandidateRecord,
+    CurveRecord,
     DataRecord,
     EvaluationRecord,
+    GainRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
+    OutlookRecord,
     OutputRecord,
     ReadoutRecord,
     Record,
     RunRecord,
+    SourceLeadRecord,
     TrainingRecord,
 )
 from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, option_methods, read_lines
@@ -48,17 +53,21 @@ _FIRST = (
     *("warmup", "evaluation", "eval_samples", "control", "batch_size", "memory", "device_map", "dtype", "max_download"),
 )
 """The order of options in the commands of the first records; what is not named here follows."""
+_SPELT = ("method", "alpha", "path_steps")
+"""The options that a command names even if they have their defaults, which may become others."""
 NOTABLE_ROUNDING = 0.05
 """A larger share of the change lost by rounding is worth a notice."""
 
 
 def make_record(
     prepared: PreparedPort,
-    calibration: Calibration,
+    method: MethodRecord,
     result: TransferResult,
     evaluation: Sequence[EvaluationRecord],
     head_origin: str | None,
     run: RunRecord,
+    outlook: OutlookRecord | None,
+    lead: SourceLeadRecord | None,
 ) -> Record:
     """Record all that is needed to repeat the run and to write its card; hashes the models' files."""
     lineage, settings, drawn = prepared.models.lineage, prepared.settings, prepared.drawn
@@ -74,27 +83,38 @@ def make_record(
         target=model_record(lineage.target),
         data=None if drawn is None else _data_record(drawn, settings, prepared.uses_chat_template),
         objective=ObjectiveRecord(name, templates, head_origin, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
-        method=_method_record(prepared, calibration, result),
+        method=method,
         sites=list(result.report.sites),
         left=list(result.report.left),
-        foresight=result.forecast,
+        settings=_given(prepared.asked),
+        outlook=outlook,
+        source_lead=lead,
         evaluation=list(evaluation),
         notices=_notices(prepared, result, evaluation, head_origin),
         run=run,
     )
 
 
-def _method_record(prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> MethodRecord:
-    settings, readout = prepared.settings, result.readout
-    method = method_info(settings.method)
-    augmented = prepared.method.looks_at_data and result.trained is None
+def method_record(
+    prepared: PreparedPort, calibration: Calibration, result: TransferResult, tried: Mapping[str, TransferResult]
+) -> MethodRecord:
+    """Record the method, its options and what the samples chose; `tried` are the results of all candidates."""
+    settings, readout, scaling = prepared.settings, result.readout, result.scaling
+    method, asked = method_info(settings.method), prepared.asked.method
+    augmented = result.trained is None and (prepared.method.looks_at_data or settings.finds_alpha)
+    candidates = [
+        CandidateRecord(name, _alpha(one.scaling.alphas), one.scaling.gain.mean, one.held_back)
+        for name, one in tried.items()
+        if one.scaling is not None and len(tried) > 1
+    ]
+    alpha = 1.0 if settings.finds_alpha else float(settings.alpha)
     return MethodRecord(
         settings.method,
-        settings.alpha,
+        alpha if scaling is None else _alpha(scaling.alphas),
         list(prepared.models.planned.blocks),
         completion=settings.completion if "completion" in method.options else None,
         matching=None if settings.layers == "index" else "similarity" if settings.layers == "similarity" else "given",
-        steps=settings.path_steps if "path_steps" in method.options else None,
+        steps=settings.steps if "path_steps" in method.options else None,
         copies=(calibration.copies or None) if augmented else None,
         signs=settings.signs if "signs" in method.options else None,
         tower=settings.tower,
@@ -104,7 +124,41 @@ def _method_record(prepared: PreparedPort, calibration: Calibration, result: Tra
         else ReadoutRecord(
             readout.accepted, readout.before, readout.left_out, readout.strength, settings.augment or None
         ),
+        asked=asked if asked != settings.method else None,
+        bold=settings.bold or None,
+        curve=[] if scaling is None else [CurveRecord(**vars(point)) for point in scaling.curve],
+        veto=None if scaling is None else GainRecord(scaling.gain.mean, scaling.gain.error),
+        candidates=candidates,
     )
+
+
+def _alpha(alphas: Sequence[float]) -> float | list[float]:
+    return alphas[0] if len(alphas) == 1 else list(alphas)
+
+
+def outlook_record(judged: Judgement | None, result: TransferResult) -> OutlookRecord | None:
+    """Record the gain to expect of what is written; nothing for a change that is held back."""
+    if judged is None or result.held_back:
+        return None
+    return OutlookRecord(judged.gain.mean, judged.unit, judged.gain.error)
+
+
+def lead_record(judged: Judgement | None) -> SourceLeadRecord | None:
+    """Record how the fine-tuned source compares with the target on the samples' labels, where there are any."""
+    lead = None if judged is None else judged.lead
+    return None if lead is None else SourceLeadRecord(lead.source, lead.target, lead.error)
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    """Return the options that are not the defaults, as plain data; not where something is on this machine."""
+    given: dict[str, Any] = {}
+    for one in fields(Settings):
+        value = getattr(settings, one.name)
+        if value != one.default and one.name not in ("device", "checkpoint"):
+            given[one.name] = list(value) if isinstance(value, tuple) else value
+    if settings.own_objective:
+        given["objective"] = getattr(settings.objective, "__name__", "custom")
+    return given
 
 
 def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
@@ -171,7 +225,7 @@ def _notices(
         if head_origin == "carried":
             notices += class_order_notice(lineage.class_names, drawn.data.class_names)
         notices += chance_notice(evaluation, known)
-    if settings.evaluate and not evaluation:
+    if settings.evaluate and not evaluation and not result.held_back:
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason
         reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
@@ -259,12 +313,15 @@ def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
     usual: dict[str, Any] = {one.name: one.default for one in fields(Settings)}
     usual |= {"seed": None, "objective": next(iter(lineage.base.layout.objectives), "zero-shot")}
     usual["evaluation"] = PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"
-    values = {**vars(settings), "config": drawn.data.config if drawn else None}
+    trains = method_info(settings.method).trains_on is not None
+    values = {**vars(settings), "config": drawn.data.config if drawn else None, "path_steps": settings.steps}
+    values["alpha"] = None if trains and settings.finds_alpha else settings.alpha
     for name in dict.fromkeys((*_FIRST, *OPTIONS)):
         if name == "force":
             words += ["--allow-pickle"] if any(model.pickled for model in models) else []
         value, option = values[name], OPTIONS[name]
-        if option.recorded and value not in (None, usual[name]) and settings.method in option_methods(name):
+        known = settings.method in option_methods(name) and value is not None
+        if (name in _SPELT and known) or (option.recorded and known and value != usual[name]):
             words += [option.typed_as(name), *_typed(option, value)]
     return shlex.join(words)
 
@@ -275,4 +332,6 @@ def _typed(option: Option, value: Any) -> list[str]:
         return []
     if option.read is read_lines:
         return ["FILE"]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return [str(int(value))]  # 1, as people type it
     return [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]

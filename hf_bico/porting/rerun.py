@@ -18,9 +18,10 @@ from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
 from hf_bico.porting.port import run_port
 from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
+from hf_bico.reports.results import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
-from hf_bico.settings import DEFAULT_DOWNLOAD, Settings
+from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
 
@@ -73,6 +74,9 @@ def rerun(
         allow_pickle=allow_pickle,
     )
     ported = run_port(planned, settings, hub, progress)
+    if ported.held_back:
+        files = dict.fromkeys(then.output.files, False)
+        return Rerun(files, [], [held_back_sentence(ported.record), *_differences(then, ported.record)])
     known_as = (then.output.repo, then.output.revision)
     if folder is not None:
         now = read_record(ported.save(folder, None, overwrite, *known_as))
@@ -102,7 +106,8 @@ def _settings(record: Record, name: str, device: str) -> Settings:
     protocols = {entry.protocol for entry in record.evaluation}
     options: dict[str, Any] = {
         "method": record.method.name,
-        "alpha": record.method.alpha,
+        "alpha": AUTO if record.method.chosen_by_samples else record.method.alpha,
+        "bold": bool(record.method.bold),
         "tower": record.method.tower,
         "objective": record.objective.name,
         "fit_head": record.objective.head == "fitted",

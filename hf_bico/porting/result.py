@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from hf_bico.errors import UsageError
+from hf_bico.errors import HeldBackError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions
 from hf_bico.models.adapters.writing import NOT_LINEAR
@@ -39,7 +39,16 @@ from hf_bico.reports.record import (
     SiteRecord,
     Summand,
 )
-from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
+from hf_bico.reports.results import (
+    Report,
+    control_sentence,
+    headline,
+    held_back_remedy,
+    held_back_sentence,
+    measured_on,
+    readout_sentence,
+    result_rows,
+)
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import installed_versions
 from hf_bico.runtime.library_errors import translate_errors
@@ -111,12 +120,18 @@ class Ported(BaseResult[Record]):
     """A task vector in the target's coordinates, with everything known about how it got there."""
 
     report: Report
+    held_back: bool = False
+    """True if the samples spoke against the change: then this is the target as it is, and nothing is written."""
 
     def __repr__(self) -> str:
+        if self.held_back:
+            return f"Port of {self.record.source.id} to {self.target.name}, held back by the samples"
         return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
 
     def _repr_markdown_(self) -> str:
         """Return what a notebook shows: the results, or what this is if nothing was evaluated."""
+        if self.held_back:
+            return f"**{plain(held_back_sentence(self.record))}**\n\n{plain(held_back_remedy(self.record))}"
         first = headline(self.record) if self.record.evaluation else None
         if first is None:
             return str(plain(repr(self)))
@@ -151,6 +166,7 @@ class Ported(BaseResult[Record]):
         `repo` and `revision` are named in the card of a result that will be pushed there. Only the first of several
         processes writes.
         """
+        self._require_written()
         form = self._in_format(format, rank)
         return self._save(folder, overwrite, form, repo, revision) if is_first_process() else expanded(folder)
 
@@ -168,10 +184,15 @@ class Ported(BaseResult[Record]):
 
         private, create_pr, revision, message, overwrite, force.
         """
+        self._require_written()
         wanted = PushOptions(**options)
         if not is_first_process():
             raise UsageError("only the first of several processes pushes", "push where the variable RANK is 0")
         return self._push("ported", self._in_format(format, rank), repo_id, token, wanted)
+
+    def _require_written(self) -> None:
+        if self.held_back:
+            raise HeldBackError(held_back_sentence(self.record), held_back_remedy(self.record))
 
     def _in_format(self, format: str | None, rank: int | float | None) -> WrittenChange:
         """Return the change in the format in which it was evaluated, unless another is requested."""

@@ -1,8 +1,7 @@
-"""Applies a method to the target: the change of its weights, a report of energies, and a forecast.
+"""Applies a method to the target: the change of its weights, how much of it is added, and a report of energies.
 
-Does not evaluate. The forecast needs the calibration pass only: to first order, the calibration loss changes by the sum
-over sites of <gradient, tau_B>. MLP sites are left out, because they hold most weights and add little. The gain is
-bounded by the target's error, and energy in directions that calibration did not see counts as lost.
+Does not evaluate. With alpha "auto" the calibration samples choose how much is added, step by step, and veto a change
+that they do not speak for.
 """
 
 from __future__ import annotations
@@ -10,17 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import sqrt
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carrier, Method, SiteDelta, SiteLossChange, Trainer, TransportedSite
+from hf_bico.alignment.methods.base import Carrier, Method, SiteDelta, Trainer, TransportedSite
 from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.readout import Readout
-from hf_bico.alignment.statistics import TaskLossTotals
+from hf_bico.alignment.scaling import (
+    BOLD,
+    CAREFUL,
+    SCALES,
+    SHOWN_SCALES,
+    CurvePoint,
+    Estimate,
+    SampleScores,
+    choose_scale,
+    curve,
+    outlook,
+    passes_veto,
+)
 from hf_bico.alignment.transport import assemble_changes, changed_part
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnsuitableMethodError
@@ -30,45 +42,158 @@ from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.layout import SitePair, Slot
 from hf_bico.models.low_rank import energy
+from hf_bico.models.weight_distance import WeightDistance
 from hf_bico.porting.calibration import Calibration
-from hf_bico.reports.record import ForecastRecord, LeftRecord, SiteRecord
+from hf_bico.porting.scoring import TargetScorer, make_scorer
+from hf_bico.reports.record import LeftRecord, SiteRecord
 from hf_bico.reports.results import Report
 
-DOUBTFUL = 0.1
-"""A port with an outlook below this is called doubtful."""
 FINGERPRINTED = 64
 """Number of samples whose content identifies a training task; rows and labels count for all samples."""
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How the samples chose: alpha of every step, the curve that it was chosen from, and what they say of the whole.
+
+    `gain` is the mean gain of the samples with the whole change: the outlook.
+    """
+
+    alphas: tuple[float, ...]
+    curve: tuple[CurvePoint, ...]
+    gain: Estimate
+
+    @property
+    def held_back(self) -> bool:
+        """Whether nothing is added: no step helps clearly, or the samples do not speak for all of them together."""
+        return not any(self.alphas) or not passes_veto(self.gain)
+
+
+@dataclass(frozen=True)
 class TransferResult:
-    """`changes` of the target's tensors, as its files name them; with a readout, `unread` are those without it."""
+    """`changes` of the target's tensors, as its files name them; with a readout, `unread` are those without it.
+
+    `scaling` is there if the samples chose alpha.
+    """
 
     changes: Deltas
     report: Report
     trained: Trained | None = None
     readout: Readout | None = None
     unread: Deltas | None = None
-    forecast: ForecastRecord | None = None
+    scaling: Scaling | None = None
+
+    @property
+    def held_back(self) -> bool:
+        return self.scaling is not None and self.scaling.held_back
 
 
 UNTOUCHED = TransferResult(Deltas({}), Report((), ()))
 """The target without any change."""
 
 
-def transfer(method: Method, calibration: Calibration, whole_split: Samples | None = None) -> TransferResult:
-    """Carry the task vector, or train the target, on `whole_split` if the method trains on all of it."""
-    models = calibration.models
+def transfer(
+    method: Method,
+    calibration: Calibration,
+    whole_split: Samples | None = None,
+    alphas: Sequence[float] | None = None,
+    scorer: TargetScorer | None = None,
+) -> TransferResult:
+    """Carry the task vector, or train the target, on `whole_split` if the method trains on all of it.
+
+    `alphas` are those of each step, instead of what the samples would choose by the `scorer`, by default a new one.
+    """
     if isinstance(method, Trainer):
         result = _train(method, calibration, whole_split)
     elif isinstance(method, Carrier):
-        carried = calibration.carry(method)
-        report = energy_report(models.vector, carried, models.pairs, models.planned.left)
-        changes = models.gather_changes(carried, calibration.settings.alpha)
-        result = TransferResult(changes, report, forecast=_forecast(carried, report, calibration))
+        result = _carry(method, calibration, alphas, scorer)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
     return with_readout(result, calibration) if calibration.settings.readout else result
+
+
+def _carry(
+    method: Carrier, calibration: Calibration, alphas: Sequence[float] | None, scorer: TargetScorer | None
+) -> TransferResult:
+    models, settings = calibration.models, method.settings
+    report = partial(
+        energy_report, models.vector, pairs=models.pairs, left=models.planned.left, distances=models.planned.distances
+    )
+    if not settings.finds_alpha:
+        carried = calibration.carry(method)
+        return TransferResult(models.gather_changes(carried, float(settings.alpha)), report(carried))
+    if alphas is not None:
+        given = iter(alphas)
+        carried = calibration.carry(method, lambda change, so_far: next(given))
+        return TransferResult(models.gather_changes(carried, alpha=1.0), report(carried))
+    chooser = _StepChooser(scorer or make_scorer(calibration), BOLD if settings.bold else CAREFUL)
+    carried = calibration.carry(method, chooser.choose)
+    changes = models.gather_changes(carried, alpha=1.0)
+    return TransferResult(changes, report(carried), scaling=chooser.scaling(changes))
+
+
+@dataclass(frozen=True)
+class _StepChooser:
+    """Chooses alpha of each step by the samples, and remembers what was tried."""
+
+    scorer: TargetScorer
+    errors: float
+    alphas: list[float] = field(default_factory=list)
+    tried: list[dict[float, SampleScores]] = field(default_factory=list)
+
+    def choose(self, change: Deltas, so_far: Deltas) -> float:
+        """Return how much of a step to add to the steps before it."""
+        self.tried.append(self.scorer.scores(change, SCALES, so_far))
+        self.alphas.append(choose_scale(self.tried[-1], self.errors))
+        return self.alphas[-1]
+
+    def scaling(self, changes: Deltas) -> Scaling:
+        """Return what was chosen; of several steps, also how all of them together do at other scales."""
+        first, last = self.tried[0][0.0], self.tried[-1][self.alphas[-1]]
+        if len(self.tried) == 1:
+            points = curve(self.tried[0])
+        else:
+            points = [point for step, tried in enumerate(self.tried, start=1) for point in curve(tried, step)]
+            if any(self.alphas):
+                points += curve({0.0: first, 1.0: last, **self.scorer.scores(changes, SHOWN_SCALES)})
+        return Scaling(tuple(self.alphas), tuple(points), outlook(first, last))
+
+
+@dataclass(frozen=True)
+class SourceLead:
+    """Accuracies of the fine-tuned source and the target on the samples' labels, and the error of their difference."""
+
+    source: float
+    target: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the samples say of a change: the gain to expect, in accuracy or loss, and whether the source is better."""
+
+    gain: Estimate
+    unit: str
+    lead: SourceLead | None = None
+
+
+def judge(scorer: TargetScorer, calibration: Calibration, changes: Deltas) -> Judgement:
+    """Judge finished changes by the samples."""
+    seen = scorer.scores(changes, (0.0, 1.0))
+    before, after = seen[0.0], seen[1.0]
+    unit = "loss" if before.accuracies is None else "accuracy"
+    return Judgement(outlook(before, after), unit, _source_lead(calibration, before))
+
+
+def _source_lead(calibration: Calibration, before: SampleScores) -> SourceLead | None:
+    """Compare the fine-tuned source with the target by the data set's labels, where all are known."""
+    labels = torch.tensor(calibration.drawn_samples.labels)
+    if before.predictions is None or not calibration.knows_labels or len(labels) < 2:
+        return None
+    of_source = calibration.predictions[:: 1 + calibration.copies].argmax(-1)
+    right = [(predicted.cpu() == labels).double() for predicted in (of_source, before.predictions)]
+    error = Estimate.of(right[0] - right[1]).error or 0.0
+    return SourceLead(float(right[0].mean()), float(right[1].mean()), error)
 
 
 def with_readout(result: TransferResult, calibration: Calibration) -> TransferResult:
@@ -84,9 +209,16 @@ def with_readout(result: TransferResult, calibration: Calibration) -> TransferRe
 
 
 def energy_report(
-    vector: Deltas, carried: Mapping[str, TransportedSite], pairs: Iterable[SitePair], left: Mapping[str, str]
+    vector: Deltas,
+    carried: Mapping[str, TransportedSite],
+    pairs: Iterable[SitePair],
+    left: Mapping[str, str],
+    distances: Mapping[str, WeightDistance] | None = None,
 ) -> Report:
-    """Report the task vector's energy: by site, how much of it lies in unseen directions, and what stayed behind."""
+    """Report the task vector's energy: by site, how much of it lies in unseen directions, and what stayed behind.
+
+    `distances` of the two bases' weights, where they have the same shape, are reported with it.
+    """
     energies = {name: vector.energy(name) for name in vector}
     total = sum(energies.values()) or 1.0  # an empty change
     sites = []
@@ -94,6 +226,7 @@ def energy_report(
         result = carried[pair.target.name]
         changed = [slot for slot in pair.source.slots if slot.tensor in vector]
         r_in, r_out = result.input_map, result.output_map
+        apart = (distances or {}).get(pair.target.name)
         sites.append(
             SiteRecord(
                 name=pair.target.name,
@@ -107,6 +240,8 @@ def energy_report(
                 score_in=None if r_in is None else r_in.score,
                 score_out=None if r_out is None else r_out.score,
                 unseen=result.unseen,
+                distance=None if apart is None else apart.distance,
+                cosine=None if apart is None else apart.cosine,
             )
         )
     stayed = [LeftRecord(name, reason, energies[name] / total) for name, reason in left.items() if name in energies]
@@ -116,47 +251,6 @@ def energy_report(
 def _energy(vector: Deltas, slot: Slot) -> float:
     change = changed_part(vector, slot)
     return 0.0 if change is None else energy(change)
-
-
-def forecast(
-    sites: Iterable[SiteLossChange], task: TaskLossTotals, samples: int, unseen: float | None, alpha: float
-) -> ForecastRecord:
-    """Forecast whether changes, scaled by `alpha`, help a target with this loss on the calibration samples.
-
-    Losses are per answer, which is a sample or a token; per sample if answers are neither right nor wrong.
-    """
-    changes = list(sites)
-    answers = task.answers or samples
-    total = sum(site.change for site in changes)
-    change = alpha * total / answers
-    lengths = sqrt(sum(site.gradient for site in changes) * sum(site.delta for site in changes))
-    agreement = -total / lengths if lengths else 0.0
-    headroom = task.wrong / task.answers if task.answers else None
-    gain = -change if headroom is None else min(-change, headroom)
-    outlook = gain * (1 - (unseen or 0.0)) if gain > 0 else gain
-    return ForecastRecord(
-        outlook=outlook,
-        helps=outlook >= DOUBTFUL,
-        loss=None if task.loss is None else task.loss / answers,
-        first_order=change,
-        agreement=agreement if alpha >= 0 else -agreement,
-        headroom=headroom,
-        unseen=unseen,
-    )
-
-
-def _forecast(
-    carried: Mapping[str, TransportedSite], report: Report, calibration: Calibration
-) -> ForecastRecord | None:
-    """Forecast if the calibration pass summed gradients; samples of a single class say nothing."""
-    settings = calibration.settings
-    descents = [one.descent for one in carried.values() if one.descent is not None]
-    if calibration.task is None or not descents:
-        return None
-    labels = set(calibration.drawn_samples.labels)
-    if settings.objective in ("zero-shot", "contrastive", "text-to-text") and len(labels) == 1 and labels != {-1}:
-        return None
-    return forecast(descents, calibration.task, len(calibration.samples), report.unseen_energy, settings.alpha)
 
 
 def _train(method: Trainer, calibration: Calibration, whole_split: Samples | None) -> TransferResult:
@@ -172,7 +266,8 @@ def _train(method: Trainer, calibration: Calibration, whole_split: Samples | Non
         trained = method.train(task, calibration.watch.progress)
     stored = {own: file for file, own in target.layout.own_names.items()}
     changes = {stored.get(name, name): change.cpu() for name, change in trained.changes.items()}
-    return TransferResult(calibration.settings.alpha * Deltas(changes), Report((), ()), trained)
+    alpha = 1.0 if method.settings.finds_alpha else float(method.settings.alpha)
+    return TransferResult(alpha * Deltas(changes), Report((), ()), trained)
 
 
 def training_task(model: LiveModel, head: Head, samples: Samples) -> TrainingTask:

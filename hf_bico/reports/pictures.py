@@ -196,8 +196,8 @@ def _draw(heat_map: HeatMap) -> bytes | None:
     beside = len(columns) - columns.count(None) <= SIDE_BY_SIDE
     down, across = (1, len(panels)) if beside else (len(panels), 1)
     height = (_ROW if beside else _LOW_ROW) * len(labels)
-    left = 2 * _GAP + max(ceil(_font(_SMALL).getlength(label)) for label in labels)
-    right = _WIDTH - _BAR - 3 * _GAP - ceil(_font(_SMALL).getlength("worst"))
+    left = 2 * _GAP + max(ceil(font(_SMALL).getlength(label)) for label in labels)
+    right = _WIDTH - _BAR - 3 * _GAP - ceil(font(_SMALL).getlength("worst"))
     width = (right - left + 2 * _GAP) // across - 2 * _GAP
     bottom = _ABOVE + down * (height + _BETWEEN) - _BETWEEN
     picture = Image.new("RGB", (_WIDTH, bottom + _BELOW), "white")
@@ -215,7 +215,7 @@ def _draw(heat_map: HeatMap) -> bytes | None:
     for y in range(_ABOVE, bottom):
         pen.line((right + _GAP, y, right + _GAP + _BAR, y), _colour((bottom - y) / (bottom - _ABOVE)))
     for y, word in ((_ABOVE, "best"), (bottom, "worst")):
-        pen.text((right + 2 * _GAP + _BAR, y), word, INK, _font(_SMALL), anchor="lm")
+        pen.text((right + 2 * _GAP + _BAR, y), word, INK, font(_SMALL), anchor="lm")
     stream = BytesIO()
     picture.save(stream, "png")
     return stream.getvalue()
@@ -260,7 +260,7 @@ class _Panel:
         self.text(self.width / 2, self.height + _GAP + 2 * _SMALL * 3 // 4, "target block", "ma")
 
     def text(self, x: float, y: float, text: str, anchor: str, size: int = _SMALL, ink: str = INK) -> None:
-        self.pen.text((self.x + x, self.y + y), text, ink, _font(size), anchor=anchor)
+        self.pen.text((self.x + x, self.y + y), text, ink, font(size), anchor=anchor)
 
 
 def _colour(goodness: float) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def _colour(goodness: float) -> tuple[int, ...]:
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def font(size: int) -> ImageFont.FreeTypeFont:
     """Load DejaVu Sans from matplotlib's files, without importing matplotlib."""
     from PIL import ImageFont
 

@@ -5,9 +5,11 @@ Data classes with a schema number, written as JSON without empty fields. They ho
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hf_bico.errors import RecordError
 from hf_bico.runtime.output import RECORD_FILE
@@ -16,7 +18,8 @@ from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that is merged with others when the model is loaded."""
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
+READ_SCHEMAS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,53 @@ class ReadoutRecord:
 
 
 @dataclass(frozen=True)
+class CurveRecord:
+    """The samples' mean loss at one scale of a change, by which alpha was chosen.
+
+    `error` is the standard error of its difference from the smallest mean of the curve. `step` counts the steps of a
+    walk from 1; where it is absent, the whole change was scaled. `accuracy` is the mean probability that the fine-tuned
+    source gives to the classes that the target predicts.
+    """
+
+    alpha: float
+    mean: float
+    error: float | None = None
+    accuracy: float | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class GainRecord:
+    """The samples' mean gain by the change, and its standard error: a change without a clear one is held back."""
+
+    mean: float
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class CandidateRecord:
+    """A method that was tried for "auto", and the samples' mean gain by it."""
+
+    method: str
+    alpha: float | list[float]
+    gain: float
+    held_back: bool
+
+
+@dataclass(frozen=True)
 class MethodRecord:
     """The method and its options; `layers` has the source block of each target block.
 
+    `asked` is there if another name was asked for: "auto", whose `candidates` were compared if there were several.
+    `alpha` is a number, or one for each step. If the samples chose it, `curve` has the losses that they chose by, and
+    `veto` the gain that decides whether the change is held back.
     `matching` is absent for blocks matched by index, else "similarity" or "given"; `steps` counts those along a path,
     `copies` the augmented copies of each sample; `signs` says how gradient signs were taken, `tower` which towers of a
     CLIP were requested.
     """
 
     name: str
-    alpha: float
+    alpha: float | list[float]
     layers: list[int]
     completion: str | None = None
     matching: str | None = None
@@ -126,6 +166,16 @@ class MethodRecord:
     tower: str | None = None
     training: TrainingRecord | None = None
     readout: ReadoutRecord | None = None
+    asked: str | None = None
+    bold: bool | None = None
+    curve: list[CurveRecord] = field(default_factory=list)
+    veto: GainRecord | None = None
+    candidates: list[CandidateRecord] = field(default_factory=list)
+
+    @property
+    def chosen_by_samples(self) -> bool:
+        """True if the samples chose alpha."""
+        return bool(self.curve)
 
 
 @dataclass(frozen=True)
@@ -134,7 +184,8 @@ class SiteRecord:
 
     `energy` is the share of the task vector's energy in its source's weight and bias, `unseen` the share of the
     weight's energy in directions that calibration did not see. In an adapter, `rank` is that of the weight's factors
-    (absent if it is exact) and `kept` the share of the carried weight's energy that they hold.
+    (absent if it is exact) and `kept` the share of the carried weight's energy that they hold. `distance` and `cosine`
+    say how far the two bases' weights are apart here, |W_B - W_A| / |W_A|, where they have the same shape.
     """
 
     name: str
@@ -150,6 +201,8 @@ class SiteRecord:
     unseen: float | None = None
     rank: int | None = None
     kept: float | None = None
+    distance: float | None = None
+    cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,23 +234,28 @@ class OutputRecord:
 
 
 @dataclass(frozen=True)
-class ForecastRecord:
-    """A forecast of whether the port will help, from its calibration pass alone.
+class OutlookRecord:
+    """The gain to expect of the change as it was written, on data like the samples, with its standard error.
 
-    `first_order` is the first-order change of the mean calibration `loss` by what is carried outside of MLPs (if only
-    MLPs change, by all of it), `agreement` the cosine of that change and the target's own descent, `headroom` the share
-    of calibration answers that the target gets wrong, and `unseen` the share of the carried energy that calibration did
-    not see. `outlook` is the lesser of the loss decrease and the headroom, less `unseen`. Use it to rank ports; it is
-    not an accuracy. It does not count a readout.
+    `unit` is "accuracy" or "loss"; a gain is positive in both. It does not count a readout.
     """
 
-    outlook: float
-    helps: bool
-    first_order: float
-    agreement: float
-    loss: float | None = None
-    headroom: float | None = None
-    unseen: float | None = None
+    value: float
+    unit: str
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class SourceLeadRecord:
+    """How much more accurate the fine-tuned source is than the target, by the calibration samples' labels."""
+
+    source: float
+    target: float
+    error: float
+
+    @property
+    def is_clear(self) -> bool:
+        return self.source - self.target > self.error
 
 
 @dataclass(frozen=True)
@@ -255,7 +313,7 @@ class _RecordBase(ABC):
 
 @dataclass(frozen=True)
 class Record(_RecordBase):
-    """The record of a port."""
+    """The record of a port; `settings` are the options that were given, where they are not the defaults."""
 
     hf_bico: str
     source: ModelRecord
@@ -268,7 +326,9 @@ class Record(_RecordBase):
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
-    foresight: ForecastRecord | None = None  # the forecast: the key is that of the schema
+    settings: dict[str, Any] = field(default_factory=dict)
+    outlook: OutlookRecord | None = None
+    source_lead: SourceLeadRecord | None = None
     evaluation: list[EvaluationRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     schema: int = RECORD_SCHEMA
@@ -364,13 +424,29 @@ def read_any(folder: Path) -> Record | ChangeRecord:
     except (OSError, ValueError) as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be read: {error}", "port again") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
-    if schema != RECORD_SCHEMA:
+    if type(schema) is not int or schema not in READ_SCHEMAS:
+        known = " and ".join(map(str, READ_SCHEMAS))
         raise RecordError(
-            f"{RECORD_FILE} of '{name}' has schema {schema!r}; this version reads {RECORD_SCHEMA}",
+            f"{RECORD_FILE} of '{name}' has schema {schema!r}; this version reads {known}",
             "use the version of hf-bico that wrote it",
         )
     try:
         record: Record | ChangeRecord = from_plain(ChangeRecord if "job" in raw else Record, raw)
-        return record
+        return _spelt_out(record) if isinstance(record, Record) else record
     except TypeError as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' is not a record: {error}", "port again") from error
+
+
+def _spelt_out(record: Record) -> Record:
+    """Spell method, alpha and steps in the command of a record of schema 1, which left out the defaults of then."""
+    if record.schema != 1 or record.command is None:
+        return record
+    method = record.method
+    values = {"--method": method.name}
+    if method.training is None and isinstance(method.alpha, float):
+        values["--alpha"] = f"{method.alpha:g}" if float(f"{method.alpha:g}") == method.alpha else str(method.alpha)
+    if method.steps is not None:
+        values["--path-steps"] = str(method.steps)
+    typed = record.command.split()
+    missing = [word for option, value in values.items() if option not in typed for word in (option, value)]
+    return replace(record, command=f"{record.command} {shlex.join(missing)}".rstrip())

@@ -13,7 +13,16 @@ from math import sqrt
 from typing import TypeVar
 
 from hf_bico.models.layout import ROLES
-from hf_bico.reports.record import EvaluationRecord, ForecastRecord, LeftRecord, Record, SiteRecord
+from hf_bico.reports.record import (
+    CurveRecord,
+    EvaluationRecord,
+    LeftRecord,
+    MethodRecord,
+    OutlookRecord,
+    Record,
+    SiteRecord,
+    SourceLeadRecord,
+)
 from hf_bico.settings import PROBE, method_info
 from hf_bico.utils.text import format_table, markdown_table, plain
 
@@ -33,6 +42,8 @@ MAX_LEFT = 0.5
 """Share of the task vector's energy above which the headline begins with what stayed behind."""
 NO_GAIN = 0.1
 """Share of the port's gain below which a control's gain counts as none."""
+SAFE_SAMPLES = 50
+"""With fewer samples no rule was found that keeps a port from hurting."""
 MAX_ROLES = 24
 """Rows of a readable table or picture."""
 OTHER_ROLES = "other roles"
@@ -124,7 +135,7 @@ def metric_name(entry: EvaluationRecord) -> str:
     return f"linear-probe {entry.metric}"
 
 
-def _entries(record: Record) -> dict[str, EvaluationRecord]:
+def compared_entries(record: Record) -> dict[str, EvaluationRecord]:
     """Return each model's measurement by the headline's protocol: zero-shot, else the probe."""
     entries = [result.entry for result in results(record)]
     protocol = None if any(entry.protocol is None for entry in entries) else PROBE
@@ -133,13 +144,13 @@ def _entries(record: Record) -> dict[str, EvaluationRecord]:
 
 def is_worse(record: Record) -> bool:
     """Return True if the port measured worse than the target it started from."""
-    entries = _entries(record)
+    entries = compared_entries(record)
     return "target" in entries and "ported" in entries and gain_of(entries["ported"], entries["target"]) < 0
 
 
 def gap_closed(record: Record) -> float | None:
     """Return the share closed of the gap between target and fine-tuned source; None if there is no gap."""
-    entries = _entries(record)
+    entries = compared_entries(record)
     target, ported, source = (entries.get(name) for name in ("target", "ported", "source"))
     if target is None or ported is None or source is None or gain_of(source, target) <= 0:
         return None
@@ -148,7 +159,7 @@ def gap_closed(record: Record) -> float | None:
 
 def share_of_gain(record: Record) -> float | None:
     """Return the port's gain as a share of what fine-tuning gained on the source; None if that was nothing."""
-    entries = _entries(record)
+    entries = compared_entries(record)
     if not {"target", "ported", "base", "source"} <= entries.keys():
         return None
     fine_tuning = gain_of(entries["source"], entries["base"])
@@ -164,19 +175,32 @@ def left_behind(record: Record) -> str | None:
     return f"MOST of the task vector stayed behind: {left:.0%} of its energy ({reason}: {energy:.0%})."
 
 
+def interval_of(entry: EvaluationRecord) -> float | None:
+    """Return half the width of the 95% interval of an accuracy; None of anything else."""
+    if entry.metric != "accuracy" or entry.n <= 0:
+        return None
+    return 1.96 * sqrt(max(0.0, entry.value * (1 - entry.value)) / entry.n)
+
+
 def sampling_error(record: Record) -> float | None:
     """Return half the width of the widest 95% interval of the accuracies."""
-    counted = [entry for entry in record.evaluation if entry.metric == "accuracy" and entry.n > 0]
-    return max((1.96 * sqrt(max(0.0, e.value * (1 - e.value)) / e.n) for e in counted), default=None)
+    known = [half for entry in record.evaluation if (half := interval_of(entry)) is not None]
+    return max(known, default=None)
 
 
 def headline(record: Record) -> str | None:
-    """Return the result in one sentence: the change of the target's accuracy; None if nothing was measured."""
-    return " ".join(filter(None, [left_behind(record), _result_sentence(record)])) or None
+    """Return the result in one sentence: the change of the target's accuracy; None if nothing was measured.
+
+    What speaks against the port comes first.
+    """
+    return (
+        " ".join(filter(None, [lead_sentence(record.source_lead), left_behind(record), _result_sentence(record)]))
+        or None
+    )
 
 
 def _result_sentence(record: Record) -> str | None:
-    entries = _entries(record)
+    entries = compared_entries(record)
     target, ported, source = (entries.get(name) for name in ("target", "ported", "source"))
     if target is None or ported is None:
         return None
@@ -211,7 +235,7 @@ def training_steps(record: Record) -> str:
 
 def control_sentence(record: Record) -> str | None:
     """Describe the control and how much of the gain it keeps; None without one."""
-    entries = _entries(record)
+    entries = compared_entries(record)
     ported = "ported, no readout" if "ported, no readout" in entries else "ported"
     if not {"control", ported, "target"} <= entries.keys():
         return None
@@ -253,7 +277,7 @@ def readout_sentence(record: Record) -> str | None:
         f"It was {accepted}: on calibration samples that it was not made from, the mean squared distance to those "
         f"predictions {change}.",
     ]
-    values = {name: entry.value for name, entry in _entries(record).items()}
+    values = {name: entry.value for name, entry in compared_entries(record).items()}
     what = "training" if is_trained(record) else "the port"
     if "target, readout" in values:
         alone = values["target, readout"]
@@ -265,21 +289,128 @@ def readout_sentence(record: Record) -> str | None:
     return " ".join(parts)
 
 
-def forecast_sentence(forecast: ForecastRecord) -> str:
-    """Describe what calibration alone predicts.
+def outlook_sentence(outlook: OutlookRecord, lead: SourceLeadRecord | None = None) -> str:
+    """Say what the samples promise of the change; doubtful if that is nothing, or the source has no clear `lead`.
 
-    >>> print(forecast_sentence(ForecastRecord(0.5, True, loss=1.7, first_order=-1.3, agreement=0.12, headroom=0.6)))
-    Outlook: likely to help (0.50). The target gets 60% of the calibration answers wrong; to first order, its loss of
-    1.70 moves by -1.30.
+    >>> print(outlook_sentence(OutlookRecord(0.081, "accuracy", 0.02)))
+    Outlook: about +8 points on data like the samples (± 2).
+    >>> print(outlook_sentence(OutlookRecord(-0.004, "accuracy", 0.02)))
+    Outlook: doubtful, about -0.4 points on data like the samples (± 2).
     """
-    verdict = "likely to help" if forecast.helps else "doubtful, it may well not help"
-    outlook = f"Outlook: {verdict} ({forecast.outlook:.2f})."
-    of = "" if forecast.loss is None else f" of {forecast.loss:.2f}"
-    moves = f"loss{of} moves by {forecast.first_order:+.2f}."
-    if forecast.headroom is None:
-        return f"{outlook} To first order, the target's calibration {moves}"
-    wrong = f"The target gets {forecast.headroom:.0%} of the calibration answers wrong"
-    return f"{outlook} {wrong}; to first order, its {moves}"
+    doubtful = "" if outlook.value > 0 and (lead is None or lead.is_clear) else "doubtful, "
+    if outlook.unit == LOSS:
+        return f"Outlook: {doubtful}the loss {_moves(outlook.value)} on data like the samples{_plus_minus(outlook)}."
+    points = _rounded_points(outlook.value)
+    return f"Outlook: {doubtful}about {points} points on data like the samples{_plus_minus(outlook)}."
+
+
+def _moves(fall: float) -> str:
+    return f"falls by about {fall:.2g}" if fall > 0 else f"rises by about {-fall:.2g}"
+
+
+def _plus_minus(outlook: OutlookRecord) -> str:
+    if outlook.error is None:
+        return ""
+    error = outlook.error if outlook.unit == LOSS else 100 * outlook.error
+    return f" (± {error:.2g})" if error < 10 else f" (± {error:.0f})"
+
+
+def _rounded_points(difference: float) -> str:
+    points = 100 * difference
+    return f"{points:+.0f}" if abs(points) >= 1 else f"{points:+.1f}"
+
+
+def alpha_sentence(method: MethodRecord) -> str | None:
+    """Say which alpha the samples chose and why; None if they did not choose.
+
+    >>> points = [CurveRecord(0.0, 2.0, 0.1), CurveRecord(0.5, 1.0, 0.0), CurveRecord(1.0, 1.5, 0.1)]
+    >>> print(alpha_sentence(MethodRecord("bico", 0.5, [0], curve=points)))
+    alpha 0.5: beyond it the samples' loss rises.
+    """
+    if not method.chosen_by_samples:
+        return None
+    if isinstance(method.alpha, float):
+        return f"alpha {method.alpha:.2g}: {_reason(method.alpha, method.curve)}."
+    alphas = ", ".join(f"{alpha:.2g}" for alpha in method.alpha)
+    if not any(method.alpha):
+        return f"alpha 0 in all {len(method.alpha)} steps: no step lowers the samples' loss clearly."
+    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each lowers the samples' loss clearly."
+
+
+def _reason(alpha: float, curve: Sequence[CurveRecord]) -> str:
+    best = min(curve, key=lambda point: (point.mean, point.alpha))
+    if alpha == 0:
+        return "no other lowers the samples' loss clearly"
+    if best.alpha > alpha:
+        return "beyond it the samples' loss does not fall clearly"
+    if alpha == max(point.alpha for point in curve):
+        return "the samples' loss falls up to there, and more is not tried"
+    return "beyond it the samples' loss rises"
+
+
+def candidates_sentence(method: MethodRecord) -> str | None:
+    """Say which methods were compared for "auto", and what the samples say of each; None if there was one."""
+    if not method.candidates:
+        return None
+    parts = []
+    for one in method.candidates:
+        name = "copying the change as it is (naive)" if one.method == "naive" else f"aligning it ({one.method})"
+        parts.append(f"{name} {'is held back' if one.held_back else f'gains {_gain_text(one.gain, method)}'}")
+    return f"The two bases have equal shapes, so both were tried on the samples: {', and '.join(parts)}."
+
+
+def _gain_text(gain: float, method: MethodRecord) -> str:
+    by_class = any(point.accuracy is not None for point in method.curve)
+    return f"{_rounded_points(gain)} points" if by_class else f"a loss lower by {gain:.2g}"
+
+
+def lead_sentence(lead: SourceLeadRecord | None) -> str | None:
+    """Return a warning if the fine-tuned source is not clearly better than the target on the samples' labels."""
+    if lead is None or lead.is_clear:
+        return None
+    is_worse = lead.target - lead.source > lead.error
+    state, follows = ("WORSE", "nothing") if is_worse else ("NOT clearly better", "little")
+    return (
+        f"The fine-tuned source is {state} than the target on the samples' labels: {lead.source:.1%} against "
+        f"{lead.target:.1%} (± {100 * lead.error:.1f} points), so there is {follows} to gain."
+    )
+
+
+def few_samples_sentence(record: Record) -> str | None:
+    """Return a warning if a port was made from few samples, whoever chose its alpha; None if no sample was used."""
+    data, method = record.data, record.method
+    uses_samples = method.chosen_by_samples or method_info(method.name).uses_samples
+    if data is None or data.n >= SAFE_SAMPLES or is_trained(record) or not uses_samples:
+        return None
+    return (
+        f"This port was made from only {_count(data.n, 'sample')}. So few are not safe: it may do worse on new data, "
+        f"above all if the source is a LoRA with a large change. Use {SAFE_SAMPLES} or more."
+    )
+
+
+def held_back_sentence(record: Record) -> str:
+    """Say why a port was held back."""
+    method, samples = record.method, record.data.n if record.data is not None else 0
+    what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
+    alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
+    tried = f"{what} with alpha chosen by {_count(samples, 'sample')}"
+    if samples == 1:
+        return f"Held back: {tried}. One sample cannot tell a gain from chance."
+    if not any(alphas) or method.veto is None:
+        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly."
+    gain = _gain_text(method.veto.mean, method)
+    scale = 100 if any(point.accuracy is not None for point in method.curve) else 1
+    error = "" if method.veto.error is None else f" (± {scale * method.veto.error:.2g})"
+    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing."
+
+
+def held_back_remedy(record: Record) -> str:
+    """Say what to do about a port that was held back."""
+    other = "--method bico" if record.method.name != "bico" else "--method theseus"
+    return (
+        f"use more samples (-n), compare other methods ('hf-bico compare', or {other}), or force it as the paper does "
+        "with --alpha 1"
+    )
 
 
 def training_sentence(record: Record) -> str | None:
@@ -347,7 +478,10 @@ class Report:
 
     def rows(self) -> list[list[str]]:
         """Return the table's header, then one row per role."""
-        header = ("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept")
+        header = (
+            *("role", "sites", "energy", "score in", "score out", "rank in", "rank out", "unseen", "rank", "kept"),
+            *("distance", "cosine"),
+        )
         rows = [_role_row(label, sites) for label, sites in by_role(self.sites, lambda site: site.role).items()]
         known = [column for column, _ in enumerate(header) if any(row[column] != "-" for row in rows)]
         return [[row[column] for column in known] for row in (header, *rows)]
@@ -400,6 +534,8 @@ def _role_row(role: str, sites: Sequence[SiteRecord]) -> tuple[str, ...]:
         _mean((site.unseen for site in sites), percent=True),
         _adapter_rank(sites),
         _mean((site.kept for site in sites), percent=True),
+        _mean(site.distance for site in sites),
+        _mean(site.cosine for site in sites),
     )
 
 

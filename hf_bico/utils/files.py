@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 MAX_FILE_BYTES = 16_000_000
@@ -159,8 +159,11 @@ def _build(kind: Any, value: Any, name: str) -> Any:
         return kind(**{**empty, **given})  # type: ignore[operator]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        kinds = [one for one in inner if one is type(value)] or inner  # a rank is a whole number or a share
-        return None if value is None else _build(kinds[0], value, name)
+        # a rank is a whole number or a share, alpha a number or a list of them
+        kinds = [one for one in inner if type(value) in (one, get_origin(one))] or inner
+        return None if value is None and NoneType in inner else _build(kinds[0], value, name)
+    if kind is Any:
+        return value
     if origin is list and isinstance(value, list):
         return [_build(inner[0], item, name) for item in value]
     if origin is dict and isinstance(value, dict):

@@ -21,6 +21,7 @@ import hf_bico
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
 from support.language_toys import pair_rows, sentences, write_decoder, write_t5
+from support.paper import PAPER
 from support.rotated_language import InDouble, Rows, Turn, observe, rotated_copy, with_plain_norms
 
 DECODERS = ("llama", "qwen2", "qwen3")
@@ -99,7 +100,7 @@ class Case:
         return observe(self.model, self.sites, self.loss, self.batch["attention_mask"].bool())
 
     def port(self, source: Path, dtype: str = "float64") -> hf_bico.Ported:
-        options: dict[str, Any] = {"n": self.samples, "dtype": dtype, "evaluate": False}
+        options: dict[str, Any] = {"n": self.samples, "dtype": dtype, "evaluate": False, **PAPER}
         options |= {"class_names": CLASSES} if self.is_t5 else {}
         with InDouble() if dtype == "float64" else nullcontext():
             return hf_bico.port(source, to=self.target, base=self.base, data=self.rows, **options)

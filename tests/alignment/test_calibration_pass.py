@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import hf_bico
 from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Carrier
+from hf_bico.alignment.scaling import SCALES
 from hf_bico.data.draw import draw
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import make_heads
@@ -20,6 +22,7 @@ from hf_bico.porting.planner import plan
 from hf_bico.porting.transfer import transfer
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import Settings
+from support.paper import PAPER
 from support.passes import CLASSES, ONE_PASS, counted
 from support.scenes import Scene, make_scene
 
@@ -33,7 +36,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def make_calibration(scene: Scene, target: Path | None = None) -> Calibration:
-    settings = Settings(n=SAMPLES, batch_size=BATCH, objective="zero-shot")
+    settings = Settings(n=SAMPLES, batch_size=BATCH, objective="zero-shot", **PAPER)
     planned = plan(scene.tuned, target or scene.target, base=scene.base, data=scene.data).fetched()
     models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
     drawn = draw(scene.data, settings)
@@ -82,22 +85,35 @@ def test_what_was_seen_is_not_collected_again(scene: Scene, monkeypatch: pytest.
         assert not counts, second
 
 
-FORETOLD = BATCHES
-"""Backward passes of the target's own loss, from where it starts; other methods differentiate it anyway."""
 PASSES = {
-    "naive": {},
-    "theseus": {"source": BATCHES, "target": BATCHES},
-    "input-only": {"source": BATCHES, "target": BATCHES},
-    "bico": {"source": BATCHES, "target": BATCHES, "backward": 2 * BATCHES},
-    "gradient-only": {"source": BATCHES, "target": BATCHES, "backward": 2 * BATCHES},
-    "bico-fisher": {"source": 2 * BATCHES, "target": BATCHES, "backward": 2 * BATCHES * CLASSES + FORETOLD},
-    "bico-path": {"source": 3 * BATCHES, "target": 2 * BATCHES, "backward": 2 * 2 * BATCHES * CLASSES + FORETOLD},
+    "naive": {"source": BATCHES, "target": 2 * BATCHES},
+    "theseus": {"source": 2 * BATCHES, "target": 3 * BATCHES},
+    "input-only": {"source": 2 * BATCHES, "target": 3 * BATCHES},
+    "bico": {"source": 2 * BATCHES, "target": 3 * BATCHES, "backward": 2 * BATCHES},
+    "gradient-only": {"source": 2 * BATCHES, "target": 3 * BATCHES, "backward": 2 * BATCHES},
+    "bico-fisher": {"source": 2 * BATCHES, "target": 3 * BATCHES, "backward": 2 * BATCHES * CLASSES},
+    "bico-path": {"source": 3 * BATCHES, "target": 4 * BATCHES, "backward": 2 * 2 * BATCHES * CLASSES},
 }
+"""With what the outlook takes: the fine-tuned source's predictions, and the target without and with the change."""
+
+
+def passes_of(scene: Scene, method: str, alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    options: dict[str, Any] = {"n": SAMPLES, "batch_size": BATCH, "augment": 0, "evaluate": False, "path_steps": 2}
+    models = {"to": scene.target, "base": scene.base, "data": scene.data}
+    with counted(monkeypatch) as counts:
+        hf_bico.port(scene.tuned, **models, method=method, alpha=alpha, **options)
+    return counts
 
 
 @pytest.mark.parametrize("method", PASSES)
 def test_port_runs_each_model_as_often_as_it_must(scene: Scene, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"n": SAMPLES, "batch_size": BATCH, "augment": 0, "evaluate": False}
-    with counted(monkeypatch) as counts:
-        hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, method=method, **options)
-    assert counts == PASSES[method]
+    assert passes_of(scene, method, 1.0, monkeypatch) == PASSES[method]
+
+
+@pytest.mark.parametrize(("method", "steps"), [("naive", 1), ("bico", 1), ("bico-path", 2)])
+def test_choosing_alpha_takes_one_pass_of_the_target_for_each_scale_and_no_gradient(
+    scene: Scene, method: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = passes_of(scene, method, "auto", monkeypatch)
+    chosen["target"] -= steps * len(SCALES) * BATCHES
+    assert chosen == PASSES[method]

@@ -28,8 +28,8 @@ from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.hooks import Losses
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.reports.record import ForecastRecord
 from hf_bico.settings import METHODS, Settings
+from support.paper import PAPER
 
 pytestmark = [
     pytest.mark.cuda,
@@ -166,6 +166,7 @@ def test_whole_port_on_the_gpu(shapes: tuple[dict[str, int], ...], blocks: int |
         objective=loss,
         class_names=[str(index) for index in range(CLASSES)],
         device="cuda",
+        **PAPER,
     )
     run = ported.record.run
     print(f"\n{run.device}, seconds: {run.seconds}, peak memory {run.peak_memory / 1e9:.2f} GB")
@@ -180,7 +181,7 @@ def test_whole_port_on_the_gpu(shapes: tuple[dict[str, int], ...], blocks: int |
 def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
     def port() -> hf_bico.TaskVector:
         base, target = (tower(**shape, seed=seed).cuda() for seed, shape in enumerate(SMALL))
-        options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "device": "cuda"}
+        options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "device": "cuda", **PAPER}
         names = [str(index) for index in range(CLASSES)]
         return hf_bico.port(
             fine_tuned(base.cpu()).cuda(), to=target, base=base.cuda(), class_names=names, **options
@@ -188,25 +189,6 @@ def test_two_runs_on_the_gpu_give_the_same_bits() -> None:
 
     one, two = port(), port()
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def foreseen(device: str) -> ForecastRecord:
-    base, target = (tower(**shape, seed=seed) for seed, shape in enumerate(SMALL))
-    names = [str(index) for index in range(CLASSES)]
-    options: dict[str, Any] = {"data": rows(64, 64), "n": 64, "objective": loss, "class_names": names}
-    tuned = fine_tuned(base)
-    models = {"to": target.to(device), "base": base.to(device)}
-    found = hf_bico.port(tuned.to(device), **models, **options, device=device).record.foresight
-    assert found is not None
-    return found
-
-
-def test_the_outlook_is_that_of_the_cpu() -> None:
-    """Although a GPU keeps the target's gradients in half precision until the maps are found."""
-    on_gpu, on_cpu = foreseen("cuda"), foreseen("cpu")
-    assert on_gpu.loss == pytest.approx(on_cpu.loss, rel=1e-4)
-    assert on_gpu.first_order == pytest.approx(on_cpu.first_order, rel=1e-2)
-    assert on_gpu.agreement == pytest.approx(on_cpu.agreement, rel=1e-2)
 
 
 def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +219,7 @@ def test_nothing_waits_for_the_gpu_while_samples_pass(monkeypatch: pytest.Monkey
         class_names=[str(index) for index in range(CLASSES)],
         device="cuda",
         evaluate=False,
+        **PAPER,
     )
     assert len(passes) == 1
 
@@ -262,7 +245,7 @@ def test_port_of_a_lora_on_the_gpu(
 
     depth = {} if blocks is None else {"blocks": blocks}
     base, target = (tower(**{**shape, **depth}, seed=seed) for seed, shape in enumerate(shapes))
-    options: dict[str, Any] = {"n": 64, "objective": loss, "device": "cuda", "evaluate": False}
+    options: dict[str, Any] = {"n": 64, "objective": loss, "device": "cuda", "evaluate": False, **PAPER}
     names = [str(index) for index in range(CLASSES)]
     images = rows(64, shapes[0]["grid"] * 16)
     lora = adapted(base, rank=8).cuda()
@@ -320,7 +303,8 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
 
     shapes = SAME if name in OF_ONE_SHAPE else SMALL
     names = [f"class {index}" for index in range(CLASSES)]
-    settings = Settings(method=name, dtype="float64", device=device, class_names=names, **{"n": 24, **options})
+    fixed = {"method": name, "alpha": 1.0, "dtype": "float64", "device": device, "class_names": names}
+    settings = Settings(**{**fixed, "n": 24, **options})
     base, target = (tower(**shape, seed=seed).to(device, torch.float64) for seed, shape in enumerate(shapes))
     tuned = fine_tuned(base.cpu()).to(device)
     data = [{**row, "image": row["image"].double()} for row in rows(24, 64)]
@@ -372,7 +356,7 @@ def test_language_models_give_on_the_gpu_what_they_give_on_the_cpu(kind: str, tm
     loader = {"t5": transformers.T5ForConditionalGeneration, "bert": transformers.BertForSequenceClassification}
     tuned = fine_tuned(base, tmp_path / "tuned", loader.get(kind, transformers.AutoModelForCausalLM))
     rows = labelled_rows(24) if kind in ("t5", "bert") else [{"text": text} for text in sentences(24)]
-    options: dict[str, Any] = {"n": 16, "dtype": "float64", "class_names": ["no", "yes"]}
+    options: dict[str, Any] = {"n": 16, "dtype": "float64", "class_names": ["no", "yes"], **PAPER}
     options["evaluate"] = kind in ("qwen2", "gpt2")  # accuracies need more packages
     ports = [hf_bico.port(tuned, to=target, base=base, data=rows, device=name, **options) for name in ("cuda", "cpu")]
     for name, change in ports[1].task_vector.items():
@@ -400,7 +384,8 @@ def decoder_port(models: tuple[Path, Path, Path], **options: Any) -> hf_bico.Por
 
     tuned, base, target = models
     rows = [{"text": text} for text in sentences(24)]
-    return hf_bico.port(tuned, to=target, base=base, data=rows, n=16, device="cuda", evaluate=False, **options)
+    usual: dict[str, Any] = {"n": 16, "device": "cuda", "evaluate": False, **PAPER}
+    return hf_bico.port(tuned, to=target, base=base, data=rows, **usual, **options)
 
 
 def furthest(one: hf_bico.Ported, other: hf_bico.Ported) -> float:
@@ -454,9 +439,10 @@ SHARED = """
 import sys
 import hf_bico
 from support.language_toys import sentences
+from support.paper import PAPER
 tuned, base, target, out = sys.argv[1:]
 rows = [{"text": text} for text in sentences(24)]
-ported = hf_bico.port(tuned, to=target, base=base, data=rows, n=15, device="cuda", evaluate=False)
+ported = hf_bico.port(tuned, to=target, base=base, data=rows, n=15, device="cuda", evaluate=False, **PAPER)
 ported.save(out)
 """
 

@@ -225,8 +225,8 @@ class Case:
         return so_far
 
     def options(self, **options: Any) -> dict[str, Any]:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"n": SAMPLES, "class_names": self.class_names, "dtype": dtype, "evaluate": False, **options}
+        usual = {"n": SAMPLES, "class_names": self.class_names, "evaluate": False, "alpha": 1.0}
+        return {**usual, "dtype": str(self.dtype).removeprefix("torch."), **options}
 
     def port(self, method: str, data: Any = None, **options: Any) -> hf_bico.Ported:
         found = self.rows if data is None else data

@@ -12,6 +12,7 @@ from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.models.model import Model
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
+from support.paper import PAPER
 from support.toys import CLASS_NAMES, WRITERS, Toy, fit, random_rows, random_state, weights_of
 
 NARROW, WIDE = Toy(width=16), Toy(width=24, heads=3, embedding=20)
@@ -109,6 +110,7 @@ class Case:
             class_names=CLASS_NAMES,
             batch_size=batch_size,
             evaluate=False,
+            **PAPER,
         )
         target = Model.open(self.folders[1], "the target")
         for site in ported.report.sites:

@@ -80,8 +80,8 @@ def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
     assert len(raw["sites"]) == 13
     assert raw["layers"] == [0, 1]
     assert raw["fits"] is True
-    dry = run("port", *paths, "--dry-run", "--alpha", "0.5", "-k", "3").stdout
-    typed = f"hf-bico port {scene.tuned} --to {scene.target} --base {scene.base} -k 3 --alpha 0.5 --data DATA"
+    dry = run("port", *paths, "--dry-run", "--seed", "4", "-k", "3").stdout
+    typed = f"hf-bico port {scene.tuned} --to {scene.target} --base {scene.base} -k 3 --seed 4 --data DATA"
     assert dry.endswith(f"Next: {typed}\n")
     assert dry.splitlines()[:-1] == text.splitlines()[:-1]
 
@@ -94,7 +94,7 @@ def test_a_plan_that_does_not_fit_says_so(scene: Scene, monkeypatch: pytest.Monk
 
 
 def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
-    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"))
+    result = run(*scene.port_by_paper, "-o", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert "target, zero-shot" in result.stdout
     assert "Written to" in result.stdout
@@ -105,13 +105,13 @@ def test_port_prints_and_writes(scene: Scene, tmp_path: Path) -> None:
 
 def test_rounding_of_a_half_precision_target_is_said(tmp_path: Path) -> None:
     scene = make_scene(tmp_path / "scene", dtype=torch.bfloat16)
-    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--alpha", "0.02", "--no-eval")
+    result = run(*scene.port_by_paper, "-o", str(tmp_path / "out"), "--alpha", "0.02", "--no-eval")
     assert result.exit_code == 0, result.output
     assert "of the change is lost by rounding to the target's own precision; --format adapter" in result.stdout
 
 
 def test_port_as_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
-    result = run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--json", "--format", "delta")
+    result = run(*scene.port_by_paper, "-o", str(tmp_path / "out"), "--json", "--format", "delta")
     raw = json.loads(result.stdout)
     assert raw["record"]["method"]["name"] == "bico"
     assert (tmp_path / "out" / "task_vector.safetensors").is_file()
@@ -119,7 +119,7 @@ def test_port_as_json_is_one_object(scene: Scene, tmp_path: Path) -> None:
 
 def test_default_output_folder(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run("port", *scene.arguments, "-q", "--no-eval")
+    result = run(*scene.port_by_paper, "-q", "--no-eval")
     assert result.exit_code == 0
     assert result.output == ""
     assert (tmp_path / "tuned-to-target" / "bico.json").is_file()
@@ -137,20 +137,20 @@ def test_templates_and_class_names_from_files(scene: Scene, tmp_path: Path) -> N
     (tmp_path / "templates").write_text("the digit {}\n\nthis says {}\n")
     (tmp_path / "names").write_text("nine\neight\nseven\nsix\n", encoding="utf-8-sig")  # as some editors do
     files = ["--templates", str(tmp_path / "templates"), "--class-names", str(tmp_path / "names")]
-    raw = json.loads(run("port", *scene.arguments, "-o", str(tmp_path / "out"), "--json", *files).stdout)
+    raw = json.loads(run(*scene.port_by_paper, "-o", str(tmp_path / "out"), "--json", *files).stdout)
     assert raw["record"]["objective"]["templates"] == ["the digit {}", "this says {}"]
     assert raw["record"]["data"]["class_names"] == ["nine", "eight", "seven", "six"]
 
 
 def test_overwrite_replaces_only_what_is_ours(scene: Scene, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run("port", *scene.arguments, "-o", str(out), "-q").exit_code == 0
+    assert run(*scene.port_by_paper, "-o", str(out), "-q").exit_code == 0
     (out / "stale").touch()
-    assert run("port", *scene.arguments, "-o", str(out), "-q", "--overwrite").exit_code == 0
+    assert run(*scene.port_by_paper, "-o", str(out), "-q", "--overwrite").exit_code == 0
     assert not (out / "stale").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "bico.json").unlink()
-    refused = run("port", *scene.arguments, "-o", str(out), "-q", "--overwrite")
+    refused = run(*scene.port_by_paper, "-o", str(out), "-q", "--overwrite")
     assert refused.exit_code == 1
     assert "was not written by hf-bico" in refused.stderr
     assert (out / "README.md").is_file()
@@ -485,7 +485,7 @@ def test_existing_output_is_refused_before_any_work(scene: Scene, tmp_path: Path
 
 def test_an_empty_folder_is_filled(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert run("port", *scene.arguments, "-q", "--no-eval", "-o", str(tmp_path / "out")).exit_code == 0
+    assert run(*scene.port_by_paper, "-q", "--no-eval", "-o", str(tmp_path / "out")).exit_code == 0
     assert (tmp_path / "out" / "bico.json").is_file()
 
 
@@ -498,14 +498,14 @@ def test_place_that_cannot_be_written_is_refused_before_any_work(scene: Scene, t
 
 def test_home_is_expanded_in_the_output(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run("port", *scene.arguments, "-q", "--no-eval", "-o", "~/out").exit_code == 0
+    assert run(*scene.port_by_paper, "-q", "--no-eval", "-o", "~/out").exit_code == 0
     assert (tmp_path / "out" / "bico.json").is_file()
 
 
 def test_written_files_are_readable_by_others(scene: Scene, tmp_path: Path) -> None:
     for format_ in ("full", "delta"):
         out = tmp_path / format_
-        run("port", *scene.arguments, "-q", "--no-eval", "-o", str(out), "--format", format_)
+        run(*scene.port_by_paper, "-q", "--no-eval", "-o", str(out), "--format", format_)
         assert {oct(file.stat().st_mode & 0o777) for file in out.iterdir()} == {"0o644"}
 
 
@@ -513,7 +513,7 @@ def test_eval_of_a_delta_over_its_target(scene: Scene, tmp_path: Path) -> None:
     values = []
     for format_, extra in (("full", []), ("delta", ["--base", str(scene.target)])):
         out = tmp_path / format_
-        run("port", *scene.arguments, "-q", "--no-eval", "-o", str(out), "--format", format_)
+        run(*scene.port_by_paper, "-q", "--no-eval", "-o", str(out), "--format", format_)
         values.append(json.loads(run("eval", str(out), "--data", str(scene.data), "--json", *extra).stdout)["value"])
     assert values[0] == values[1]
     alone = run("eval", str(tmp_path / "delta"), "--data", str(scene.data))

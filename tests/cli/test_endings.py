@@ -23,6 +23,7 @@ from hf_bico.cli.main import main
 from support import forks
 from support.hub import Hub
 from support.loopback import TOKEN
+from support.paper import PAPER, PAPER_WORDS
 from support.scenes import SOURCE, Scene, make_scene
 from support.toys import WRITERS, random_state
 
@@ -35,9 +36,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     made = make_scene(tmp_path_factory.mktemp("scene"))
     WRITERS["open_clip"](made.folder / "twin", SOURCE, random_state(SOURCE, 3))
     hf_bico.extract(made.tuned, made.base, rank=2).save(made.folder / "lora")
-    hf_bico.port(made.tuned, made.target, base=made.base, data=str(made.data), n=8, evaluate=False).save(
-        made.folder / "ported"
-    )
+    where: dict[str, Any] = {"base": made.base, "data": str(made.data)}
+    hf_bico.port(made.tuned, made.target, **where, n=8, evaluate=False, **PAPER).save(made.folder / "ported")
     return made
 
 
@@ -62,7 +62,7 @@ def the_object(result: Result) -> dict[str, Any]:
 
 
 SUCCESSES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "port": (lambda out: [*SMALL, "--no-eval", "-o", str(out)], "record"),
+    "port": (lambda out: [*SMALL, *PAPER_WORDS, "--no-eval", "-o", str(out)], "record"),
     "plan": (lambda out: MODELS, "sites"),
     "compare": (lambda out: [*SMALL, "--methods", "naive", "--seeds", "1", "-o", str(out)], "comparison"),
     "eval": (lambda out: ["target", "--data", "pictures", "-n", "5"], "value"),
@@ -191,7 +191,7 @@ MOMENTS: dict[str, tuple[list[str], str, str]] = {
         "nothing was written",
     ),
     "port, while writing": (
-        ["port", *SMALL, "--no-eval", "-o", "OUT"],
+        ["port", *SMALL, *PAPER_WORDS, "--no-eval", "-o", "OUT"],
         "hf_bico.porting.result.write_card",
         "nothing was written",
     ),
@@ -280,7 +280,7 @@ def broken(*arguments: Any, **options: Any) -> None:
 
 
 def test_a_reader_that_went_away_stops_no_push(hub: Hub, scene: Scene, tmp_path: Path) -> None:
-    process = forks.start("port", *scene.arguments, "-o", "out", "--push-to", "user/new", cwd=tmp_path)
+    process = forks.start(*scene.port_by_paper, "-o", "out", "--push-to", "user/new", cwd=tmp_path)
     assert process.stdout is not None
     process.stdout.close()
     process.communicate()
@@ -340,7 +340,7 @@ def test_a_command_that_runs_another_ends_for_both(monkeypatch: pytest.MonkeyPat
 
 def test_the_command_of_a_record_holds_nothing_that_would_be_refused(scene: Scene) -> None:
     """From Python a setting that the method does not look at is let through."""
-    options: dict[str, Any] = {"n": 8, "evaluate": False, "path_steps": 3, "train_steps": 5}
+    options: dict[str, Any] = {"n": 8, "evaluate": False, "path_steps": 3, "train_steps": 5, **PAPER}
     ported = hf_bico.port(scene.tuned, scene.target, base=scene.base, data=str(scene.data), **options)
     typed = str(ported.record.command).split()
     assert typed[:2] == ["hf-bico", "port"]
@@ -357,8 +357,8 @@ def test_a_dry_run_asks_the_method() -> None:
         assert refused.exit_code == 1
         assert "UnsuitableMethodError" in dry(*MODELS, "--method", method, "--json").stdout
         assert dry(*MODELS[:-1], "twin", "--method", method).exit_code == 0
-    assert "Ready to port." in dry(*MODELS, "--method", "naive").stdout
-    assert "--data DATA" not in dry(*MODELS, "--method", "naive").stdout
+    assert "Ready to port." in dry(*MODELS, "--method", "naive", "--alpha", "1").stdout
+    assert "--data DATA" not in dry(*MODELS, "--method", "naive", "--alpha", "1").stdout
     assert "Not yet: the data set to calibrate on is not known" in dry(*MODELS, "--method", "theseus").stdout
     refused = dry(*MODELS, "--data", "pictures", "--method", "naive", "--control")
     assert "naive does not pair any" in refused.stderr
@@ -377,6 +377,7 @@ def test_a_dry_run_asks_the_method() -> None:
 )
 def test_a_dry_run_says_the_form_that_a_port_writes(method: str, options: list[str], form: str, tmp_path: Path) -> None:
     words = ["lora", "--base", "base", "--to", "twin", "--data", "pictures", "-n", "8", "--method", method, *options]
+    words += ["--alpha", "1"]
     planned = json.loads(dry(*words, "--json").stdout)
     written = json.loads(run("port", *words, "--no-eval", "-o", str(tmp_path / "out"), "--json").stdout)
     assert planned["format"] == written["record"]["output"]["format"] == form

@@ -14,10 +14,12 @@ from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
 from support.loopback import TOKEN
+from support.paper import PAPER_WORDS
 
 REPO = "user/vit-b16-plus-eurosat"
 STRANGER = "hf_secretOfStranger"
 PORT = ["port", SOURCE, "--to", TARGET, "-n", "24", "--device", "cpu"]
+PAPER_PORT = [*PORT, *PAPER_WORDS]
 
 
 def run(*arguments: str) -> Result:
@@ -158,7 +160,7 @@ def test_a_wrong_command_line_is_a_usage_error(hub: Hub, tmp_path: Path, argumen
 def test_json_says_where_it_went(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)
-    result = run(*PORT, "--push-to", REPO, "--json", "--force")
+    result = run(*PAPER_PORT, "--push-to", REPO, "--json", "--force")
     found = json.loads(result.stdout)
     assert found["pushed"]["repo"] == REPO
     assert found["pushed"]["commit"] == hub.repo(REPO).head()
@@ -172,7 +174,7 @@ def test_json_says_where_it_went(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
 def test_card_writes_it_again(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)
-    run(*PORT, "-o", "out", "-q")
+    run(*PAPER_PORT, "-o", "out", "-q")
     before = (tmp_path / "out" / "README.md").read_bytes()
     (tmp_path / "out" / "README.md").unlink()
     assert run("card", "out").stdout == "Written to out/README.md\n"
@@ -187,7 +189,7 @@ def test_the_lines_of_a_plan_work_when_they_are_copied(
     text = run("plan", SOURCE, "--to", TARGET).stdout
     assert "Ready to port." in text
     line = text.splitlines()[-1].removeprefix("Next: hf-bico ")
-    result = run(*line.split(), "-n", "24", "-q")
+    result = run(*line.split(), "-n", "24", *PAPER_WORDS, "-q")
     assert result.exit_code == 0, result.output
     hub.repo(SOURCE).commit({"README.md": f"---\nbase_model: {BASE}\n---\n"})
     text = run("plan", SOURCE, "--to", TARGET).stdout
@@ -198,7 +200,7 @@ def test_the_lines_of_a_plan_work_when_they_are_copied(
 def test_rerun_says_what_differs(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)
-    run(*PORT, "-o", "out", "-q")
+    run(*PAPER_PORT, "-o", "out", "-q")
     record = json.loads((tmp_path / "out" / "bico.json").read_text())
     record["method"]["alpha"] = 0.5
     record["run"]["versions"]["torch"] = "1.0"
@@ -223,7 +225,7 @@ def test_a_port_is_measured_on_its_own_data_unless_told_otherwise(
 ) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)
-    stated = json.loads(run(*PORT, "--push-to", REPO, "--force", "--json").stdout)["record"]["evaluation"]
+    stated = json.loads(run(*PAPER_PORT, "--push-to", REPO, "--force", "--json").stdout)["record"]["evaluation"]
     measured = json.loads(run("eval", REPO, "--json").stdout)
     assert measured["value"] == next(entry["value"] for entry in stated if entry["model"] == "ported")
     assert json.loads(run("eval", SOURCE, "--json").stdout)["data"] == DATA
@@ -234,7 +236,7 @@ def test_a_port_is_measured_on_its_own_data_unless_told_otherwise(
 def test_a_typo_is_told_before_an_old_result_is(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)
-    run(*PORT, "-o", "out", "-q")
+    run(*PAPER_PORT, "-o", "out", "-q")
     assert "no revision 'nope'" in run("port", f"{SOURCE}@nope", "--to", TARGET, "-o", "out").stderr
     assert "the output folder 'out' exists" in run(*PORT, "-o", "out").stderr
 

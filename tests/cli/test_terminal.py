@@ -15,10 +15,23 @@ from rich.console import Console
 
 from hf_bico.cli.main import main
 from hf_bico.utils.text import BEST, WORSE, Line, Table
+from support.paper import PAPER_WORDS
 from support.scenes import Scene, make_scene
 from support.terminals import Seen, run_in_terminal
 
-STAGES = ("sample", "download", "read", "load", "calibrate", "align", "transport", "form", "evaluate", "record")
+STAGES = (
+    "sample",
+    "download",
+    "read",
+    "load",
+    "calibrate",
+    "align",
+    "transport",
+    "form",
+    "choose",
+    "evaluate",
+    "record",
+)
 CLOCK = r"\d:\d\d:\d\d"
 
 
@@ -30,7 +43,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 @pytest.fixture
 def shown(scene: Scene, tmp_path: Path) -> Callable[..., Seen]:
     def run(command: str, columns: int, *options: str, pipe_stdout: bool = False, **environment: str) -> Seen:
-        words = [command, *scene.arguments, *options, "-o", str(tmp_path / "out"), "--overwrite"]
+        recipe = PAPER_WORDS if command == "port" else ()
+        words = [command, *scene.arguments, *recipe, *options, "-o", str(tmp_path / "out"), "--overwrite"]
         return run_in_terminal(words, columns, pipe_stdout, **environment)
 
     return run
@@ -66,8 +80,8 @@ def test_bars_show_stage_count_and_both_times_and_go_away(shown: Callable[..., S
 
 def test_what_is_piped_is_the_plain_text(shown: Callable[..., Seen], scene: Scene, tmp_path: Path) -> None:
     dumb = shown("port", 60, TERM="dumb")
-    words = [*scene.arguments, "-o", str(tmp_path / "out"), "--overwrite"]
-    plain = CliRunner().invoke(main, ["port", *words]).stdout
+    words = [*scene.port_by_paper, "-o", str(tmp_path / "out"), "--overwrite"]
+    plain = CliRunner().invoke(main, words).stdout
     told = [line for line in dumb.written.splitlines() if not line.startswith("seconds:")]
     assert told == plain.splitlines()
     assert "\x1b" not in dumb.written

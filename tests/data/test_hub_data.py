@@ -42,6 +42,7 @@ from hf_bico.settings import Settings
 from support import forks
 from support.hub import Fault, Hub
 from support.hub_scenes import SOURCE, TARGET, publish
+from support.paper import PAPER
 
 NAMES = ["ant", "bee", "cat", "dog", "elk", "fox"]
 CARD = "---\nconfigs:\n{}---\n# A data set\n"
@@ -539,7 +540,7 @@ def test_the_limit_of_the_download_is_in_the_record(hub: Hub, tmp_path: Path, in
     files = {f"data/train-{index:05}-of-00004.parquet": parquet(table(f"p{index}", in_order())) for index in range(4)}
     hub.create("user/large", type="dataset").commit(files)
     names = ["zero", "one", "two", "three", "four", "five"]
-    options = {"n": 12, "evaluate": False, "device": "cpu", "max_download": "6kB", "class_names": names}
+    options = {"n": 12, "evaluate": False, "device": "cpu", "max_download": "6kB", "class_names": names, **PAPER}
     ported = hf_bico.port(SOURCE, TARGET, data="user/large", **options)
     assert ported.record.data is not None
     assert ported.record.data.sampling == "random"

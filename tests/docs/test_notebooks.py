@@ -43,6 +43,7 @@ from support.notebooks import (
     run_cells,
     stored,
 )
+from support.paper import PAPER
 from support.scenes import Scene, make_scene
 from support.transformers_world import as_transformers
 
@@ -195,7 +196,8 @@ def test_a_plan_is_a_line_in_text_and_a_table_in_a_notebook(scene: Scene, tmp_pa
 
 def test_a_port_shows_its_results_and_its_report_a_row_for_each_role(scene: Scene, tmp_path: Path) -> None:
     pictures = shutil.copytree(scene.data, tmp_path / "a *b* <i>c")
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=pictures, n=24, control=True)
+    where = {"to": scene.target, "base": scene.base, "data": pictures}
+    ported = hf_bico.port(scene.tuned, **where, n=24, control=True, **PAPER)
     page = rendered(ported._repr_markdown_())
     assert re.findall(r"<tr>\n<td>(.+?)</td>", page) == [
         *("target, zero-shot", "control, samples mispaired", "target, ported", "source, fine-tuned")
@@ -209,7 +211,8 @@ def test_a_port_shows_its_results_and_its_report_a_row_for_each_role(scene: Scen
 
 
 def test_a_port_that_was_not_measured_says_what_it_is(scene: Scene) -> None:
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False)
+    where = {"to": scene.target, "base": scene.base, "data": scene.data}
+    ported = hf_bico.port(scene.tuned, **where, n=24, evaluate=False, **PAPER)
     assert rendered(ported._repr_markdown_()) == "<p>Ported of tuned to target, as full</p>\n"
 
 
@@ -245,7 +248,7 @@ def test_a_port_with_bars_leaves_none(scene: Scene, capsys: pytest.CaptureFixtur
     from tqdm.auto import tqdm
 
     where = {"to": scene.target, "base": scene.base, "data": scene.data}
-    hf_bico.port(scene.tuned, **where, n=24, progress=hf_bico.show_progress())
+    hf_bico.port(scene.tuned, **where, n=24, progress=hf_bico.show_progress(), **PAPER)
     assert not tqdm._instances
     assert {"load", "evaluate"} <= set(re.findall(r"(\w+): +\d+%", capsys.readouterr().err))
 

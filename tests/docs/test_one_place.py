@@ -20,7 +20,7 @@ from hf_bico.alignment.statistics import Kind
 from hf_bico.cli.main import main
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.picture import method_style
-from hf_bico.settings import METHODS, OPTIONS, Settings
+from hf_bico.settings import METHODS, OPTIONS, Settings, read_alpha
 from support import ROOT
 from support.scenes import Scene, make_scene
 
@@ -41,9 +41,10 @@ for command in ("port", "compare", "diagnose"):
 assert "sharpness: How sharp." in Settings.__doc__
 refused = CliRunner().invoke(main, ["port", "tuned", "--to", "target", "--sharpness", "0.5"])
 assert refused.exit_code == 2 and "--sharpness is 0.5" in refused.stderr, refused.stderr
-ported = hf_bico.port("tuned", "target", base="base", data="pictures", n=4, device="cpu", evaluate=False, sharpness=3.0)
-assert "--sharpness 3.0" in ported.record.command, ported.record.command
-usual = hf_bico.port("tuned", "target", base="base", data="pictures", n=4, device="cpu", evaluate=False)
+named = {"base": "base", "data": "pictures", "n": 4, "device": "cpu", "evaluate": False, "method": "bico", "alpha": 1.0}
+ported = hf_bico.port("tuned", "target", **named, sharpness=2.5)
+assert "--sharpness 2.5" in ported.record.command, ported.record.command
+usual = hf_bico.port("tuned", "target", **named)
 assert "--sharpness" not in usual.record.command
 assert "sharpness" in _decisive(Settings())
 """
@@ -57,7 +58,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 def test_an_option_is_one_field(scene: Scene, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "hf_bico", tmp_path / "hf_bico", ignore=shutil.ignore_patterns("__pycache__"))
     settings = tmp_path / "hf_bico" / "settings.py"
-    before, field, after = settings.read_text().partition("    path_steps: int = option(")
+    before, field, after = settings.read_text().partition("    path_steps: int | None = option(")
+    assert field
     settings.write_text(before + DECLARED + field + after)
     done = subprocess.run(
         [sys.executable, "-c", USED],
@@ -70,7 +72,12 @@ def test_an_option_is_one_field(scene: Scene, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in OPTIONS.items() if one.choices or one.type is float or one.least is not None]
+    "name",
+    [
+        name
+        for name, one in OPTIONS.items()
+        if one.choices or one.type is float or one.least is not None or one.read is read_alpha
+    ],
 )
 @pytest.mark.parametrize("value", [None, 5j, ["auto"], b"auto"], ids=repr)
 def test_what_an_option_does_not_take_is_refused(name: str, value: Any) -> None:
@@ -107,7 +114,7 @@ def _registered() -> Iterator[None]:
 def test_a_method_is_one_class_and_one_call(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(scene.folder)
     named = {"base": "base", "data": "pictures", "n": 6, "device": "cpu"}
-    ported = hf_bico.port("tuned", "target", method="halves", completion="svd", **named)
+    ported = hf_bico.port("tuned", "target", method="halves", alpha=1.0, completion="svd", **named)
     assert "--method halves" in str(ported.record.command)
     assert "--completion svd" in str(ported.record.command)
     assert ported.record.method.completion == "svd"

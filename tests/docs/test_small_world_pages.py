@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +12,8 @@ from support import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import foresight
+import loras
+from ports import FIRST_HELD_OUT, KINDS, SIZES, VARIANTS, MeasuredPort, markdown, read_csv
 
 pytestmark = pytest.mark.quick
 
@@ -20,55 +21,45 @@ DOCS = ROOT / "docs"
 KEPT = DOCS / "small-world"
 
 
-def kept() -> list[foresight.Ported]:
-    with (KEPT / "foresight.csv").open(encoding="utf-8", newline="") as stream:
-        return [
-            foresight.Ported(
-                **{
-                    name: value if name in ("source", "target", "task") else _number(value)
-                    for name, value in row.items()
-                }
-            )
-            for row in csv.DictReader(stream)
-        ]
+def kept() -> list[MeasuredPort]:
+    return read_csv(KEPT / "ports.csv")
 
 
-def _number(text: str) -> float | int | bool:
-    if text in ("True", "False"):
-        return text == "True"
-    return float(text) if "." in text or "e" in text else int(text)
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
 
 
-def test_the_tables_of_the_outlook_come_from_its_numbers(tmp_path: Path) -> None:
+def of(ports: list[MeasuredPort], n: int, variant: str, kinds: tuple[str, ...] = KINDS) -> list[MeasuredPort]:
+    return [one for one in ports if (one.n, one.variant) == (n, variant) and one.kind in kinds]
+
+
+def test_the_ports_are_of_worlds_that_nothing_was_chosen_on() -> None:
     found = kept()
-    assert len(found) == 2400
-    foresight.write(found, (foresight.flags(found), foresight.signals(found)), tmp_path)
-    tables = (tmp_path / "foresight.md").read_text(encoding="utf-8")
-    assert tables == (KEPT / "foresight.md").read_text(encoding="utf-8")
-    page = (DOCS / "reading-the-report.md").read_text(encoding="utf-8")
-    for table in tables.strip().split("\n\n"):
-        assert table in page
+    assert {one.world for one in found} == set(range(FIRST_HELD_OUT, FIRST_HELD_OUT + 5))
+    assert all(len(of(found, n, variant)) == 240 for n in SIZES for variant in VARIANTS)
 
 
-def test_what_the_page_says_about_the_outlook() -> None:
+@pytest.mark.parametrize(("make", "name"), [(loras, "methods.md"), (foresight, "reading-the-report.md")])
+def test_the_tables_of_ports_come_from_their_numbers(make: Any, name: str) -> None:
+    table = markdown(make.lines(kept()))
+    assert table == (KEPT / f"{make.NAME}.md").read_text(encoding="utf-8")
+    assert table in page(name)
+
+
+def test_what_the_pages_say_about_harm() -> None:
     found = kept()
-    held_out = [one for one in found if one.world >= foresight.CHOSEN_ON]
-    harmful, helpful = ([one for one in held_out if sign * one.gain > 0] for sign in (-1, 1))
-    page = " ".join((DOCS / "reading-the-report.md").read_text(encoding="utf-8").split())
-    flagged = [sum(not one.helps for one in some) / len(some) for some in (harmful, helpful)]
-    assert f"found {flagged[0]:.0%} of the harmful ports on pretrainings that it was not chosen on" in page
-    assert f"with {flagged[1]:.0%} of the helpful ones" in page
-    as_they_are = [one for one in found if not one.mispaired and one.gain < 0]
-    assert 0.45 < sum(one.helps for one in as_they_are) / len(as_they_are) < 0.55, "one harmful in two"
-    assert sum(one.n <= 20 for one in as_they_are if one.helps) > sum(one.helps for one in as_they_are) / 2
-
-
-def test_the_outlook_is_what_its_parts_give() -> None:
-    for one in kept():
-        least = min(-one.first_order, one.headroom)
-        expected = least * (1 - one.unseen) if least > 0 else least
-        assert abs(one.outlook - expected) < 1e-5
-        assert one.helps == (one.outlook >= 0.1)
+    default, paper = of(found, 100, "bico-path"), of(found, 100, "bico@1")
+    harmful = [one.written_gain for one in default if one.harmful]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert len(harmful) == 1
+    assert f"and one port leaves it more than a point worse, by {-min(harmful):.1f}" in readme
+    mean = [sum(one.written_gain for one in some) / len(some) for some in (default, paper)]
+    assert f"B gains {mean[0]:.1f} points of accuracy on average" in readme
+    assert f"gains {mean[1]:.1f} points there and hurts {sum(one.harmful for one in paper)} times" in readme
+    hard = of(found, 100, "bico@1", KINDS[2:])
+    worst = min(one.gain for one in hard)
+    said = f"{sum(one.harmful for one in hard)} of {len(hard)} ports hurt, by up to {-worst:.1f} points"
+    assert said in " ".join(page("adapters.md").split())
 
 
 def test_the_pictures_of_a_diagnosis_show_what_their_page_says() -> None:

@@ -25,16 +25,18 @@ from hf_bico.alignment.methods.training import Learner
 from hf_bico.cli.main import main
 from hf_bico.data.draw import CalibrationDraw, draw
 from hf_bico.errors import SampleCountError, UsageError
-from hf_bico.experiments.compare.cells import CellKey
+from hf_bico.experiments.compare.cells import Cell, CellKey
 from hf_bico.experiments.compare.comparison import RESULT_FILES, Comparison
 from hf_bico.experiments.compare.log import LOG_FILE
 from hf_bico.experiments.compare.measurements import Grid
-from hf_bico.experiments.compare.run import _Work
+from hf_bico.experiments.compare.run import _identifying, _usual_rows, _Work
 from hf_bico.hub.client import Hub
 from hf_bico.models.model import Model
+from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.planner import plan
+from hf_bico.porting.result import Ported
 from hf_bico.reports.record import EvaluationRecord
-from hf_bico.settings import METHODS, Settings
+from hf_bico.settings import AUTO, METHODS, Settings, register_method, usual_methods
 from hf_bico.utils.progress import silent
 from support import forks
 from support.dying import kill
@@ -87,16 +89,24 @@ def compared(scene: Scene, target: Path | None = None, data: Any = None, **optio
 
 
 @cache
+def ported(scene: Scene, target: Path | None = None, method: str = "bico", **options: Any) -> Ported:
+    where: dict[str, Any] = {"to": target or scene.target, "base": scene.base, "data": scene.data}
+    return hf_bico.port(scene.tuned, **where, **{**OPTIONS, **options}, method=method)
+
+
 def measured(scene: Scene, target: Path | None = None, **options: Any) -> list[EvaluationRecord]:
     """What a port measures."""
-    where: dict[str, Any] = {"to": target or scene.target, "base": scene.base, "data": scene.data}
-    return hf_bico.port(scene.tuned, **where, **{**OPTIONS, **options}).record.evaluation
+    return ported(scene, target, **options).record.evaluation
+
+
+def cell_of(comparison: Comparison, method: str, **key: Any) -> Cell:
+    wanted = CellKey("pictures", method, **key)
+    (cell,) = (cell for cell in comparison.cells if cell.key == wanted)
+    return cell
 
 
 def value(comparison: Comparison, method: str, **key: Any) -> float:
-    wanted = CellKey("pictures", method, **key)
-    (cell,) = (cell for cell in comparison.cells if cell.key == wanted)
-    return cell.value
+    return cell_of(comparison, method, **key).value
 
 
 def of(records: list[EvaluationRecord], model: str, protocol: str | None = None) -> float:
@@ -119,8 +129,7 @@ def log_lines(folder: Path) -> list[bytes]:
 
 
 def keys_of(lines: list[bytes]) -> list[CellKey]:
-    cells = [json.loads(line)["cell"] for line in lines[1:]]
-    return [CellKey(**{name: value for name, value in cell.items() if name != "value"}) for cell in cells]
+    return [Cell(**json.loads(line)["cell"]).key for line in lines[1:]]
 
 
 def results(folder: Path) -> dict[str, bytes]:
@@ -240,6 +249,143 @@ def test_blocks_are_paired_as_in_a_port(scene: Scene, layers: Any) -> None:
     key = {"n": 8, "seed": 1} if layers == "similarity" else {}  # the samples say what is similar
     records = measured(scene, method="naive", n=8, seed=1, layers=layers)
     assert value(comparison, "naive", **key) == of(records, "ported")
+
+
+# A method without an alpha is what a port does by itself; with one, it is that and no more
+
+
+CARRIERS = ["naive", "theseus", "bico", "bico-path"]
+DRAW: dict[str, Any] = {"n": 8, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def held(scene: Scene) -> Comparison:
+    """Between random models, where the samples speak for nothing."""
+    methods = [*CARRIERS, "fewshot", "bico@8", "naive@8"]
+    return compared(scene, methods=methods, n=8, seeds=[1], alpha=AUTO, control=True, readout=True)
+
+
+@pytest.fixture(scope="module")
+def kin(scene: Scene) -> Scene:
+    """A source that changed much, and a target that is a copy of its base: all samples speak for a port."""
+    folder, state = scene.folder / "kin", {**random_state(SOURCE, 0), "logit_scale": torch.tensor(3.0)}
+    generator = torch.Generator().manual_seed(5)
+    changed = {
+        name: tensor + 0.12 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in state.items()
+        if name.startswith("visual.transformer.") and tensor.ndim == 2
+    }
+    models = {"tuned": {**state, **changed}, "base": state, "target": state}
+    return Scene(
+        folder, *(WRITERS["open_clip"](folder / name, SOURCE, own) for name, own in models.items()), scene.data
+    )
+
+
+CLEAR: dict[str, Any] = {"n": 24, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def helped(kin: Scene) -> Comparison:
+    return compared(kin, methods=CARRIERS, n=24, seeds=[1], alpha=AUTO, augment=1, control=True, readout=True)
+
+
+@pytest.mark.parametrize("method", CARRIERS)
+def test_a_method_is_what_a_port_does_by_itself(kin: Scene, helped: Comparison, method: str) -> None:
+    """A control, too, adds as much as the method did: mispaired samples would choose less."""
+    one = ported(kin, None, method, **CLEAR, alpha=AUTO, augment=1, readout=True, control=method != "naive")
+    for cell in (cell for cell in helped.cells if cell.method == method):
+        name = "control" if cell.control else "ported" if cell.readout else "ported, no readout"
+        assert (cell.value, cell.held_back) == (of(one.record.evaluation, name), False), name
+    assert value(helped, method, **CLEAR) != value(helped, "target"), "or it could have been held back"
+    if method in ("theseus", "bico-path"):
+        assert value(helped, method, **CLEAR, control=True) != value(helped, method, **CLEAR)
+
+
+@pytest.mark.parametrize("method", CARRIERS)
+def test_what_a_port_would_hold_back_counts_as_the_target(scene: Scene, held: Comparison, method: str) -> None:
+    assert ported(scene, method=method, **DRAW, alpha=AUTO).held_back
+    cells = [cell for cell in held.cells if cell.method == method]
+    assert len(cells) == (2 if method == "naive" else 3), "plain, with a readout, and mispaired"
+    for cell in cells:
+        assert (cell.held_back, cell.value) == (True, value(held, "target"))
+    assert value(held, "target", **DRAW, readout=True) != value(held, "target"), "or the readout could not be told"
+
+
+def test_only_what_chooses_alpha_is_held_back_and_needs_samples_for_it(held: Comparison) -> None:
+    assert {cell.method for cell in held.cells if cell.held_back} == set(CARRIERS)
+    assert [cell.n for cell in held.cells if cell.method == "naive"] == [8, 8]
+    assert [cell.n for cell in held.cells if cell.method == "naive@8"] == [None, 8], "the second is its readout"
+
+
+def test_a_method_at_an_alpha_is_that_of_the_option(scene: Scene, held: Comparison) -> None:
+    alone = compared(scene, methods=["bico", "naive"], n=8, seeds=[1], alpha=8, control=True, readout=True)
+    for variant in ({}, {"control": True}, {"readout": True}):
+        assert value(held, "bico@8", **DRAW, **variant) == value(alone, "bico", **DRAW, **variant)
+    assert value(held, "naive@8") == value(alone, "naive")
+    bold = compared(scene, methods=["bico@8.0", "bico@8"], n=8, seeds=[1], alpha=AUTO, bold=True)
+    assert [cell.method for cell in bold.cells] == ["target", "source", "bico@8"], "8.0 is 8"
+    assert value(bold, "bico@8", **DRAW) == value(alone, "bico", **DRAW)
+
+
+def test_rows_of_one_method_share_its_pass(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for methods in (["bico"], ["bico", "bico@1", "bico@2"]):
+        with counted(monkeypatch) as counts:
+            compared(scene, methods=methods, n=SAMPLES, seeds=1, batch_size=BATCH, alpha=AUTO)
+        found.append(counts)
+    assert found[0]["backward"] == found[1]["backward"] == 2 * BATCHES
+    assert found[0]["source"] == found[1]["source"]
+    assert found[1]["target"] - found[0]["target"] == 2 * EVALUATION, "what has an alpha is not scored"
+
+
+def test_methods_share_what_their_samples_are_scored_by(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = list[int](), hf_bico.experiments.compare.measurements.make_scorer
+
+    def noted(calibration: Calibration) -> Any:
+        made.append(calibration.copies)
+        return original(calibration)
+
+    monkeypatch.setattr("hf_bico.experiments.compare.measurements.make_scorer", noted)
+    compared(scene, methods=CARRIERS, n=8, seeds=1, alpha=AUTO)
+    assert made == [0, 7], "bico-path has copies of few samples"
+
+
+def test_a_control_finds_the_alpha_of_a_number_that_is_in_the_log(
+    kin: Scene, helped: Comparison, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"methods": ["theseus"], "n": 24, "seeds": [1], "alpha": AUTO, "augment": 1}
+    compared(kin, **how, folder=tmp_path / "out")
+    resumed = compared(kin, **how, folder=tmp_path / "out", control=True)
+    assert set(resumed.cells) < set(helped.cells)
+    assert resumed.cells[-1].control
+
+
+def test_the_papers_rows_and_what_a_port_does_are_compared_by_default() -> None:
+    paper = ["naive@1", "transfusion@1", "gradfix@1", "fewshot", "theseus@1", "bico@1"]
+    assert list(usual_methods()) == [*paper, "bico", "bico-path"]
+    assert _usual_rows(Settings()) == usual_methods()
+    at_alpha = ["naive", "transfusion", "gradfix", "fewshot", "theseus", "bico", "bico-path"]
+    assert _usual_rows(Settings(alpha=0.5)) == at_alpha, "a number holds for all of them"
+
+
+def test_a_method_of_ones_own_is_compared_by_default_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_bico.settings.METHODS", dict(METHODS))
+    register_method("mine", "a:B", usual=True)
+    register_method("other", "a:B", usual_at_1=True, row=0)
+    register_method("not-mine", "a:B")
+    assert usual_methods()[0] == "other@1"
+    assert usual_methods()[-1] == "mine"
+    assert len(usual_methods()) == 10
+
+
+def test_settings_identify_a_comparison_as_they_did_before() -> None:
+    """So that a log of a number for alpha is gone on with."""
+    before = _identifying(Settings(alpha=1.0))
+    assert before["path_steps"] == 2
+    assert not {"bold", "eval_samples"} & set(before)
+    assert _identifying(Settings(alpha=1.0, path_steps=2)) == before
+    assert _identifying(Settings()) != _identifying(Settings(path_steps=4)), "bico-path@1 has 2 steps in the first"
+    assert _identifying(Settings(bold=True))["bold"]
 
 
 def test_a_training_is_the_same_in_every_draw(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,6 +601,7 @@ def test_another_comparison_is_not_mixed_in(scene: Scene, twin: Path, tmp_path: 
     for arguments, what in (
         ([*typed(scene, twin), *few], "target.id was"),
         ([*typed(scene), *few, "--alpha", "0.5"], "settings.alpha was 8.0, now 0.5"),
+        ([*typed(scene), *few, "--alpha", "auto"], 'settings.alpha was 8.0, now "auto"'),
         ([*typed(scene), *few, "--train-steps", "2"], "settings.train_steps was 3, now 2"),
     ):
         result = run(*arguments)
@@ -580,6 +727,11 @@ MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[str]], int, str, str]] = 
     "unlabelled": (unlabelled, 1, "'plain' has no labelled sample to measure on", "use data with labels"),
     "no data": (no_data, 1, "no calibration data was given", "--data"),
     "unknown method": (with_options("--methods", "bico,bica"), 2, "there is no method 'bica'", "all, bico, "),
+    "unknown at an alpha": (with_options("--methods", "bica@1"), 2, "no method 'bica'", "mean 'bico@1'? Else use"),
+    "no number": (with_options("--methods", "bico@one"), 2, "'bico@one' has no number after @", "use bico@1, or bico"),
+    "no end": (with_options("--methods", "bico@inf"), 2, "'bico@inf' has no number after @", "use bico@1, or bico"),
+    "trained at": (with_options("--methods", "fewshot@1"), 2, "a method that trains the target", "use fewshot"),
+    "all at": (with_options("--methods", "all@2"), 2, "'all@2' gives an alpha to all", "use all, with --alpha 2"),
     "beside all": (with_options("--methods", "all,bica"), 2, "there is no method 'bica'", "all, bico, "),
     "no method": (with_options("--methods", ","), 2, "--methods leaves nothing to compare", "at least one"),
     "n and k": (with_options("-n", "8", "-k", "2"), 2, "-n and -k were both given", "choose"),
@@ -614,6 +766,10 @@ def test_what_only_python_can_get_wrong(scene: Scene) -> None:
         compared(scene, method="bico")
     with pytest.raises(UsageError, match="objective of the models. own"):
         compared(scene, objective=lambda model, batch: 0)
+    with pytest.raises(UsageError, match="'bico@' has no number after @"):
+        compared(scene, methods=["bico@"])
+    with pytest.raises(UsageError, match="there is no method 'None'"):
+        compared(scene, methods=[None])
     with pytest.raises(UsageError, match="there is no option 'colour'"):
         compared(scene, colour="red")
     with pytest.raises(hf_bico.BicoError, match="has no rows"):

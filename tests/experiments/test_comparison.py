@@ -17,9 +17,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from hf_bico.errors import OutputError, OutputExistsError, RecordError, UsageError
-from hf_bico.experiments.compare.cells import Cell, CellKey, Refusal
-from hf_bico.experiments.compare.comparison import Comparison, live_table
+from hf_bico.experiments.compare.cells import Cell, CellKey, Refusal, method_label, read_row, split_method
+from hf_bico.experiments.compare.comparison import Comparison, caption, live_table
 from hf_bico.experiments.compare.log import LOG_FILE, CellLog
+from hf_bico.experiments.compare.picture import _panels, method_style
 from support import forks
 
 METHODS = ("gradfix", "theseus", "bico", "bico-path")
@@ -125,12 +126,131 @@ def test_the_table_is_in_percent_with_a_line_between_groups() -> None:
     ]
 
 
+# Methods with an alpha of their own, and what was held back
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ("bico", ("bico", None)),
+        ("bico@0.5", ("bico", 0.5)),
+        ("bico-path@-1", ("bico-path", -1.0)),
+        ("bico@1e3", ("bico", 1000.0)),
+        ("bico@", ("bico@", None)),
+        ("bico@one", ("bico@one", None)),
+        ("bico@inf", ("bico@inf", None)),
+        ("bico@1@2", ("bico@1@2", None)),
+    ],
+)
+def test_a_row_is_a_method_and_its_alpha(row: str, parts: tuple[str, float | None]) -> None:
+    assert split_method(row) == parts
+
+
+def test_one_alpha_has_one_name() -> None:
+    assert {read_row(f"bico@{number}") for number in ("1", "1.0", "01", "1e0", "+1")} == {"bico@1"}
+    assert split_method(read_row(f"bico@{1 / 3}"))[1] == 1 / 3, "however long it is"
+    assert [method_label(row) for row in ("bico", "bico@1.0", "bico@0.5", "naive@1", "elsewhere@2")] == [
+        *("BiCo", "BiCo, alpha 1", "BiCo, alpha 0.5", "naive (padded), alpha 1", "elsewhere, alpha 2"),
+    ]
+
+
+def test_rows_with_an_alpha_stand_before_what_a_port_does() -> None:
+    names = ["bico-path", "bico", "bico@2", "bico@0.5", "theseus@1", "fewshot", "naive@1", "mine@1", "target"]
+    found = compared([Cell("x", name, 0.5, n=10, seed=0) for name in names])
+    ordered = ["target", "naive@1", "fewshot", "theseus@1", "bico@0.5", "bico@2", "bico", "bico-path", "mine@1"]
+    assert [row.method for row in found.rows()] == ordered
+    given = compared(list(found.cells), methods=("bico", "bico@2"))
+    assert [row.method for row in given.rows()][1:4] == ["bico", "bico@2", "naive@1"]
+    assert [row.label for row in found.rows()][-4:-1] == ["BiCo, alpha 2", "BiCo", "BiCo-path"]
+
+
+def held_back() -> list[Cell]:
+    """Two draws of three of bico; the third of bico-path has its number by itself."""
+    cells = [Cell("x", "target", 0.466), Cell("x", "bico@1", 0.4, n=10, seed=0)]
+    cells += [Cell("x", "bico", 0.466, n=10, seed=seed, held_back=True) for seed in (0, 1)]
+    cells += [Cell("x", "bico", 0.5, n=10, seed=2), Cell("x", "bico-path", 0.466, n=10, seed=2)]
+    return cells
+
+
+def test_the_tables_say_how_many_draws_were_held_back() -> None:
+    found = compared(held_back())
+    assert found.table().splitlines() == [
+        "model               N           x  gain  held back",
+        "",
+        "target, zero-shot   -        46.6     -          -",
+        "",
+        "BiCo, alpha 1      10        40.0  -6.6          -",
+        "BiCo               10  47.7 ± 2.0  +1.1     2 of 3",
+        "BiCo-path          10        46.6  +0.0          -",
+    ]
+    assert "| **BiCo** | 10 | **47.7 ± 2.0** | +1.1 | 2 of 3 |" in found.to_markdown()
+    assert [line.cells[-1] for line in live_table(found.rows(), found.data_sets).lines] == ["-", "-", "2 of 3", "-"]
+    both = compared([*held_back(), *(replace(cell, data="y") for cell in held_back())])
+    assert [row.held_back for row in both.rows()] == [0, 0, 4, 0]
+    assert "4 of 6" in both.table()
+
+
+def test_the_caption_explains_what_was_held_back_where_something_was() -> None:
+    clause = "; held back are draws whose samples speak against the change: they count as the target."
+    assert caption(compared(held_back()).rows()).endswith(clause)
+    assert "held back" not in compared().to_markdown()
+
+
+def test_what_was_held_back_is_kept_in_every_file_and_in_the_log(tmp_path: Path) -> None:
+    found = compared(held_back())
+    found.save(tmp_path / "saved")
+    assert Comparison.load(tmp_path / "saved") == found
+    header, *lines = (tmp_path / "saved" / "comparison.csv").read_text().splitlines()
+    assert header.endswith(",value,held_back")
+    assert [line.rpartition(",")[2] for line in lines].count("true") == 2
+    rows = json.loads((tmp_path / "saved" / "comparison.json").read_text())["rows"]
+    assert {row["label"]: row["held_back"] for row in rows}["BiCo"] == 2
+    with CellLog.open(tmp_path / "log", IDENTITY) as log:
+        for cell in found.cells:
+            log.add(cell)
+    with CellLog.open(tmp_path / "log", IDENTITY) as log:
+        assert log.cells == found.cells
+    with pytest.raises(UsageError, match="was measured as"):
+        Comparison.merged([found, compared([replace(cell, held_back=False) for cell in found.cells])])
+
+
+def test_files_from_before_anything_could_be_held_back_are_read(tmp_path: Path) -> None:
+    found = compared()
+    plain = json.loads(found.to_json())
+    for cell in plain["cells"]:
+        assert cell.pop("held_back") is False
+    assert Comparison.from_json(json.dumps(plain)) == found
+    with CellLog.open(tmp_path, IDENTITY) as log:
+        log.add(Cell("x", "bico", 0.5, n=10, seed=0))
+    lines = (tmp_path / LOG_FILE).read_text()
+    (tmp_path / LOG_FILE).write_text(lines.replace(', "held_back": false', ""))
+    with CellLog.open(tmp_path, IDENTITY) as log:
+        assert log.cells == (Cell("x", "bico", 0.5, n=10, seed=0),)
+        assert (tmp_path / LOG_FILE).read_text() != lines
+
+
+def test_a_line_with_an_alpha_has_its_methods_colour_and_a_style_of_its_own(tmp_path: Path) -> None:
+    names = ("bico@0.5", "bico@1", "bico")
+    cells = [Cell("x", name, 0.5, n=n, seed=0) for name in names for n in (10, 20)]
+    found = compared([*cells, Cell("x", "naive@1", 0.4)])
+    assert found.draw(tmp_path / "x.png")
+    [panel] = _panels(found.rows())
+    styles = {line.key.method: line.style for line in panel.lines}
+    assert {styles[name]["color"] for name in names} == {method_style("bico")[0]}
+    assert [styles[name]["label"] for name in names] == ["BiCo, alpha 0.5", "BiCo, alpha 1", "BiCo"]
+    assert len({styles[name]["linestyle"] for name in names}) == 3
+    assert [styles[name]["markerfacecolor"] for name in names] == ["white", "white", method_style("bico")[0]]
+    assert method_style("naive@1") == method_style("naive")
+
+
 def test_csv_read_back_is_every_cell_in_full_precision() -> None:
-    comparison = compared([*measured(), Cell(HOSTILE + '",\r', "bico", 1 / 3, per_class=2, seed=0, protocol="probe")])
+    comparison = compared(
+        [*measured(), *held_back(), Cell(HOSTILE + '",\r', "bico", 1 / 3, per_class=2, seed=0, protocol="probe")]
+    )
     found = []
     for line in csv.DictReader(StringIO(comparison.to_csv(), newline="")):
         numbers = {name: int(line[name]) if line[name] else None for name in ("n", "per_class", "seed")}
-        flags = {name: {"true": True, "false": False}[line[name]] for name in ("control", "readout")}
+        flags = {name: {"true": True, "false": False}[line[name]] for name in ("control", "readout", "held_back")}
         protocol = line["protocol"] or None
         found.append(Cell(line["data"], line["method"], float(line["value"]), **numbers, **flags, protocol=protocol))
     assert tuple(found) == comparison.cells
@@ -276,7 +396,7 @@ def test_a_log_goes_on_where_it_stopped_and_keeps_what_is_not_asked_for(tmp_path
 def test_a_key_is_the_cell_without_its_value() -> None:
     key = CellKey("x", "bico", n=10, seed=3, control=True)
     assert key.with_value(0.5) == Cell("x", "bico", 0.5, n=10, seed=3, control=True)
-    assert key.with_value(0.5).key == key
+    assert key.with_value(0.5, held_back=True).key == key
 
 
 def test_a_last_line_cut_anywhere_is_dropped_and_written_again(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from statistics import fmean
 import pytest
 from click.testing import CliRunner
 
+from hf_bico.cli.first_steps import outcome
 from hf_bico.cli.main import main
+from hf_bico.experiments.compare.cells import Cell, method_label
+from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.demo.world import World
 from support import forks
 
@@ -36,25 +39,81 @@ def test_every_step_is_a_command_that_can_be_typed(shown: tuple[Path, str]) -> N
 
 
 def test_the_table_is_what_the_comparisons_measured(shown: tuple[Path, str]) -> None:
-    """Mean of three draws: BiCo is 5 points above zero-shot, naive and THESEUS; on plain digits it does not help."""
+    """Mean of three draws: BiCo at alpha 1 is 5 points above zero-shot, naive and THESEUS, and BiCo-path above that."""
     folder, printed = shown
-    names = ["target, zero-shot", "naive (padded)", "THESEUS", "BiCo", "BiCo-Fisher", "BiCo-path", "target, fine-tuned"]
+    methods = ["target", "naive@1", "theseus@1", "bico@1", "bico", "bico-path", "target fine-tuned"]
+    names = [method_label(method) for method in methods]
     table = printed.partition("Both tasks")[2]
     assert "models of seed 0" in table
     found = {}
     for column, task in enumerate(("inverted", "plain")):
         cells = json.loads((folder / f"compared-{task}" / "comparison.json").read_text())["cells"]
-        for name, method in zip(
-            names, ["target", "naive", "theseus", "bico", "bico-fisher", "bico-path", "target fine-tuned"], strict=True
-        ):
+        for name, method in zip(names, methods, strict=True):
             values = [cell["value"] for cell in cells if cell["method"] == method and cell["n"] in (None, 100)]
-            assert len(values) == (1 if method in ("target", "naive", "target fine-tuned") else 3)
+            assert len(values) == (1 if method in ("target", "naive@1", "target fine-tuned") else 3)
             found[task, name] = 100 * fmean(values)
             line = next(line for line in table.splitlines() if line.startswith(f"{name}  "))
             assert line.removeprefix(name).split()[column] == f"{found[task, name]:.1f}"
-    for other in ("target, zero-shot", "naive (padded)", "THESEUS"):
-        assert found["inverted", "BiCo"] >= found["inverted", other] + 5
-    assert found["plain", "BiCo"] <= found["plain", "target, zero-shot"] + 1
+    for other in ("target, zero-shot", "naive (padded), alpha 1", "THESEUS, alpha 1"):
+        assert found["inverted", "BiCo, alpha 1"] >= found["inverted", other] + 5
+    assert found["inverted", "BiCo-path"] >= found["inverted", "BiCo, alpha 1"]
+    assert found["plain", "BiCo, alpha 1"] <= found["plain", "target, zero-shot"] + 1
+
+
+def test_it_says_whether_a_port_by_default_helps(shown: tuple[Path, str]) -> None:
+    folder, printed = shown
+    lines = printed.partition("What a port does by default")[2].splitlines()[1:3]
+    gains = {}
+    for task in ("inverted", "plain"):
+        rows = Comparison.load(folder / f"compared-{task}").rows()
+        gains[task] = next(100 * (row.gain or 0) for row in rows if (row.method, row.n) == ("bico-path", 100))
+    assert lines == [
+        f"  inverted: +{gains['inverted']:.1f} points, helped",
+        "  plain: held back, the target stays as it is",
+    ]
+    assert gains["inverted"] > 10
+    assert gains["plain"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("values", "held_back", "said"),
+    [
+        ((0.7, 0.6, 0.5), 0, "+10.0 points, helped"),
+        ((0.4, 0.5, 0.5), 0, "-3.3 points, hurt"),
+        ((0.5, 0.5, 0.4998), 0, "+0.0 points, changed nothing"),
+        ((0.5, 0.5, 0.65), 2, "+5.0 points, helped; held back in 2 of 3 draws"),
+        ((0.5, 0.5, 0.5), 3, "held back, the target stays as it is"),
+    ],
+)
+def test_a_port_by_default_helps_or_hurts_or_is_held_back(values: tuple[float, ...], held_back: int, said: str) -> None:
+    cells = [
+        Cell("digits", "bico-path", value, n=100, seed=seed, held_back=seed < held_back)
+        for seed, value in enumerate(values)
+    ]
+    other = Cell("digits", "bico-path", 0.9, n=10, seed=0)
+    assert outcome(Comparison("a", "b", (Cell("digits", "target", 0.5), other, *cells))) == said
+
+
+def test_a_port_that_is_held_back_leaves_out_what_needs_it(
+    shown: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo ends well all the same; here nothing passes the veto."""
+    folder = tmp_path / "world"
+    shutil.copytree(shown[0], folder)
+    shutil.rmtree(folder / "ported")
+    monkeypatch.setattr("hf_bico.porting.transfer.passes_veto", lambda gain: False)
+    ran = CliRunner().invoke(main, ["demo", str(folder)])
+    assert ran.exit_code == 0, ran.output
+    lines = [line.split()[2] for line in ran.stdout.splitlines() if line.startswith("$ hf-bico ")]
+    assert lines == ["plan", "port", "compare", "compare"]
+    assert "There is no port to measure" in ran.stdout
+    assert not (folder / "ported").exists()
+    after = ran.stdout.partition("Look at")[2]
+    assert "ported/" not in after
+    assert "rerun" not in after
+    as_json = CliRunner().invoke(main, ["demo", str(folder), "--json"])
+    assert as_json.exit_code == 0, as_json.output
+    assert json.loads(as_json.stdout)["record"] is None
 
 
 def test_the_card_s_own_snippet_loads_what_was_written(shown: tuple[Path, str]) -> None:

@@ -44,6 +44,7 @@ from hf_bico.models.layout import Site, SitePair, Slot
 from support import hub_scenes, reference
 from support.hub import Hub
 from support.language_toys import fine_tuned, sentences, write_decoder, write_t5
+from support.paper import PAPER
 from support.rotated_clips import CUT, TOY, Rotated, change_sites
 from support.scenes import SOURCE, TARGET, Scene, make_scene
 from support.toys import CLASS_NAMES, WRITERS, State, Toy, changed, random_rows, random_state, write_open_clip
@@ -239,7 +240,7 @@ def test_outputs_of_a_method_are_those_of_what_it_ports(pair: Pair, diagnosis: D
     if method not in COMPARED:  # which alone sees altered copies of few samples
         tuned_target = pair.folders["target-tuned"]
         diagnosis = pair.diagnosis(fine_tuned=tuned_target, methods=[*COMPARED, method])
-    ported = hf_bico.port(pair.folders["tuned"], **pair.asked(method=method, evaluate=False))
+    ported = hf_bico.port(pair.folders["tuned"], **pair.asked(method=method, alpha=1.0, evaluate=False))
     state = {name: tensor.clone() for name, tensor in pair.target.items()}
     for name, change in ported.task_vector.items():
         state[name] += change
@@ -297,7 +298,7 @@ def test_drift_of_a_deeper_text_tower_is_that_of_the_source_block_which_each_one
 
 
 def test_ranks_scores_and_energies_are_those_of_the_port(pair: Pair, diagnosis: Diagnosis) -> None:
-    ported = hf_bico.port(pair.folders["tuned"], **pair.asked(evaluate=False))
+    ported = hf_bico.port(pair.folders["tuned"], **pair.asked(**PAPER, evaluate=False))
     assert diagnosis.sites == list(ported.report.sites)
     assert diagnosis.layers == [0, 1, 1], "halves are rounded up"
 
@@ -607,6 +608,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[object]], int, str]] = {
     "a trainer": (lambda scene, _: ["--method", "finetune"], 2, "finetune finds no maps to diagnose"),
     "no methods": (lambda scene, _: ["--methods", ","], 2, "no method is named"),
     "unknown methods": (lambda scene, _: ["--methods", "bico,bica"], 2, "there is no method 'bica'"),
+    "alphas": (lambda scene, _: ["--methods", "bico@1"], 2, "'bico@1' has an alpha of its own"),
     "trainers": (lambda scene, _: ["--methods", "bico,fewshot"], 2, "'fewshot' carries no task vector"),
     "nothing beside": (lambda scene, folder: ["--beside", folder / "nowhere"], 1, "holds no diagnosis.json"),
     "broken beside": (lambda scene, folder: ["--beside", broken(folder)], 1, "the diagnosis has schema None"),

@@ -18,6 +18,7 @@ from hf_bico.experiments.demo import training
 from hf_bico.experiments.demo.digits import SHIFTED_TASKS
 from hf_bico.experiments.demo.world import World, fine_tune, pretrain
 from hf_bico.porting.evaluate import evaluate_model
+from support.paper import PAPER
 from support.worlds import MORE_SMALL_SEEDS, SMALL_SEEDS
 
 TASK_NAMES = [task.name for task in SHIFTED_TASKS]
@@ -43,7 +44,10 @@ def test_models_load_in_their_own_library(seed: int, worlds: Callable[[int], Wor
 def test_bico_beats_zero_shot_theseus_and_the_padded_vector(
     seeds: tuple[int, ...], tasks: list[str], draws: int, worlds: Callable[[int], World], tmp_path: Path
 ) -> None:
-    """Narrow to wide, 100 samples, mean over pretrainings, tasks and draws; and the control does not."""
+    """Narrow to wide, 100 samples, mean over pretrainings, tasks and draws; and the control does not.
+
+    The paper's rows at alpha 1, and what a port does by itself.
+    """
     found = []
     for seed in seeds:
         world = worlds(seed)
@@ -51,8 +55,8 @@ def test_bico_beats_zero_shot_theseus_and_the_padded_vector(
             models = {"to": world.base("wide"), "base": world.base("narrow"), "data": world.data(task)}
             folder = tmp_path / f"{seed}-{task}"  # where the second finds what the first has measured
             for asked in (
-                {"methods": ["naive", "theseus", "bico", "bico-fisher", "bico-path"]},
-                {"methods": ["bico"], "control": True},
+                {"methods": ["naive@1", "theseus@1", "bico@1", "bico-fisher@1", "bico-path@1", "bico-path"]},
+                {"methods": ["bico@1"], "control": True},
             ):
                 compared = hf_bico.compare(
                     world.fine_tuned("narrow", task), **models, **asked, n=100, seeds=draws, folder=folder
@@ -61,13 +65,14 @@ def test_bico_beats_zero_shot_theseus_and_the_padded_vector(
     rows = {row.label: row.average for row in hf_bico.Comparison.merged(found).rows()}
     means = {label: average.mean for label, average in rows.items() if average is not None}
     print(", ".join(f"{label} {value:.1%}" for label, value in means.items()))
-    zero_shot, bico = means["target, zero-shot"], means["BiCo"]
+    zero_shot, bico = means["target, zero-shot"], means["BiCo, alpha 1"]
     assert bico >= zero_shot + 0.05
-    assert bico >= means["naive (padded)"] + 0.05
-    assert bico >= means["THESEUS"] + 0.05
-    assert means["BiCo, mispaired"] <= zero_shot + 0.01
-    assert means["BiCo-Fisher"] > bico
-    assert means["BiCo-path"] > means["BiCo-Fisher"]
+    assert bico >= means["naive (padded), alpha 1"] + 0.05
+    assert bico >= means["THESEUS, alpha 1"] + 0.05
+    assert means["BiCo, alpha 1, mispaired"] <= zero_shot + 0.01
+    assert means["BiCo-Fisher, alpha 1"] > bico
+    assert means["BiCo-path, alpha 1"] > means["BiCo-Fisher, alpha 1"]
+    assert means["BiCo-path"] > means["BiCo-path, alpha 1"]
     assert means["source, fine-tuned"] > means["BiCo-path"], "a port that beats its source would be suspicious"
 
 
@@ -84,6 +89,7 @@ def test_maps_without_singular_vectors_lose_no_accuracy(
                 to=world.base("wide"),
                 base=world.base("narrow"),
                 data=world.data(task),
+                **PAPER,
             )
             reached.setdefault(way, []).append(next(e.value for e in ported.record.evaluation if e.model == "ported"))
     assert abs(mean(reached["svd"]) - mean(reached["iterated"])) <= 0.002
@@ -99,10 +105,10 @@ def test_worse_port_says_so_first_and_even_when_quiet(worlds: Callable[[int], Wo
         "--to",
         str(world.base("wide")),
     ]
-    arguments = ["port", *models, "--data", str(world.data(task)), "--alpha", "-2"]
+    arguments = ["port", *models, "--data", str(world.data(task)), "--method", "bico", "--alpha", "-2"]
     loud = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "loud")])
     foretold, measured, *_ = loud.stdout.split("\n\n")
-    assert foretold.startswith("Outlook: doubtful, it may well not help")
+    assert foretold.startswith("Outlook: doubtful, about -")
     assert measured.startswith("The port measured WORSE than the target")
     assert "**The port measured WORSE than the target" in (tmp_path / "loud" / "README.md").read_text()
     quiet = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "quiet"), "-q"])

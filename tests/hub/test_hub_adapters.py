@@ -18,6 +18,7 @@ from hf_bico.models.model import Model
 from support import forks
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, TARGET, publish
+from support.paper import PAPER, PAPER_WORDS
 from support.scenes import Scene
 
 LORA, PUSHED = "user/eurosat-lora", "user/eurosat-lora-plus"
@@ -46,7 +47,7 @@ def run(*arguments: str) -> Result:
 def test_lora_repo_is_ported_pushed_and_repeated(hub: Hub, tmp_path: Path) -> None:
     publish_lora(hub, tmp_path)
     out = str(tmp_path / "out")
-    result = run("port", LORA, "--to", TARGET, "-n", "24", "--push-to", PUSHED, "-o", out, "--force")
+    result = run("port", LORA, "--to", TARGET, "-n", "24", *PAPER_WORDS, "--push-to", PUSHED, "-o", out, "--force")
     assert result.exit_code == 0, result.output
     assert f"Pushed to {hub.url}/{PUSHED} (public)" in result.stdout
     files = hub.repo(PUSHED).files()
@@ -70,7 +71,7 @@ def test_lora_repo_is_ported_pushed_and_repeated(hub: Hub, tmp_path: Path) -> No
 
 def test_pushed_adapter_is_read_by_peft_in_another_process(hub: Hub, tmp_path: Path) -> None:
     publish_lora(hub, tmp_path)
-    ported = hf_bico.port(LORA, TARGET, n=24, evaluate=False)
+    ported = hf_bico.port(LORA, TARGET, n=24, evaluate=False, **PAPER)
     ported.push_to_hub(PUSHED)
     pixels = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(0))
     torch.save(pixels, tmp_path / "pixels.pt")

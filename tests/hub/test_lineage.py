@@ -22,6 +22,7 @@ from hf_bico.porting.lineage import resolve
 from support.cards import PEFT_CARD, TRAINER_CARD
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload
+from support.paper import PAPER
 
 pytestmark = pytest.mark.quick
 
@@ -237,7 +238,7 @@ def test_what_a_card_names_is_never_a_folder_here(hub: Hub, tmp_path: Path, monk
         shutil.copytree(folder, tmp_path / name)
     found = resolve(SOURCE, TARGET)
     assert found.base.commit == hub.repo(BASE).head()
-    ported = hf_bico.port(SOURCE, TARGET, n=9, evaluate=False, device="cpu")
+    ported = hf_bico.port(SOURCE, TARGET, n=9, evaluate=False, device="cpu", **PAPER)
     assert ported.record.data is not None
     assert ported.record.data.commit == hub.repo(DATA, "dataset").head()
 

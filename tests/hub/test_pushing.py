@@ -26,13 +26,18 @@ from hf_bico.porting.publish import push_folder
 from hf_bico.reports.record import read_record
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
+from support.paper import PAPER
 
 REPO = "user/vit-b16-plus-eurosat"
 WEIGHTS = "open_clip_model.safetensors"
 FILES = {
-    *("README.md", "alignment.png", "bico.json", "open_clip_config.json", WEIGHTS),
+    *("README.md", "alignment.png", "outcome.png", "bico.json", "open_clip_config.json", WEIGHTS),
     *("tokenizer.json", "tokenizer_config.json"),
 }
+
+
+def port(source: Any = SOURCE, target: Any = TARGET, **options: Any) -> hf_bico.Ported:
+    return hf_bico.port(source, target, **{"n": 24, "device": "cpu", **PAPER, **options})
 
 
 def remote(hub: Hub, repo_id: str = REPO, revision: str = "main") -> dict[str, bytes]:
@@ -285,10 +290,10 @@ def test_somebody_elses_push_meanwhile_is_not_undone(hub: Hub, result: Path, mon
 
 def test_ported_push_to_hub(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path)
-    ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu", evaluate=False)
+    ported = port(evaluate=False)
     pushed = ported.push_to_hub(REPO, private=True)
     assert pushed.private
-    assert set(remote(hub)) == FILES
+    assert set(remote(hub)) == FILES - {"outcome.png"}, "nothing was measured"
     delta = ported.push_to_hub("user/delta", format="delta")
     assert set(remote(hub, "user/delta")) >= {"task_vector.safetensors", "bico.json", "README.md"}
     vector = hf_bico.TaskVector.load(delta.repo)
@@ -317,7 +322,7 @@ def test_task_vector_push_and_load(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_delta_on_the_hub_is_measured_over_the_model_that_it_was_made_for(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path)
-    ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
+    ported = port()
     ported.push_to_hub("user/delta", format="delta", force=True)
     measured = hf_bico.evaluate_model("user/delta", DATA)
     assert measured.value == pytest.approx(ported.record.value("ported"))
@@ -325,10 +330,10 @@ def test_a_delta_on_the_hub_is_measured_over_the_model_that_it_was_made_for(hub:
 
 def test_a_local_target_gets_its_id_only_if_the_weights_are_those(hub: Hub, tmp_path: Path) -> None:
     scene = publish(hub, tmp_path)
-    ported = hf_bico.port(SOURCE, scene.target, target_id=TARGET, n=24, evaluate=False, device="cpu")
+    ported = port(target=scene.target, target_id=TARGET, evaluate=False)
     assert (ported.record.target.id, ported.record.target.commit) == (TARGET, hub.repo(TARGET).head())
     with pytest.raises(BicoError, match=f"not those of '{BASE}'"):
-        hf_bico.port(SOURCE, scene.target, target_id=BASE, n=24, evaluate=False, device="cpu")
+        port(target=scene.target, target_id=BASE, evaluate=False)
 
 
 # what must never happen
@@ -350,7 +355,7 @@ def test_asking_for_private_does_not_publish_into_a_public_repo(hub: Hub, result
 
 def test_what_was_never_on_the_hub_is_pushed_private(hub: Hub, tmp_path: Path) -> None:
     scene = publish(hub, tmp_path)
-    ported = hf_bico.port(scene.tuned, scene.target, base=scene.base, data=DATA, n=24, device="cpu")
+    ported = port(scene.tuned, scene.target, base=scene.base, data=DATA)
     pushed = ported.push_to_hub("user/local", force=True)
     assert pushed.private
     assert pushed.because is not None
@@ -362,7 +367,7 @@ def test_a_task_vector_is_as_private_as_what_it_is_made_of(hub: Hub, tmp_path: P
     publish(hub, tmp_path)
     hub.repo(SOURCE).private = True
     tau = hf_bico.TaskVector.from_models(SOURCE)
-    ported = hf_bico.port(SOURCE, TARGET, n=24, device="cpu")
+    ported = port()
     for index, vector in enumerate((0.5 * tau, tau + tau, -tau, ported.task_vector)):
         assert vector.push_to_hub(f"user/v{index}").private
     loaded = hf_bico.TaskVector.load("user/v0")
@@ -377,7 +382,7 @@ def test_a_cached_repo_named_by_its_folder_is_that_repo(hub: Hub, tmp_path: Path
 
     publish(hub, tmp_path)
     hub.repo(SOURCE).private = True
-    ported = hf_bico.port(snapshot_download(SOURCE), TARGET, n=24, device="cpu")
+    ported = port(snapshot_download(SOURCE))
     assert (ported.record.source.id, ported.record.source.commit) == (SOURCE, hub.repo(SOURCE).head())
     assert ported.push_to_hub(REPO, force=True).private
 
@@ -528,8 +533,8 @@ def test_one_local_part_makes_a_vector_private(hub: Hub, tmp_path: Path) -> None
 
     scene = publish(hub, tmp_path)
     shown = hf_bico.TaskVector.from_models(SOURCE)
-    ported = hf_bico.port(scene.tuned, TARGET, base=BASE, data=DATA, n=24, device="cpu")
-    on_local_data = hf_bico.port(SOURCE, TARGET, data=scene.data, n=24, device="cpu")
+    ported = port(scene.tuned, base=BASE, data=DATA)
+    on_local_data = port(data=scene.data)
     vectors = [
         hf_bico.TaskVector.from_models(scene.tuned, base=BASE),
         shown + hf_bico.TaskVector({"visual.proj": shown["visual.proj"]}),
@@ -588,7 +593,7 @@ def test_a_branch_that_somebody_filled_meanwhile_stays(hub: Hub, result: Path, m
 
 def test_the_source_is_not_replaced_under_its_old_name(hub: Hub, result: Path, tmp_path: Path) -> None:
     hub.move(SOURCE, "user/renamed")
-    folder = hf_bico.port("user/renamed", TARGET, n=24, device="cpu").save(tmp_path / "renamed")
+    folder = port("user/renamed").save(tmp_path / "renamed")
     before = hub.repo("user/renamed").head()
     with pytest.raises(PushRefusedError, match="which a push would replace"):
         push_folder(folder, SOURCE, PushOptions(overwrite=True, force=True))
@@ -613,7 +618,7 @@ def test_a_private_delta_is_measured_with_the_token_that_was_given(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(hub, tmp_path)
-    hf_bico.port(SOURCE, TARGET, n=24, device="cpu").push_to_hub("user/delta", format="delta", private=True, force=True)
+    port().push_to_hub("user/delta", format="delta", private=True, force=True)
     monkeypatch.delenv("HF_TOKEN")
     assert hf_bico.evaluate_model("user/delta", DATA, token="hf_secretOfUser").data == DATA
 

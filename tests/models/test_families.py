@@ -33,6 +33,7 @@ from support import ROOT
 from support.hub.hub import Hub
 from support.hub_scenes import upload
 from support.page_text import read_blocks
+from support.paper import PAPER
 from support.records import metadata, snippet
 from support.toys import WRITERS, Toy, fingerprint, random_state
 
@@ -408,7 +409,7 @@ def test_a_registered_family_is_ported(
     models: dict[str, Any] = {"base": names["base"], "to": names["target"]}
     how: dict[str, Any] = {"data": samples, "n": 12, "class_names": ["a", "b", "c"], "objective": task_loss}
     assert len(hf_bico.plan(names["tuned"], **models).pairs) == 13
-    ported = hf_bico.port(names["tuned"], **models, **how)
+    ported = hf_bico.port(names["tuned"], **models, **how, **PAPER)
     assert ported.record.target.family == siglip.name
     out = tmp_path / "out"
     ported.save(out, format=format)

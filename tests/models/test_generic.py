@@ -39,6 +39,7 @@ from hf_bico.models.layout import SitePair
 from hf_bico.models.model import Model
 from hf_bico.reports.results import MAX_ROLES, OTHER_ROLES, role_labels
 from hf_bico.utils.samples import TEXTS
+from support.paper import PAPER
 from support.rotated_clips import random_rotation, rotation_fixing_ones
 from support.toys import WRITERS, Toy, random_rows, random_state
 
@@ -437,7 +438,8 @@ def test_turned_copy_of_a_vit_is_recovered_exactly() -> None:
         changes[f"{site}.weight"], changes[f"{site}.bias"] = 0.5 * weight / weight.norm(), 0.1 * bias / bias.norm()
     tuned = changed(turned.module, changes)
     ported = hf_bico.port(
-        tuned, to=turned.copy, base=turned.module, data=rows, n=len(rows), objective=cross_entropy, evaluate=False
+        *(tuned, turned.copy),
+        **{"base": turned.module, "data": rows, "n": len(rows), "objective": cross_entropy, "evaluate": False, **PAPER},
     )
 
     for site in live.layout.sites:
@@ -462,8 +464,9 @@ def test_other_widths_and_depths(name: str) -> None:
     source, target = made(PORTS[name][0]), made(PORTS[name][1], seed=1)
     rows = [{**row, "label": index % 3} for index, row in enumerate(random_rows(30, SIZE))]
     tuned = changed(source, noise(source))
+    names = ["a", "b", "c"]
     ported = hf_bico.port(
-        tuned, to=target, base=source, data=rows, n=30, class_names=["a", "b", "c"], objective=cross_entropy
+        tuned, to=target, base=source, data=rows, n=30, class_names=names, objective=cross_entropy, **PAPER
     )
     layout = Generic().wrap(target).layout
     assert ported.record.method.layers == PORTS[name][2]
@@ -524,6 +527,7 @@ def test_two_stacks_are_shown_in_few_lines(tmp_path: Path) -> None:
         n=12,
         class_names=["a", "b"],
         objective=loss,
+        **PAPER,
     )
     lines = [line.split()[:2] for line in ported.report.table().splitlines()[1:]]
     assert ["encoder.block.*.layer.*.SelfAttention.q", "2"] in lines
@@ -553,6 +557,7 @@ def test_folder_to_folder_keeps_every_tensor_that_was_not_touched(tmp_path: Path
         class_names=["a", "b", "c", "d"],
         n=30,
         objective=cross_entropy,
+        **PAPER,
     )
     folder = ported.save(tmp_path / "out")
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "target", folder))

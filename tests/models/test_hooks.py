@@ -33,6 +33,7 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, sentences, write_decoder, write_encoder, write_t5, write_vit
+from support.paper import PAPER
 from support.scenes import Scene, make_scene
 from support.toys import WRITERS, Toy, random_state
 
@@ -369,7 +370,7 @@ def test_a_port_by_a_device_map_is_the_same_port(tmp_path: Path) -> None:
     base, target = write_decoder(tmp_path / "base"), write_decoder(tmp_path / "target", width=24, blocks=3, seed=1)
     tuned = fine_tuned(base, tmp_path / "tuned", AutoModelForCausalLM)
     rows = [{"text": text} for text in sentences(6)]
-    options: dict[str, Any] = {"to": target, "base": base, "data": rows, "n": 6, "evaluate": False}
+    options: dict[str, Any] = {"to": target, "base": base, "data": rows, "n": 6, "evaluate": False, **PAPER}
     plain, spread = (hf_bico.port(tuned, **options, device_map=rule) for rule in (None, "auto"))
     for name, change in plain.task_vector.items():
         assert torch.equal(change, spread.task_vector[name]), name
@@ -403,7 +404,7 @@ def test_an_objective_may_look_inside_while_blocks_run_once_more(scene: Scene, m
 
     def ported() -> hf_bico.TaskVector:
         models: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
-        options: dict[str, Any] = {"n": 8, "dtype": "float64", "evaluate": False}
+        options: dict[str, Any] = {"n": 8, "dtype": "float64", "evaluate": False, **PAPER}
         return hf_bico.port(scene.tuned, **models, **options, objective=objective).task_vector
 
     usual, fit = ported(), ModelPair.memory_plan

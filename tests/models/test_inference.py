@@ -34,6 +34,7 @@ from hf_bico.models.model import Model
 from hf_bico.porting.evaluate import _probe_samples
 from support import forks
 from support.hub import Hub
+from support.paper import PAPER
 from support.scenes import Scene, make_scene, write_images
 from support.toys import CLASS_NAMES, random_rows
 
@@ -334,7 +335,7 @@ def test_a_port_is_measured_on_the_data_of_its_record_and_on_none_of_its_samples
     scene = make_scene(tmp_path)
     next(scene.data.glob("data/test-*")).unlink()
     monkeypatch.chdir(tmp_path)
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=9, device="cpu")
+    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=9, device="cpu", **PAPER)
     ported.save("out")
     then = next(entry for entry in ported.record.evaluation if entry.model == "ported")
     assert then.split == "train"

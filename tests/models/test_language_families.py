@@ -43,6 +43,7 @@ from support.language_toys import (
     write_t5,
     write_vit,
 )
+from support.paper import PAPER
 
 CPU = torch.device("cpu")
 SAMPLES = [Text(text) for text in sentences(3)]
@@ -802,7 +803,8 @@ def test_a_port_whose_models_have_other_names_when_they_are_loaded(tmp_path: Pat
     target = write_vit(tmp_path / "target", "deit", width=24, blocks=3, image_size=20)
     draw = torch.Generator().manual_seed(0)
     rows = [{"image": torch.randn(3, 16, 16, generator=draw), "label": number % 2} for number in range(24)]
-    ported = hf_bico.port(tuned, base=base, to=target, data=rows, n=12, class_names=["a", "b"], force=True)
+    options = {"n": 12, "class_names": ["a", "b"], "force": True, **PAPER}
+    ported = hf_bico.port(tuned, base=base, to=target, data=rows, **options)
     assert len(ported.report.sites) == 3 * 6
     assert set(ported.task_vector) == opened(target).layout.tensors
 

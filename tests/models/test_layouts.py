@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import hf_bico
 from hf_bico.models.families import all_families
 from hf_bico.models.model import Model
+from support.paper import PAPER
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state, weights_of
 
 pytestmark = pytest.mark.quick
@@ -26,7 +27,7 @@ def fine_tuned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def port(source: Path, base: Path, target: Path, **options: Any) -> hf_bico.Ported:
-    options |= {"n": 48, "class_names": CLASS_NAMES, "evaluate": False}
+    options |= {"n": 48, "class_names": CLASS_NAMES, "evaluate": False, **PAPER}
     return hf_bico.port(source, to=target, base=base, data=ROWS, **options)
 
 

@@ -17,6 +17,7 @@ from hf_bico.models.model import Model
 from hf_bico.porting.evaluate import evaluate_model
 from hf_bico.utils.samples import Text
 from support.language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder, write_t5
+from support.paper import PAPER
 
 pytestmark = pytest.mark.quick
 
@@ -58,10 +59,10 @@ def test_the_loss_does_not_depend_on_padding(kind: str, tmp_path: Path) -> None:
 def test_both_models_read_as_much_as_the_shorter_takes(tmp_path: Path) -> None:
     base, target = write_decoder(tmp_path / "base", "llama"), write_decoder(tmp_path / "target", "llama", seed=1)
     tuned = fine_tuned(base, tmp_path / "tuned", AutoModelForCausalLM)
-    asked = hf_bico.port(tuned, to=target, base=base, data=ROWS, n=8, max_length=12)
+    asked = hf_bico.port(tuned, to=target, base=base, data=ROWS, n=8, max_length=12, **PAPER)
     config = tmp_path / "target" / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"model_max_length": 64', '"model_max_length": 12'))
-    found = hf_bico.port(tuned, to=target, base=base, data=ROWS, n=8)
+    found = hf_bico.port(tuned, to=target, base=base, data=ROWS, n=8, **PAPER)
     assert [entry.value for entry in found.record.evaluation] == [entry.value for entry in asked.record.evaluation]
 
 
@@ -86,11 +87,12 @@ def test_eval_measures_a_t5_as_a_port_does(tmp_path: Path) -> None:
     tuned = fine_tuned(base, tmp_path / "tuned", T5ForConditionalGeneration, only="encoder")
     rows = {"train": labelled_rows(120), "test": labelled_rows(40, seed=1)}
     names = ["no", "yes"]
-    ported = hf_bico.port(tuned, to=target, base=base, data=rows, n=20, class_names=names).save(tmp_path / "out")
-    found = evaluate_model(ported, rows, class_names=names)
+    ported = hf_bico.port(tuned, to=target, base=base, data=rows, n=20, class_names=names, **PAPER)
+    out = ported.save(tmp_path / "out")
+    found = evaluate_model(out, rows, class_names=names)
     assert (found.metric, found.protocol, found.trained_on) == ("accuracy", "probe", 100)
     plain = {"test": [{"prompt": row["text"], "completion": names[row["label"]]} for row in rows["test"]]}
-    assert evaluate_model(ported, plain).metric == "loss"
+    assert evaluate_model(out, plain).metric == "loss"
 
 
 def test_eval_passes_over_texts_without_words(tmp_path: Path) -> None:

@@ -212,9 +212,8 @@ def test_rounding_of_a_full_port_is_measured_and_an_adapter_loses_nothing(
 
 def test_rank_typed_without_a_format_means_an_adapter(tmp_path: Path) -> None:
     scene = make_scene(tmp_path / "scene", ("transformers", "transformers"))
-    result = CliRunner().invoke(
-        main, ["port", *scene.arguments, "--rank", "4", "-o", str(tmp_path / "out"), "--no-eval"]
-    )
+    words = ["--rank", "4", "-o", str(tmp_path / "out"), "--no-eval"]
+    result = CliRunner().invoke(main, [*scene.port_by_paper, *words])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert "of the carried change's energy" in result.stdout

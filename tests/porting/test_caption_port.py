@@ -17,6 +17,7 @@ from hf_bico.cli.console import print_ported
 from hf_bico.errors import EmptyTaskVectorError, UnsuitableMethodError
 from hf_bico.reports.results import headline, left_behind
 from support import language_reference as reference
+from support.paper import PAPER
 from support.rotated_language import InDouble
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_rows, random_state
 
@@ -60,7 +61,7 @@ class Scene:
 
     @cache  # noqa: B019
     def port(self, kind: str, captions: bool = True, **options: Any) -> hf_bico.Ported:
-        usual = {"data": rows(captions), "n": len(WORDS), "dtype": "float64", "evaluate": False}
+        usual = {"data": rows(captions), "n": len(WORDS), "dtype": "float64", "evaluate": False, **PAPER}
         names = {} if captions else {"class_names": CLASS_NAMES}
         with InDouble():
             return hf_bico.port(self.tuned(kind), to=self.target, base=self.base, **{**usual, **names, **options})

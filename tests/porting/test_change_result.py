@@ -21,6 +21,7 @@ from hf_bico.models.model import Model
 from hf_bico.reports.record import ChangeRecord, read_any, read_record
 from support.adapter_ports import CPU, write_lora
 from support.hub import Hub
+from support.paper import PAPER
 from support.scenes import Scene, make_scene
 
 
@@ -129,9 +130,9 @@ def test_sum_of_loras_stays_low_rank(scene: Scene, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("format", ["adapter", "delta"])
 def test_port_is_rescaled_without_calibrating_again(scene: Scene, format: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False}
+    options: dict[str, Any] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **PAPER}
     hf_bico.port(scene.tuned, scene.target, format=format, **options).save(tmp_path / "port")
-    hf_bico.port(scene.tuned, scene.target, alpha=0.5, **options).save(tmp_path / "half")
+    hf_bico.port(scene.tuned, scene.target, **{**options, "alpha": 0.5}).save(tmp_path / "half")
     result = run("apply", tmp_path / "port", "--to", scene.target, "--alpha", "0.5", "-o", tmp_path / "rescaled")
     assert result.exit_code == 0, result.output
     expected, ours = weights(tmp_path / "half"), weights(tmp_path / "rescaled")

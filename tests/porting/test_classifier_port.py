@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_bico
-from hf_bico.alignment.objectives.classification import ClassHead, carried_head, ridge_head
+from hf_bico.alignment.objectives.classification import RIDGE_STRENGTHS, ClassHead, carried_head, ridge_head
 from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.porting.evaluate import evaluate_model
 from support import language_reference as reference
 from support.adapters import Base, saved
 from support.language_toys import fine_tuned, sentences, write_encoder, write_vit
+from support.paper import PAPER
 from support.rotated_language import InDouble
 from support.worlds import encoders
 
@@ -122,7 +123,7 @@ class Case:
     def port(self, source: Path | None = None, **options: Any) -> hf_bico.Ported:
         usual = {"to": self.target, "base": self.base, "data": self.rows, "n": CALIBRATED, "dtype": "float64"}
         with InDouble():
-            return hf_bico.port(source or self.tuned, **{**usual, "evaluate": False, **options})
+            return hf_bico.port(source or self.tuned, **{**usual, **PAPER, "evaluate": False, **options})
 
     @cached_property
     def ported(self) -> hf_bico.Ported:
@@ -262,8 +263,47 @@ def test_a_fine_tuned_target_with_a_head_of_its_own(case: Callable[[str], Case],
     assert "target fine-tuned" in {cell.method for cell in compared.cells}
 
 
-def test_no_outlook_by_a_head_that_was_fitted_to_the_samples(case: Callable[[str], Case]) -> None:
-    assert case("bert").port().record.foresight is None
+def left_out_predictions(features: Tensor, outputs: Tensor, after: Callable[[Tensor], Tensor]) -> Tensor:
+    """The classes of each sample by a ridge regression on the others, of the strength that leaves the least error."""
+    x, y = features.double(), outputs.double()
+    energy = (x - x.mean(0)).square().sum() / len(x)
+    tried = []
+    for strength in RIDGE_STRENGTHS:
+        found = torch.empty_like(y)
+        for number in range(len(x)):
+            others = torch.arange(len(x)) != number
+            a, b = (rows[others] - rows[others].mean(0) for rows in (x, y))
+            weight = torch.linalg.solve(a.T @ a + strength * energy * torch.eye(x.shape[1]).double(), a.T @ b)
+            found[number] = y[others].mean(0) + (x[number] - x[others].mean(0)) @ weight
+        tried.append((float((found - y).square().sum()), found))
+    return after(min(tried, key=lambda one: one[0])[1]).argmax(1)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_the_outlook_asks_heads_that_were_fitted_to_the_other_samples(name: str, case: Callable[[str], Case]) -> None:
+    """How sure the fine-tuned source is of what they say of the changed target, and of the target as it is."""
+    found = case(name)
+    drawn = found.ported.record.data.indices
+    batch = {key: value[drawn] for key, value in found.batch().items()}
+    tuned = found.kind.headed.from_pretrained(found.tuned).eval()
+    with torch.no_grad():
+        sure = tuned(**batch).logits.double().softmax(1)
+        own = found.kind.features(tuned.base_model, batch)
+        first = tuned.pre_classifier if name in TWO_LAYERS else tuned.classifier
+        outputs = first(own)
+        models = [found.kind.bare.from_pretrained(found.target).eval(), found.ported.model().base_model]
+        features = [found.kind.features(model, batch) for model in models]
+
+    def logits(outputs: Tensor) -> Tensor:
+        return tuned.classifier(outputs.relu().float()) if name in TWO_LAYERS else outputs
+
+    before, after = (left_out_predictions(some, outputs, logits) for some in features)
+    gains = sure.gather(1, after[:, None]) - sure.gather(1, before[:, None])
+    outlook = found.ported.record.outlook
+    assert outlook.unit == "accuracy"
+    assert outlook.value == pytest.approx(float(gains.mean()), abs=1e-5)
+    assert outlook.error == pytest.approx(float(gains.std()) / len(gains) ** 0.5, abs=1e-5)
+    assert gains.any(), "otherwise nothing was asked"
 
 
 # --- heads

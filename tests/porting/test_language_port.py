@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ from support.language_toys import (
     write_encoder,
     write_t5,
 )
+from support.paper import PAPER, PAPER_WORDS
 from support.rotated_language import InDouble
 
 LONG = "emil finds blue glass. dora sells old maps. cleo."
@@ -120,10 +122,11 @@ class Case:
         self.rows = LABELLED if kind.answers else PLAIN
 
     def port(self, source: Path | None = None, **options: Any) -> hf_bico.Ported:
-        usual = {"data": self.rows, "n": len(TEXTS), "base": self.base, "evaluate": False, "dtype": "float64"}
+        usual = {"data": self.rows, "n": len(TEXTS), "base": self.base, "evaluate": False, "dtype": "float64", **PAPER}
         words = {"class_names": WORDS} if self.kind.answers else {}
-        with InDouble():
-            return hf_bico.port(source or self.tuned, **{"to": self.target, **usual, **words, **options})
+        asked = {"to": self.target, **usual, **words, **options}
+        with InDouble() if asked["dtype"] == "float64" else nullcontext():
+            return hf_bico.port(source or self.tuned, **asked)
 
     @cached_property
     def ported(self) -> hf_bico.Ported:
@@ -235,7 +238,8 @@ def test_in_single_precision_padding_changes_what_is_added_by_rounding_alone(cas
     found = case("llama")
     ports = [
         hf_bico.port(
-            found.tuned, to=found.target, base=found.base, data=PLAIN, n=len(TEXTS), evaluate=False, batch_size=size
+            *(found.tuned, found.target),
+            **{"base": found.base, "data": PLAIN, "n": len(TEXTS), "evaluate": False, "batch_size": size, **PAPER},
         )
         for size in (1, 8)
     ]
@@ -527,7 +531,7 @@ def test_a_lora_stays_one_of_its_rank(name: str, case: Callable[[str], Case], tm
 def test_a_port_in_half_precision_is_one_but_for_rounding(case: Callable[[str], Case], tmp_path: Path) -> None:
     found = case("llama")
     lora = saved(Base(found.base, found.kind.auto.from_pretrained), LORAS["llama"], tmp_path / "lora")
-    usual = {"to": found.target, "base": found.base, "data": PLAIN, "n": len(TEXTS), "evaluate": False}
+    usual = {"to": found.target, "base": found.base, "data": PLAIN, "n": len(TEXTS), "evaluate": False, **PAPER}
     half, single = (hf_bico.port(lora, **usual, dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert (half.record.run.dtype, single.record.run.dtype) == ("bfloat16", "float32")
     assert len(half.record.sites) == 3
@@ -625,6 +629,9 @@ class Shell:
         return next(entry["value"] for entry in self.record["evaluation"] if entry["model"] == model)
 
 
+PORT = " ".join(("port lora --base base --to target --data texts -n 12 --max-length 40", *PAPER_WORDS))
+
+
 def run(line: str) -> Result:
     """What a typed line gives."""
     return CliRunner().invoke(main, line.split())
@@ -642,7 +649,7 @@ def shell(case: Callable[[str], Case], tmp_path_factory: pytest.TempPathFactory)
         (folder / "texts" / f"{split}.jsonl").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = run("port lora --base base --to target --data texts -n 12 --max-length 40 -o out")
+        done = run(f"{PORT} -o out")
         assert done.exit_code == 0, done.output
         yield Shell(folder, done.stdout)
 
@@ -686,7 +693,7 @@ def test_a_repeat_gives_the_same_weights(shell: Shell) -> None:
 
 
 def test_a_port_as_json_is_one_object(shell: Shell) -> None:
-    done = run("port lora --base base --to target --data texts -n 12 --max-length 40 -o again --json")
+    done = run(f"{PORT} -o again --json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["record"]["output"]["files"] == shell.record["output"]["files"]

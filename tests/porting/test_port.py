@@ -26,10 +26,12 @@ from hf_bico.errors import (
     OutputError,
     UsageError,
 )
+from hf_bico.models import inference
 from hf_bico.models.model import Model
 from hf_bico.porting import evaluate
 from hf_bico.porting.evaluate import evaluate_model
 from support import forks
+from support.paper import PAPER
 from support.scenes import SOURCE, Scene, make_scene
 from support.toys import CLASS_NAMES, build_tokenizer, random_rows
 
@@ -40,8 +42,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def port(scene: Scene, **options: object) -> hf_bico.Ported:
-    settings: dict[str, object] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **options}
-    return hf_bico.port(scene.tuned, to=scene.target, **settings)
+    usual: dict[str, object] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False}
+    return hf_bico.port(scene.tuned, to=scene.target, **{**usual, **PAPER, **options})
 
 
 TWICE = """
@@ -59,7 +61,7 @@ print(hash("an order of sets"))
 def test_two_runs_give_the_same_bytes(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port and an adapter, again in another process, with other hashes."""
     one, two = (tmp_path / name for name in ("one", "two"))
-    words = ["-c", *map(str, (scene.tuned, scene.base)), str(one), "port", *scene.arguments, "-q"]
+    words = ["-c", *map(str, (scene.tuned, scene.base)), str(one), *scene.port_by_paper, "-q"]
     monkeypatch.setattr(sys, "argv", words)
     exec(TWICE, {"__name__": "__main__"})
     words[3] = str(two)
@@ -86,7 +88,8 @@ def test_images_are_read_once_for_all_models_unless_they_take_too_much(
     monkeypatch.setattr(Samples, "_image", counted)
     once = port(scene, evaluate=True).record.evaluation
     seldom = len(read)
-    monkeypatch.setattr(evaluate, "MOST_KEPT", 0)
+    for module in (evaluate, inference):
+        monkeypatch.setattr(module, "MOST_KEPT", 0)
     each_time = port(scene, evaluate=True, batch_size=5).record.evaluation
     assert each_time == once
     often = len(read) - seldom
@@ -160,7 +163,7 @@ def test_source_is_measured_with_its_own_text_side(scene: Scene, tmp_path: Path)
     uneven = [{**row, "label": shares[index % 10]} for index, row in enumerate(random_rows(60, 20))]
     data = {"train": random_rows(24, 20), "test": uneven}
     options = {"class_names": CLASS_NAMES}
-    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=data, n=24, **options)
+    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=data, n=24, **PAPER, **options)
     assert ported.record.value("source") == evaluate_model(tuned, data, **options).value
     assert ported.record.value("source") != evaluate_model(scene.tuned, data, **options).value
     assert any(entry.reason == "text tower" and entry.energy > 0 for entry in ported.report.left)
@@ -173,7 +176,7 @@ def test_missing_and_extra_tensors_are_said(scene: Scene, tmp_path: Path) -> Non
     del state["visual.proj"]
     state["head.weight"] = torch.ones(3, 3)
     save_file(state, tuned / "open_clip_model.safetensors")
-    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False)
+    ported = hf_bico.port(tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False, **PAPER)
     assert ported.record.notices == [
         "Tensors of the base that the fine-tuned model lacks, taken as unchanged: 1 (visual.proj).",
         "Tensors of the fine-tuned model that its base lacks, left behind: 1 (head.weight).",
@@ -193,7 +196,7 @@ def test_model_twice_is_the_same_model(scene: Scene) -> None:
 
     for target in (scene.target, module):
         ported = hf_bico.port(
-            scene.tuned, to=target, base=scene.base, data=rows, n=24, objective=loss, class_names=CLASS_NAMES
+            scene.tuned, to=target, base=scene.base, data=rows, n=24, objective=loss, class_names=CLASS_NAMES, **PAPER
         )
         one, two = (ported.model().state_dict()["visual.proj"] for _ in range(2))
         assert torch.equal(one, two)
@@ -207,8 +210,8 @@ def test_loaded_transformers_models_find_their_processors(tmp_path: Path) -> Non
     scene = make_scene(tmp_path, ("transformers", "transformers"))
     folders = (scene.tuned, scene.base, scene.target)
     tuned, base, target = (CLIPModel.from_pretrained(folder) for folder in folders)
-    loaded = hf_bico.port(tuned, to=target, base=base, data=scene.data, n=24)
-    from_folders = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    loaded = hf_bico.port(tuned, to=target, base=base, data=scene.data, n=24, **PAPER)
+    from_folders = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, **PAPER)
     assert loaded.record.evaluation == from_folders.record.evaluation
     for name in from_folders.task_vector:
         assert torch.allclose(loaded.task_vector[name], from_folders.task_vector[name], atol=1e-7)
@@ -238,8 +241,8 @@ def test_loaded_models_and_own_objective(scene: Scene) -> None:
 
     rows = random_rows(30, SOURCE.image_size)
     options = {"base": modules[1], "data": rows, "n": 30, "objective": spread, "class_names": CLASS_NAMES}
-    ported = hf_bico.port(modules[0], to=modules[2], batch_size=20, **options)
-    assert sizes == [20, 20, 10, 10]
+    ported = hf_bico.port(modules[0], to=modules[2], batch_size=20, **PAPER, **options)
+    assert sizes == [20, 20, 10, 10] + [1] * 2 * 30, "each sample alone judges the target without and with the change"
     assert ported.record.objective.name == "spread"
     assert ported.record.evaluation == []
     assert all(site.rank_out for site in ported.report.sites)
@@ -302,15 +305,15 @@ def test_calibrating_on_test_measures_on_what_is_left(scene: Scene) -> None:
 
 
 def test_target_that_is_the_base_is_said(scene: Scene) -> None:
-    ported = hf_bico.port(scene.tuned, to=scene.base, base=scene.base, data=scene.data, n=24, evaluate=False)
+    ported = hf_bico.port(scene.tuned, to=scene.base, base=scene.base, data=scene.data, n=24, evaluate=False, **PAPER)
     assert ported.record.notices == ["The target is the base itself."]
 
 
 def test_command_of_the_record_names_every_choice(scene: Scene) -> None:
     plain = "hf-bico port tuned --base base --to target --data pictures --split train -n 24 --seed 0"
-    assert port(scene).record.command == plain
+    assert port(scene).record.command == f"{plain} --method bico --alpha 1"
     chosen = port(scene, alpha=0.5, completion="svd", templates=["the {}"], dtype="float64").record.command
-    assert chosen == f"{plain} --templates FILE --completion svd --alpha 0.5 --dtype float64"
+    assert chosen == f"{plain} --templates FILE --method bico --completion svd --alpha 0.5 --dtype float64"
     assert port(scene, objective=lambda model, batch: model.visual(batch.pixels).sum()).record.command is None
 
 
@@ -339,7 +342,7 @@ def test_memory_that_runs_out_elsewhere_is_said(scene: Scene, monkeypatch: pytes
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 754.00 MiB.")
 
     monkeypatch.setattr("hf_bico.alignment.methods.aligned.polar", exhausted)
-    result = CliRunner().invoke(main, ["port", *scene.arguments, "-o", str(tmp_path / "out"), "-q"])
+    result = CliRunner().invoke(main, [*scene.port_by_paper, "-o", str(tmp_path / "out"), "-q"])
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         "Error: the device's memory ran out",
@@ -379,7 +382,7 @@ def test_change_in_an_unmatched_block_only(tmp_path: Path) -> None:
         "target": write_open_clip(tmp_path / "target", TARGET.but(blocks=1), random_state(TARGET.but(blocks=1), 1)),
     }
     with pytest.raises(EmptyTaskVectorError, match="only in tensors that are not carried"):
-        hf_bico.port(folders["tuned"], to=folders["target"], base=folders["base"], method="naive")
+        hf_bico.port(folders["tuned"], to=folders["target"], base=folders["base"], method="naive", alpha=1.0)
 
 
 def test_blocks_that_share_a_source_count_its_energy_once(tmp_path: Path) -> None:
@@ -389,7 +392,8 @@ def test_blocks_that_share_a_source_count_its_energy_once(tmp_path: Path) -> Non
     scene = make_scene(tmp_path)
     deep = TARGET.but(blocks=5)
     target = write_open_clip(tmp_path / "deep", deep, random_state(deep, 1))
-    report = hf_bico.port(scene.tuned, to=target, base=scene.base, data=scene.data, n=24, evaluate=False).report
+    models = {"to": target, "base": scene.base, "data": scene.data}
+    report = hf_bico.port(scene.tuned, **models, n=24, evaluate=False, **PAPER).report
     shares = [float(line.split()[2].rstrip("%")) for line in report.table().splitlines()[1:]]
     assert sum(shares) == pytest.approx(100 * report.carried_energy, abs=0.5)
 

@@ -23,6 +23,8 @@ from hf_bico.cli.main import main
 from hf_bico.errors import UsageError
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, is_first_process, join, local_device
 from support import forks
+from support.paper import PAPER, PAPER_WORDS
+from support.rotated_clips import make_turned_scene
 from support.scenes import Scene, make_scene
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -31,7 +33,7 @@ ACCELERATE = (
     *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
     *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"),
 )
-MODELS = ("tuned", "--base", "base", "--to", "target", "--data", "pictures")
+MODELS = ("tuned", "--base", "base", "--to", "target", "--data", "pictures", *PAPER_WORDS)
 ODD = 23
 
 
@@ -80,10 +82,23 @@ def ours(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith(("Error: ", "Stopped: ", "Process "))]
 
 
-def require_same(folder: Path, alone: Path, target: Path) -> None:
-    """The same port: samples and all else that is recorded, and changes of the weights to 1e-5."""
+def require_same(folder: Path, alone: Path, target: Path, losses: bool = False) -> None:
+    """The same port: samples and all else that is recorded, and changes of the weights to 1e-5.
+
+    Of the samples' `losses`, if alpha was chosen by them, the last digits may be others.
+    """
     records = [json.loads((one / "bico.json").read_text()) for one in (folder, alone)]
     assert [record["run"]["processes"] for record in records] == [2, 1]
+    if losses:
+        found, wanted = (record["method"].pop("curve") for record in records)
+        assert [point["alpha"] for point in found] == [point["alpha"] for point in wanted]
+        for name in ("mean", "accuracy"):
+            assert [point[name] for point in found] == pytest.approx([point[name] for point in wanted], rel=1e-4)
+        vetos = [record["method"].pop("veto") for record in records]
+        assert vetos[0] == pytest.approx(vetos[1], rel=1e-4)
+        tried = [record["method"].pop("candidates") for record in records]
+        chosen = [[(one["method"], one["alpha"], one["held_back"]) for one in some] for some in tried]
+        assert chosen[0] == chosen[1]
     for part in ("data", "method", "objective"):
         assert records[0][part] == records[1][part]
     assert records[0].get("evaluation") == records[1].get("evaluation")
@@ -166,7 +181,9 @@ agreed = team.broadcast({"rank": team.rank, "mask": torch.tensor(team.rank == 0)
 team.leave()
 time.sleep(team.rank)  # the others come later to where the next team meets
 again = join(torch.device("cpu")).broadcast(team.rank)
-ported = hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False, progress=progress)
+ported = hf_bico.port(
+    "tuned", "target", base="base", data="pictures", n=1, method="bico", alpha=1.0, evaluate=False, progress=progress
+)
 ported.save(sys.argv[1])
 torch.save((sums, found, agreed, again, told.count("calibrate")), f"{sys.argv[1]}-{team.rank}.pt")
 """
@@ -195,7 +212,8 @@ def test_a_script_of_two_processes_and_fewer_samples(launcher: str, scene: Scene
         assert again == 0
     seen = [result[-1] for result in results]
     assert seen[0] < seen[1], "one sample is one process's"
-    hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False).save(tmp_path / "alone")
+    ported = hf_bico.port("tuned", to="target", base="base", data="pictures", n=1, evaluate=False, **PAPER)
+    ported.save(tmp_path / "alone")
     require_same(out, tmp_path / "alone", scene.target)
     assert {one.name for one in tmp_path.iterdir() if one.is_dir()} == {"out", "alone", "temporary"}
 
@@ -207,8 +225,32 @@ def test_two_processes_port_as_one_does(scene: Scene, tmp_path: Path) -> None:
     assert done.stdout.count("\n") == 1
     assert json.loads(done.stdout)["record"]["data"]["n"] == ODD
     assert done.stderr == ""
-    hf_bico.port("tuned", to="target", base="base", data="pictures", n=ODD).save(tmp_path / "alone")
+    hf_bico.port("tuned", to="target", base="base", data="pictures", n=ODD, **PAPER).save(tmp_path / "alone")
     require_same(tmp_path / "out", tmp_path / "alone", scene.target)
+
+
+def test_two_processes_choose_the_alphas_that_one_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the losses of all samples, of which each process knows its own; for both methods that "auto" tries here."""
+    turned = make_turned_scene(tmp_path / "turned")
+    monkeypatch.chdir(turned.folder)
+    words = ("port", *MODELS[: -len(PAPER_WORDS)], "-n", "15", "--augment", "0", "--no-eval", "--json")
+    done = forked(*words, "-o", str(tmp_path / "out"), temporary=tmp_path / "temporary")
+    assert {one.returncode for one in done} == {0}, done
+    hf_bico.port("tuned", "target", base="base", data="pictures", n=15, augment=0, evaluate=False).save("alone")
+    require_same(tmp_path / "out", turned.folder / "alone", turned.target, losses=True)
+
+
+def test_two_processes_hold_back_what_one_holds_back(tmp_path: Path) -> None:
+    words = ("port", *MODELS[: -len(PAPER_WORDS)], "-n", "5", "--augment", "0", "--json", "-o", str(tmp_path / "out"))
+    done = forked(*words, temporary=tmp_path / "temporary")
+    assert done[0].returncode == 3, done
+    assert done[1].returncode in (3, -signal.SIGTERM), "the launcher ends it if it is the later one"
+    told = json.loads("".join(one.stdout for one in done))
+    assert told["held_back"]
+    assert "".join(one.stderr for one in done) == ""
+    alone = hf_bico.port("tuned", "target", base="base", data="pictures", n=5, augment=0)
+    assert told["alpha"] == alone.record.method.alpha
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "temporary"]
 
 
 KILLED = """

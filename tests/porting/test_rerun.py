@@ -18,9 +18,14 @@ from hf_bico.porting.publish import push_folder
 from hf_bico.settings import Settings
 from support.hub import Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish
+from support.paper import PAPER
 
 REPO = "user/vit-b16-plus-eurosat"
 ANY = PushOptions(force=True, private=False)
+
+
+def port(source: str = SOURCE, target: str = TARGET, **options: Any) -> hf_bico.Ported:
+    return hf_bico.port(source, target, **{"device": "cpu", **PAPER, **options})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ ANY = PushOptions(force=True, private=False)
 def test_choices_of_repos_are_in_the_record(hub: Hub, tmp_path: Path, options: dict[str, Any]) -> None:
     """Those that the command line does not have, and some together; each by itself is in `test_port_options`."""
     publish(hub, tmp_path / "scene")
-    folder = hf_bico.port(SOURCE, TARGET, device="cpu", **options).save(tmp_path / "out")
+    folder = port(**options).save(tmp_path / "out")
     again = hf_bico.rerun(folder, device="cpu")
     assert again.same
     assert again.differences == []
@@ -69,7 +74,7 @@ def test_batches_are_repeated_as_they_were(
         seen.append(settings)
         return run_port(planned, settings, *rest)
 
-    ported = hf_bico.port(SOURCE, TARGET, device="cpu", n=9, readout=True, batch_size=asked)
+    ported = port(n=9, readout=True, batch_size=asked)
     monkeypatch.setattr(rerun, "run_port", watched)
     assert hf_bico.rerun(ported.save(tmp_path / "out"), device="cpu").same
     assert [(one.batch_size, one.calibration_batch) for one in seen] == [(asked, asked or 2)]
@@ -84,7 +89,7 @@ def test_each_of_these_choices_changes_the_weights(hub: Hub, tmp_path: Path) -> 
     ]
     digests = set()
     for index, options in enumerate(choices):
-        ported = hf_bico.port(SOURCE, TARGET, device="cpu", evaluate=False, **{"n": 9, **options})
+        ported = port(evaluate=False, **{"n": 9, **options})
         ported.save(tmp_path / str(index))
         digests.add(json.loads((tmp_path / str(index) / "bico.json").read_text())["output"]["files"].popitem()[1])
     assert len(digests) == len(choices)
@@ -93,7 +98,7 @@ def test_each_of_these_choices_changes_the_weights(hub: Hub, tmp_path: Path) -> 
 @pytest.mark.parametrize("format_", ["full", "delta"])
 def test_a_repo_is_repeated_at_the_commits_of_its_record(hub: Hub, tmp_path: Path, format_: str) -> None:
     scene = publish(hub, tmp_path / "scene")
-    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    ported = port(n=9)
     push_folder(ported.save(tmp_path / "out", format_, repo=REPO), REPO, ANY)
     # everything moves on
     weights = "open_clip_model.safetensors"
@@ -108,7 +113,7 @@ def test_a_repo_is_repeated_at_the_commits_of_its_record(hub: Hub, tmp_path: Pat
 
 def test_a_repeat_offline_is_as_good(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
-    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    ported = port(n=9)
     push_folder(ported.save(tmp_path / "out", repo=REPO), REPO, ANY)
     assert hf_bico.rerun(REPO, device="cpu").same
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -118,7 +123,7 @@ def test_a_repeat_offline_is_as_good(hub: Hub, tmp_path: Path, monkeypatch: pyte
 
 def test_weights_that_were_replaced_are_noticed(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path / "scene")
-    ported = hf_bico.port(SOURCE, TARGET, n=9, device="cpu")
+    ported = port(n=9)
     push_folder(ported.save(tmp_path / "out", repo=REPO), REPO, ANY)
     hub.repo(REPO).commit({"open_clip_model.safetensors": b"something else"})
     again = hf_bico.rerun(REPO, device="cpu")
@@ -132,7 +137,7 @@ def test_folders_are_looked_for_here_and_held_against_the_record(
 ) -> None:
     scene = publish(hub, tmp_path)
     monkeypatch.chdir(tmp_path)
-    ported = hf_bico.port("tuned", "target", base="base", data="pictures", n=9, device="cpu")
+    ported = port("tuned", "target", base="base", data="pictures", n=9)
     ported.save("out")
     assert hf_bico.rerun("out", device="cpu").same
     weights = "open_clip_model.safetensors"
@@ -170,8 +175,8 @@ def test_folders_may_lie_one_folder_down(hub: Hub, tmp_path: Path, monkeypatch: 
     (tmp_path / "models").mkdir()
     publish(hub, tmp_path / "models")
     monkeypatch.chdir(tmp_path)
-    models = {"to": "models/target", "base": "models/base", "data": "models/pictures"}
-    out = hf_bico.port("models/tuned", **models, n=9, device="cpu").save("out")
+    models = {"target": "models/target", "base": "models/base", "data": "models/pictures"}
+    out = port("models/tuned", **models, n=9).save("out")
     assert hf_bico.rerun(out, device="cpu").same
     (tmp_path / "copies").mkdir()
     (tmp_path / "copies" / "tuned").symlink_to(tmp_path / "models" / "tuned")
@@ -187,7 +192,7 @@ def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path
     import datasets
 
     rows = datasets.load_dataset(str(scene.data))
-    folder = hf_bico.port(SOURCE, TARGET, data=rows, n=9, device="cpu").save(tmp_path / "out")
+    folder = port(data=rows, n=9).save(tmp_path / "out")
     with pytest.raises(RecordError, match="passed from Python"):
         hf_bico.rerun(folder)
     with pytest.raises(RepoNotFoundError):
@@ -203,6 +208,9 @@ def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path
         (lambda record: {**record, "run": {**record["run"], "seconds": "x"}}, "'seconds' is 'x'"),
         (lambda record: {**record, "evaluation": [{"model": 3}]}, "'model' is '3'"),
         (lambda record: {**record, "method": {**record["method"], "alpha": "1"}}, "'alpha' is '1'"),
+        (lambda record: {**record, "method": {**record["method"], "alpha": None}}, "alpha'? is '?None"),
+        (lambda record: {**record, "method": {**record["method"], "alpha": [1.0, 0.5]}}, r"--alpha is \[1.0, 0.5\]"),
+        (lambda record: {**record, "method": {**record["method"], "bold": True}}, "--bold lets the samples choose"),
         (lambda record: {**record, "source": "org/x"}, "'source' is 'org/x'"),
         (lambda record: {key: value for key, value in record.items() if key != "target"}, "target"),
         (lambda record: {key: value for key, value in record.items() if key != "output"}, "does not say what"),
@@ -210,7 +218,7 @@ def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path
 )
 def test_a_record_that_was_tampered_with_is_refused(hub: Hub, tmp_path: Path, change: Any, message: str) -> None:
     publish(hub, tmp_path / "scene")
-    folder = hf_bico.port(SOURCE, TARGET, n=9, device="cpu").save(tmp_path / "out")
+    folder = port(n=9).save(tmp_path / "out")
     record = json.loads((folder / "bico.json").read_text())
     (folder / "bico.json").write_text(json.dumps(change(record)))
     with pytest.raises(RecordError, match=message):

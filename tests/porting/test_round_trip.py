@@ -14,6 +14,7 @@ import hf_bico
 from hf_bico.errors import OutputError
 from hf_bico.models.model import Model
 from hf_bico.reports.record import read_record
+from support.paper import PAPER
 from support.scenes import TARGET, Scene, make_scene
 from support.toys import CLASS_NAMES, build_tokenizer, random_rows
 
@@ -22,7 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def port(scene: Scene, **options: object) -> hf_bico.Ported:
-    return hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24, evaluate=False, **options)
+    usual: dict[str, object] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False}
+    return hf_bico.port(scene.tuned, to=scene.target, **{**usual, **PAPER, **options})
 
 
 def site_tensors(folder: Path) -> set[str]:
@@ -147,7 +149,7 @@ def test_evaluation_measures_the_rounded_model(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, dtype=torch.bfloat16)
     data = {"train": random_rows(24, 20), "test": random_rows(1000, 20, seed=1)}
     options = {"class_names": CLASS_NAMES}
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=data, n=24, alpha=5.0, **options)
+    ported = port(scene, data=data, alpha=5.0, evaluate=True, **options)
     written = hf_bico.evaluate_model(ported.save(tmp_path / "out"), data, **options)
     assert written.value == ported.record.value("ported")
     exact = tmp_path / "exact"
@@ -217,7 +219,7 @@ def test_old_result_that_cannot_be_put_back_is_not_deleted(tmp_path: Path, monke
 
 def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    ported = port(scene, evaluate=True)
     folder = ported.save(tmp_path / "out")
     record = read_record(folder)
     assert record.sites == ported.record.sites
@@ -229,9 +231,9 @@ def test_record_reads_back_and_names_no_path(tmp_path: Path) -> None:
 
 def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    ported = port(scene, evaluate=True)
     raw = json.loads((ported.save(tmp_path / "out") / "bico.json").read_text())
-    assert raw["schema"] == 1
+    assert raw["schema"] == 2
     assert raw["source"].keys() == {"id", "sha256", "family", "kind", "base"}
     assert raw["source"]["base"].keys() == {"id", "sha256", "family"}
     assert raw["target"].keys() == {"id", "sha256", "family"}
@@ -252,7 +254,7 @@ def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
 
 def test_card_says_what_was_measured(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
-    ported = hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=24)
+    ported = port(scene, evaluate=True)
     card = (ported.save(tmp_path / "out") / "README.md").read_text()
     for entry in ported.record.evaluation:
         assert f"{entry.value:.1%}" in card

@@ -23,10 +23,12 @@ from hf_bico.reports import pictures
 from hf_bico.reports.model_cards import render_card, write_card
 from hf_bico.reports.pictures import record_picture
 from hf_bico.reports.record import (
+    CandidateRecord,
     LeftRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
+    OutlookRecord,
     OutputRecord,
     ReadoutRecord,
     Record,
@@ -51,7 +53,9 @@ from support.records import (
     a_decoder_record,
     a_path_record,
     a_record,
+    a_scaled_record,
     a_trained_record,
+    a_walk_record,
     an_adapter_record,
     fences,
     headings,
@@ -112,20 +116,21 @@ def test_full_card_has_every_item_of_the_design() -> None:
         f"https://huggingface.co/datasets/{DATA}",
         f"https://huggingface.co/datasets/{DATA}/tree/{COMMITS[DATA]}",
     }
-    assert [token.attrs["src"] for token in inlines(card) if token.type == "image"] == ["alignment.png"]
+    pictures = [token.attrs["src"] for token in inlines(card) if token.type == "image"]
+    assert pictures == ["outcome.png", "alignment.png"]
     read = text_of(card)
     for said in (
         "Accuracy 60.0%, up from the target's 50.0%: 25% of the way",
         "Note: The base was taken from the card.",
         "closed 25% of the gap between the target as it was and the fine-tuned source, in 3.5 seconds, loading",
-        "Measured on 1,000 samples of split test of alice/eurosat, the same for every row; calibration saw none",
+        "Measured on 1,000 samples of split test of alice/eurosat, the same for every row; none of them was drawn",
         "uncertain by up to 3.1 points",
         "100 samples of split train, configuration rgb, of alice/eurosat. Sampling: random, seed 0.",
         "img (image), class (label)",
         "row groups 0, 3 of data/train-00000-of-00002.parquet (2,000 rows)",
         "Classes: 6 (annual crop, forest, highway, river, lake, ...), labels of the data set.",
         "Objective: zero-shot, prompts a satellite photo of {}.",
-        "Method: bico, completion drop, alpha 1.0, not tuned. Two orthogonal maps a site turn the task vector",
+        "Method: bico, completion drop, alpha 1, given. Two orthogonal maps a site turn the task vector",
         "Source block of each target block: 0, 1.",
         "13 linear sites, with 95.0% of the task vector's energy",
         "Rounding to the target's own precision took away 1.0%",
@@ -533,7 +538,7 @@ def test_card_is_stable(tmp_path: Path) -> None:
         folder.mkdir()
         pictures._draw.cache_clear()
         assert write_card(a_record(), folder) == folder / "README.md"
-    for name in ("README.md", "alignment.png"):
+    for name in ("README.md", "outcome.png", "alignment.png"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
@@ -554,7 +559,7 @@ def test_picture_is_a_readable_png_with_the_same_bytes_each_time(blocks: int) ->
 def test_no_picture_without_statistics(tmp_path: Path) -> None:
     bare = [replace(site, score_in=None, score_out=None, unseen=None) for site in some_sites(2)]
     assert record_picture(a_record(sites=bare)) is None
-    write_card(a_record(sites=bare), tmp_path)
+    write_card(a_record(sites=bare, evaluation=[]), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
 
@@ -710,6 +715,11 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "head": lambda record, text: replace(record, objective=replace(record.objective, head=text)),
     "tower": lambda record, text: replace(record, method=replace(record.method, tower=text)),
     "method": lambda record, text: replace(record, method=replace(record.method, name=text, completion=text)),
+    "asked": lambda record, text: replace(record, method=replace(record.method, asked=text)),
+    "candidates": lambda record, text: replace(
+        record, method=replace(record.method, candidates=[CandidateRecord(text, 1.0, 0.1, False)])
+    ),
+    "unit": lambda record, text: replace(record, outlook=OutlookRecord(0.1, text)),
     "matching": lambda record, text: replace(record, method=replace(record.method, matching=text, signs=text)),
     "measured model": lambda record, text: replace(
         record, evaluation=[*record.evaluation, replace(record.evaluation[0], model=text)]
@@ -731,12 +741,18 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
 }
 
 
+KINDS = (
+    *(a_record, a_path_record, a_scaled_record, a_walk_record, a_trained_record),
+    *(a_decoder_record, a_classifier_record),
+)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     fields=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1),
     text=HOSTILE,
     format=st.sampled_from(["full", "delta", "adapter"]),
-    kind=st.sampled_from([a_record, a_path_record, a_trained_record, a_decoder_record, a_classifier_record]),
+    kind=st.sampled_from(KINDS),
 )
 @example(fields={"role"}, text="x" * 5000, format="full", kind=lambda: a_record())
 def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind: Callable[[], Record]) -> None:

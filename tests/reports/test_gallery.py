@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import hf_bico
 from hf_bico.experiments.demo.world import World
-from hf_bico.reports.model_cards import render_card
-from hf_bico.reports.pictures import record_picture
+from hf_bico.reports.model_cards import PICTURES, render_card
 from hf_bico.reports.record import Record, read_any
 from support import gallery, language_gallery
 from support.hub import Hub
@@ -31,11 +31,11 @@ def test_a_card_is_what_its_record_gives(name: str) -> None:
     folder = gallery.GALLERY / name
     record = read_any(folder)
     assert (folder / "README.md").read_text(encoding="utf-8") == render_card(record)
-    picture = record_picture(record) if isinstance(record, Record) else None
-    assert (folder / "alignment.png").is_file() == (picture is not None)
-    if picture is None:
-        return
-    assert look_alike(picture, (folder / "alignment.png").read_bytes(), drawn_here(STAMP.read_text()))
+    for file, draw in PICTURES.items():
+        picture = draw(record) if isinstance(record, Record) else None
+        assert (folder / file).is_file() == (picture is not None)
+        if picture is not None:
+            assert look_alike(picture, (folder / file).read_bytes(), drawn_here(STAMP.read_text()))
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -52,7 +52,17 @@ def test_a_port_that_did_not_help_says_so_first() -> None:
     body = (gallery.GALLERY / "port-that-did-not-help" / "README.md").read_text().split("---\n", 2)[2]
     lines = [line for line in body.splitlines() if line]
     assert lines[0].startswith("# ")
-    assert lines[1].startswith("**The port measured WORSE than the target")
+    assert lines[1].startswith("**The fine-tuned source is WORSE than the target")
+    assert "The port measured WORSE than the target" in lines[1]
+    assert lines[3].startswith("Outlook: doubtful")
+
+
+def test_the_port_that_did_not_help_is_held_back_by_default(worlds: Callable[[int], World]) -> None:
+    world, task = worlds(0), gallery.TASK
+    source, target = (world.fine_tuned(name, task) for name in ("narrow", "wide"))
+    ported = hf_bico.port(source, target, base=world.base("narrow"), data=str(world.data(task)), device="cpu")
+    assert ported.held_back
+    assert not ported.record.evaluation
 
 
 @pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)

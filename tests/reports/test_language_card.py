@@ -18,6 +18,7 @@ from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.record import LeftRecord, MethodRecord, ObjectiveRecord, Record, TrainingRecord, read_record
 from support.hub import Hub
 from support.language_toys import labelled_rows, sentences, write_decoder, write_encoder, write_t5, write_vit
+from support.paper import PAPER
 from support.records import (
     DATA,
     a_classifier_record,
@@ -246,7 +247,7 @@ def test_snippets_of_every_format_run(
     """From folders; the full model and the adapter print the same."""
     make, expected = SCENES[kind]
     scene = make(tmp_path)
-    ported = hf_bico.port(**scene, n=10, evaluate=False)
+    ported = hf_bico.port(**scene, n=10, evaluate=False, **PAPER)
     assert "left behind" not in str(ported.record.notices), "the head is carried"
     printed = []
     for format in ("full", "adapter", "delta"):

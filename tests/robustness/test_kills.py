@@ -20,9 +20,10 @@ from hf_bico.utils.files import sha256_of
 from support.forks import Running, start
 from support.hub import Fault, Hub
 from support.hub_scenes import SOURCE, TARGET, publish
+from support.paper import PAPER_WORDS
 
 REPO = "user/ported"
-PORT = ["port", SOURCE, "--to", TARGET, "-n", "8", "--no-eval", "-o", "out"]
+PORT = ["port", SOURCE, "--to", TARGET, "-n", "8", *PAPER_WORDS, "--no-eval", "-o", "out"]
 PUSHED = [*PORT, "--push-to", REPO]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from hf_bico.experiments.demo.world import World
 from support.fine.cases import CASES, Case, Stage
 from support.looks_fine import PAGE, page
+from support.paper import PAPER
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +24,11 @@ def test_what_looks_fine_ends_well(case: Case, stage: Stage) -> None:
     case.ending.hold(case, stage)
 
 
-def test_a_sound_port_is_not_doubted(stage: Stage) -> None:
-    assert [sentence for sentence in stage.port(evaluate=True).said if not sentence.startswith("Outlook: likely")] == []
+@pytest.mark.parametrize("recipe", [PAPER, {"method": "auto", "alpha": "auto"}], ids=["the paper's", "the default"])
+def test_a_sound_port_is_not_doubted(recipe: dict[str, Any], stage: Stage) -> None:
+    found = stage.port(evaluate=True, **recipe)
+    assert found.change, "it is not held back"
+    assert [sentence for sentence in found.said if not sentence.startswith("Outlook: about +")] == []
 
 
 def test_the_page_tells_every_case() -> None:

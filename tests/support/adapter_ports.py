@@ -14,6 +14,7 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
+from support.paper import PAPER
 from support.scenes import Scene
 
 LORAS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,8 @@ def write_lora(scene: Scene, library: str, folder: Path, rank: int = 3, seed: in
 
 
 def port(scene: Scene, source: Path, **options: Any) -> hf_bico.Ported:
-    return hf_bico.port(source, to=scene.target, base=scene.base, data=scene.data, n=24, **options)
+    usual = {"base": scene.base, "data": scene.data, "n": 24, **PAPER}
+    return hf_bico.port(source, to=scene.target, **{**usual, **options})
 
 
 def forbid_dense(monkeypatch: pytest.MonkeyPatch) -> None:

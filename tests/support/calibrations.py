@@ -47,14 +47,14 @@ def planned_of(models: dict[str, Any]) -> Plan:
     return plan(models["source"], models["to"], base=models["base"], data=models["data"]).fetched()
 
 
-def make_calibration(repos: dict[str, Any], method: str = "bico", forecasts: bool = False) -> Calibration:
+def make_calibration(repos: dict[str, Any], method: str = "bico") -> Calibration:
     planned = planned_of(repos)
     base, target = planned.lineage.base.layout, planned.lineage.target.layout
     settings = with_model_defaults(
-        Settings(n=SAMPLES, batch_size=4, dtype="float64", method=method, augment=0), base, target
+        Settings(n=SAMPLES, batch_size=4, dtype="float64", method=method, alpha=1.0, augment=0), base, target
     )
     models = ModelPair.open(planned, settings, torch.device("cpu"), Stopwatch())
     models = models.of_towers(("",), settings.objective) if base.text_blocks else models
     drawn = draw(repos["data"], settings, reads=base.reads)
     heads = make_heads(models, drawn.data.class_names, drawn)
-    return Calibration(models, drawn, heads, Stopwatch(), settings, keeps=False, forecasts=forecasts)
+    return Calibration(models, drawn, heads, Stopwatch(), settings, keeps=False)

@@ -40,6 +40,7 @@ os.environ["HF_HUB_VERBOSITY"] = "error"
 from click.testing import CliRunner  # isort: skip
 from support.hub import Fault, Repo  # isort: skip
 from support.hub_scenes import BASE, BASE_CARD, DATA, DATA_CARD, SOURCE, SOURCE_CARD, TARGET, TARGET_CARD, upload  # isort: skip
+from support.paper import PAPER_WORDS  # isort: skip
 from support.scenes import Scene, make_scene  # isort: skip
 
 PUSHED = "user/ported"
@@ -185,7 +186,7 @@ def _publish_scene(folder: Path, libraries: tuple[str, str]) -> Scene:
     return scene
 
 
-_PORT = f"port {SOURCE} --to {TARGET} -n 8 --device cpu --json --force -o {{out}}"
+_PORT = f"port {SOURCE} --to {TARGET} -n 8 {' '.join(PAPER_WORDS)} --device cpu --json --force -o {{out}}"
 _IN_PARTS = {"hf_bico.data.loading.SMALL_REPO": 0, "hf_bico.data.remote_parquet.MIN_BUDGET": 4_000}
 CIRCLES = (
     Circle("port and push", publish_images, f"{_PORT} --no-eval --push-to {{pushed}}"),

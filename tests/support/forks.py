@@ -227,7 +227,7 @@ def _port_once() -> None:
         for library in ("open_clip", "transformers"):
             scene = make_scene(Path(folder) / library, (library, library))
             where: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
-            ported = hf_bico.port(scene.tuned, **where, n=4, method="theseus", device="cpu")
+            ported = hf_bico.port(scene.tuned, **where, n=4, method="theseus", alpha=1.0, device="cpu")
             ported.save(Path(folder) / f"{library}-out")
     forget_scenes()
     torch.set_num_threads(threads)

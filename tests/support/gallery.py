@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from support import ROOT
 from support.loopback import HUB, TOKEN
+from support.paper import PAPER
 from support.transformers_world import as_transformers
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 GALLERY = ROOT / "model_cards"
 OWNER, TASK = "small-world", "inverted"
-SHOWN = ("README.md", "bico.json", "alignment.png")
+SHOWN = ("README.md", "bico.json", "outcome.png", "alignment.png")
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Entry:
 
     @property
     def in_short(self) -> Entry:
-        """What is written the same way in a fraction of the time: from few samples, and not measured."""
+        """What is written the same way in a fraction of the time: from few samples, not measured, never held back."""
         form = {name: self.options[name] for name in ("format", "rank") if name in self.options}
-        return replace(self, options=form if self.target is None else {**form, "n": 10, "evaluate": False})
+        return replace(self, options=form if self.target is None else {**form, **PAPER, "n": 10, "evaluate": False})
 
 
 def _language(kind: str) -> tuple[str, str]:
@@ -59,21 +60,24 @@ def _language(kind: str) -> tuple[str, str]:
 ENTRIES = (
     Entry("open-clip-port"),
     Entry("transformers-port", f"{OWNER}/narrow-{TASK}-hf", f"{OWNER}/wide-hf", options={"per_class": 10}),
-    Entry("port-that-did-not-help", target=f"{OWNER}/wide-{TASK}"),
-    Entry("delta-port", options={"format": "delta", "n": 50}),
-    Entry("adapter-port", options={"format": "adapter", "rank": 8}),
+    Entry("port-that-did-not-help", target=f"{OWNER}/wide-{TASK}", options=PAPER),
+    Entry("delta-port", options={**PAPER, "format": "delta", "n": 50}),
+    Entry("adapter-port", options={**PAPER, "format": "adapter", "rank": 8}),
     Entry("lora-port", f"{OWNER}/narrow-{TASK}-lora", f"{OWNER}/wide-hf"),
     Entry("extracted-adapter", target=None, options={"rank": 8}),
     Entry("port-of-local-folders", local=True),
-    Entry("port-with-readout-and-control", options={"method": "bico-path", "n": 20, "readout": True, "control": True}),
-    Entry("port-without-labels", options={"labels": "pseudo", "evaluation": "both", "layers": "similarity"}),
+    Entry(
+        "port-with-readout-and-control",
+        options={"method": "bico-path", "alpha": 1.0, "n": 20, "readout": True, "control": True},
+    ),
+    Entry("port-without-labels", options={**PAPER, "labels": "pseudo", "evaluation": "both", "layers": "similarity"}),
     Entry(
         "trained-target",
         options={"method": "finetune", "train_steps": 30, "learning_rate": 1e-3, "warmup": 3, "format": "full"},
     ),
     Entry("decoder-lora-port", *_language("decoder"), kind="decoder", prints="Once upon a time"),
     Entry("classifier-port", *_language("encoder"), kind="encoder"),
-    Entry("t5-port", *_language("t5"), kind="t5", prints="torch.Size([2, "),
+    Entry("t5-port", *_language("t5"), kind="t5", prints="torch.Size([2, ", options=PAPER),
 )
 
 

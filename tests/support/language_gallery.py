@@ -66,13 +66,13 @@ def _sequences(folder: Path) -> Repos:
     return Repos(world.tuned, world.source, world.target, world.data)
 
 
-def _encoders(folder: Path) -> Repos:
+def build_encoders(folder: Path, seed: int = 0) -> Repos:
     """Both have learnt to tell the words of a sentence, and the first of them which verbs are glad ones."""
     places = [folder / name for name in ("base", "target", "tuned")]
-    for number, (place, width) in enumerate(zip(places[:2], (24, 32), strict=True)):
+    for number, (place, width) in enumerate(zip(places[:2], (24, 32), strict=True), start=3 * seed):
         with quiet_torch(number):
             _teach(write_encoder(place, width=width, seed=number), place, _words_of, 15, STEPS, 2e-3)
-    with quiet_torch(2):
+    with quiet_torch(3 * seed + 2):
         model = _teach(places[0], places[2], _glad, 2, TUNING_STEPS, TUNING_RATE)
         model.config.id2label, model.config.label2id = {0: "sad", 1: "glad"}, {"sad": 0, "glad": 1}
         model.save_pretrained(places[2])
@@ -173,7 +173,7 @@ def _rows(folder: Path, train: Sequence[dict[str, Any]], test: Sequence[dict[str
     return folder
 
 
-WORLDS: dict[str, Callable[[Path], Repos]] = {"decoder": _decoders, "encoder": _encoders, "t5": _sequences}
+WORLDS: dict[str, Callable[[Path], Repos]] = {"decoder": _decoders, "encoder": build_encoders, "t5": _sequences}
 TOYS: dict[str, Callable[[Path], Repos]] = {
     "decoder": _toy_decoders,
     "encoder": _toy_encoders,

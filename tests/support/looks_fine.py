@@ -56,12 +56,12 @@ BEGINNING = """# Right or refused
 A port of the wrong weights, or over the wrong labels, still gives a model that loads and runs. So what looks fine and
 is not has one of three endings: the result is **right**, the same change as from the sound input; or the input is
 **refused**, with the cause that stands here and a remedy; or, where it cannot be known for certain, the doubt is
-**said**, among the notices of the output, of `bico.json` and of the card, or by the
-[outlook](reading-the-report.md#the-outlook).
+**said**: among the notices of the output, of `bico.json` and of the card, or with the result.
 
 Each of the {all} inputs below is made and given to hf-bico by `tests/robustness/test_looks_fine.py`, most of them on
 the trained models of the small world: {right} come out right, compared number by number, {refused} are refused, and of
-{said} the doubt is said. Measured numbers in the sentences differ from machine to machine.
+{said} the doubt is said. Ports use the paper's recipe here, `--method bico --alpha 1`, so that the changes can be
+compared; measured numbers in the sentences differ from machine to machine.
 """
 
 ENDING = """## What cannot be known
@@ -75,8 +75,9 @@ ENDING = """## What cannot be known
   accuracy among the results.
 - **Labels that are wrong for some of the rows.** With half of the classes exchanged, the source still answers better
   than chance.
-- **What only measuring shows, where nothing is measured.** With `--no-eval`, without labels, or with fewer than 50
-  held-out samples it is not seen that the source answers as chance would. The outlook is all there is.
+- **What only labels show, where there are none.** The samples' labels tell whether the fine-tuned source is better
+  than the target. Without them it is taken at its word, by the choice of alpha and by the outlook too. With `--no-eval`
+  or with fewer than 50 held-out samples it is not seen that the source answers as chance would.
 - **A task vector that is added to another model on purpose.** `TaskVector.apply_to` takes the model that it is given,
   as task arithmetic needs it; `hf-bico apply` says so where it knows for which weights a vector was made.
 - **Copies of images that were encoded again.** Repeats are found byte by byte.

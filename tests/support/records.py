@@ -17,17 +17,22 @@ from markdown_it.token import Token
 
 from hf_bico.models.layout import ROLES
 from hf_bico.reports.record import (
+    CandidateRecord,
+    CurveRecord,
     DataRecord,
     EvaluationRecord,
+    GainRecord,
     LeftRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
+    OutlookRecord,
     OutputRecord,
     ReadoutRecord,
     Record,
     RunRecord,
     SiteRecord,
+    SourceLeadRecord,
     TrainingRecord,
 )
 from hf_bico.utils.samples import FilePart
@@ -143,6 +148,42 @@ def a_path_record(**changes: Any) -> Record:
     )
     values = measured(target=0.5, ported=0.7, source=0.9, unread=0.6, target_readout=0.55, control=0.56)
     return replace(a_record(), method=method, evaluation=values, **changes)
+
+
+ALPHAS = (0.0, 0.25, 0.5, 1.0, 2.0)
+
+
+def a_curve(step: int | None = None, predicts: bool = True) -> list[CurveRecord]:
+    """The samples' losses by alpha, smallest at 0.5, with the accuracy to expect where classes are predicted."""
+    means, accuracies = (2.0, 1.4, 1.2, 1.5, 4.0), (0.5, 0.55, 0.58, 0.56, 0.4)
+    return [
+        CurveRecord(alpha, mean, 0.1 * abs(mean - 1.2), accuracy if predicts else None, step)
+        for alpha, mean, accuracy in zip(ALPHAS, means, accuracies, strict=True)
+    ]
+
+
+def a_scaled_record(**changes: Any) -> Record:
+    """A port whose alpha the samples chose."""
+    method = MethodRecord("bico", 0.5, [0, 1], "drop", curve=a_curve(), veto=GainRecord(0.08, 0.02))
+    lead = SourceLeadRecord(0.9, 0.5, 0.05)
+    full = replace(a_record(), method=method, outlook=OutlookRecord(0.08, "accuracy", 0.02), source_lead=lead)
+    return replace(full, **changes)
+
+
+def a_walk_record(**changes: Any) -> Record:
+    """A walk of two steps for "auto", chosen before a copy; the two bases have equal shapes."""
+    candidates = [CandidateRecord("bico-path", [0.5, 0.25], 0.08, False), CandidateRecord("naive", 0.25, 0.01, True)]
+    method = MethodRecord(
+        *("bico-path", [0.5, 0.25], [0, 1], "drop"),
+        steps=2,
+        asked="auto",
+        curve=[*a_curve(1), *a_curve(2), *a_curve()],
+        veto=GainRecord(0.06, 0.02),
+        candidates=candidates,
+    )
+    sites = [replace(site, shape_target=site.shape_source, distance=0.125, cosine=0.99) for site in some_sites(2)]
+    full = a_scaled_record(method=method, sites=sites, settings={"n": 100, "seed": 0})
+    return replace(full, **changes)
 
 
 def a_trained_record(name: str = "finetune", **changes: Any) -> Record:

@@ -12,6 +12,8 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.model import Model
 from hf_bico.settings import DEFAULT_TEMPLATES
 from support import reference
+from support.paper import PAPER
+from support.scenes import Scene, write_tables
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 
 TOY = Toy(width=16, blocks=3, heads=2, embedding=12)
@@ -157,4 +159,21 @@ class Rotated:
             class_names=CLASS_NAMES,
             dtype=str(self.dtype).removeprefix("torch."),
             evaluate=False,
+            **PAPER,
         )
+
+
+def make_turned_scene(folder: Path) -> Scene:
+    """The target is the base in other coordinates, so that all of a change can be carried, which matters clearly."""
+    made = Rotated(folder, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(part: torch.Tensor) -> torch.Tensor:
+        return 0.1 * torch.randn(part.shape, generator=generator, dtype=part.dtype)
+
+    changes = {
+        name: (noise(weight), None if bias is None else noise(bias))
+        for name, (weight, bias) in reference.site_weights(made.state, TOY.blocks).items()
+    }
+    tuned = made.write("tuned", change_sites(made.state, changes, absolute=False))
+    return Scene(folder, tuned, made.base, made.target, write_tables(folder / "pictures"))

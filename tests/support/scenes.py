@@ -16,6 +16,7 @@ from datasets import ClassLabel, Dataset, Features
 from PIL import Image
 
 from hf_bico.experiments.demo.digits import no_progress_bars
+from support.paper import PAPER_WORDS
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
 
 Pictures = dict[tuple[str, int], Image.Image]
@@ -38,6 +39,11 @@ class Scene:
         """What `hf-bico port` needs, in few samples."""
         paths = [str(self.tuned), "--base", str(self.base), "--to", str(self.target), "--data", str(self.data)]
         return [*paths, "-n", "24"]
+
+    @property
+    def port_by_paper(self) -> list[str]:
+        """The words of such a port with the paper's recipe, which holds nothing back."""
+        return ["port", *self.arguments, *PAPER_WORDS]
 
 
 def make_scene(

@@ -87,16 +87,22 @@ class BicoFisher(Aligner):
 
 
 class BicoPath(BicoFisher):
-    """`BicoFisher` in K steps from base to fine-tuned, with new maps before each part of the change.
+    """`BicoFisher` in K steps from base to fine-tuned, with new maps before each.
 
-    tau_B^0 = 0; for k = 0 .. K-1, maps at (theta_A + (k/K) tau_A, theta_B + tau_B^k), and
-    tau_B^{k+1} = tau_B^k + R_out^T (tau_A / K) R_in. Nothing is trained. The class embeddings of the loss stay those of
-    the pretrained models.
+    d = 0; for k = 0 .. K-1, maps at (theta_A + (k/K) tau_A, theta_B + d), and d += alpha_k R_out^T tau_A R_in, with
+    alpha_k chosen by the samples. A bold walk goes 0, 1/2, 0, 1/2 along the source instead. With a number for alpha,
+    every step carries tau_A / K, and their sum is multiplied by alpha. Nothing is trained. The class embeddings of the
+    loss stay those of the pretrained models.
     """
 
     @property
-    def steps(self) -> int:
-        return self.settings.path_steps
+    def schedule(self) -> tuple[float, ...]:
+        steps = self.settings.steps
+        return tuple((step % 2) / 2 if self.settings.bold else step / steps for step in range(steps))
+
+    @property
+    def part(self) -> float:
+        return 1.0 if self.settings.finds_alpha else 1 / self.settings.steps
 
 
 class Bico(Aligner):

@@ -54,33 +54,16 @@ class MapQuality:
 
 
 @dataclass(frozen=True)
-class SiteLossChange:
-    """First-order change of the target's loss by one site's change, <gradient, change>.
-
-    `gradient` and `delta` are the energies of the two, biases included.
-    """
-
-    change: float
-    gradient: float
-    delta: float
-
-    def scaled(self, factor: float) -> SiteLossChange:
-        return SiteLossChange(factor * self.change, self.gradient, factor**2 * self.delta)
-
-
-@dataclass(frozen=True)
 class TransportedSite:
     """A site's change in the target's coordinates, and the quality of its maps.
 
-    `unseen` is the share of the weight change's energy in directions without calibration data; `descent` the
-    first-order effect on the target's loss, where it was computed.
+    `unseen` is the share of the weight change's energy in directions without calibration data.
     """
 
     delta: SiteDelta
     input_map: MapQuality | None = None
     output_map: MapQuality | None = None
     unseen: float | None = None
-    descent: SiteLossChange | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +109,8 @@ class Method:
 class Carrier(Method, ABC):
     """Transports the source's changes: `prepare` is called with several pairs, then `carry` with each of them.
 
-    With `steps` above 1 the change is carried in that many parts. Statistics are collected again before each part, with
-    the earlier parts added to the source and their transported counterparts to the target.
+    With several steps in its `schedule`, statistics are collected again before each, at the source with that share of
+    the task vector and at the target with what was added so far; each step carries the same `part` of the task vector.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()
@@ -136,8 +119,14 @@ class Carrier(Method, ABC):
     """Whether a pair needs only its own statistics, so that `prepare` may get a few pairs at a time."""
 
     @property
-    def steps(self) -> int:
-        return 1
+    def schedule(self) -> tuple[float, ...]:
+        """The share of the task vector that is in the source at each step."""
+        return (0.0,)
+
+    @property
+    def part(self) -> float:
+        """How much of the task vector a step carries."""
+        return 1.0
 
     @property
     def differentiates(self) -> bool:

@@ -91,9 +91,7 @@ class Classifier(Head):
         losses = Losses(text=model.text_rows(batch.samples))
         if min(batch.labels) >= 0:
             classes = to_device(torch.tensor(batch.labels), logits.device)
-            task = functional.cross_entropy(logits, classes, reduction="sum")
-            answers, wrong = torch.tensor(len(batch.labels)), (logits.argmax(-1) != classes).sum()
-            losses = replace(losses, task=task, answers=answers, wrong=wrong)
+            losses = replace(losses, task=functional.cross_entropy(logits, classes, reduction="sum"))
         if batch.likely is None:
             return losses
         ranks = to_device(batch.likely.labels, logits.device).T

@@ -44,12 +44,27 @@ class ClassHead(Classifier):
         """Width of the features that it reads."""
         return (self.weight if self.hidden is None else self.hidden[0]).shape[1]
 
+    @property
+    def first_layer(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the layer that reads the features."""
+        return (self.weight, self.bias) if self.hidden is None else self.hidden
+
+    def first_outputs(self, features: Tensor) -> Tensor:
+        """Return what the first layer gives, before its activation, in float64."""
+        weight, bias = (part.to(features).double() for part in self.first_layer)
+        return features.double() @ weight.T + bias
+
+    def after_first(self, outputs: Tensor) -> Tensor:
+        """Return the logits that follow from the first layer's outputs."""
+        if self.hidden is None or self.activation is None:
+            return outputs
+        hidden: Tensor = getattr(torch, self.activation)(outputs)
+        return hidden @ self.weight.to(outputs).T + self.bias.to(outputs)
+
     def logits(self, features: Tensor) -> Tensor:
         x = features.to(torch.promote_types(features.dtype, torch.float32))
-        if self.hidden is not None and self.activation is not None:
-            inner, offset = (part.to(x) for part in self.hidden)
-            x = getattr(torch, self.activation)(x @ inner.T + offset)
-        return x @ self.weight.to(x).T + self.bias.to(x)
+        weight, bias = (part.to(x) for part in self.first_layer)
+        return self.after_first(x @ weight.T + bias)
 
     def in_order(self, rows: Sequence[int]) -> ClassHead:
         """Return the head with its classes in another order."""
@@ -63,7 +78,7 @@ def ridge_head(features: Tensor, labels: Sequence[int], classes: int) -> ClassHe
     """
     targets = torch.tensor(labels, device=features.device)
     weight, bias, left_out = _ridge(features, functional.one_hot(targets, classes))
-    scale = min(SCALES, key=lambda scale: float(functional.cross_entropy(scale * left_out, targets)))
+    scale = _scale(left_out, targets)
     return ClassHead((scale * weight).to(features.dtype), (scale * bias).to(features.dtype))
 
 
@@ -73,11 +88,29 @@ def carried_head(head: ClassHead, own: Tensor, other: Tensor) -> ClassHead:
     Its first layer is refitted by ridge regression from the other model's features to what it gives on its own ones;
     leave-one-out chooses the strength. Needs no labels, and rotated features give a rotated head.
     """
-    weight, bias = (head.weight, head.bias) if head.hidden is None else head.hidden
-    outputs = own.double() @ weight.to(own).double().T + bias.to(own).double()
-    fitted, offset, _ = _ridge(other, outputs)
+    weight, bias = head.first_layer
+    fitted, offset, _ = _ridge(other, head.first_outputs(own))
     weight, bias = fitted.to(weight), offset.to(bias)
     return replace(head, weight=weight, bias=bias) if head.hidden is None else replace(head, hidden=(weight, bias))
+
+
+def left_out_logits(
+    features: Tensor, head: ClassHead | None, own: Tensor | None, labels: Sequence[int], classes: int
+) -> Tensor:
+    """Return the logits of each sample by a head that was fitted to all others, exactly.
+
+    The head is that of `carried_head` from a model with features `own`, or without one that of `ridge_head`.
+    """
+    if head is None or own is None:
+        targets = torch.tensor(labels)
+        left_out = _ridge(features, functional.one_hot(targets, classes))[2]
+        return _scale(left_out, targets) * left_out
+    return head.after_first(_ridge(features, head.first_outputs(own))[2])
+
+
+def _scale(left_out: Tensor, targets: Tensor) -> float:
+    """Return the factor that makes the ridge's predictions of left-out samples the likeliest logits."""
+    return min(SCALES, key=lambda scale: float(functional.cross_entropy(scale * left_out, targets)))
 
 
 def _ridge(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

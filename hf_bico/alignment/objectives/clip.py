@@ -142,7 +142,7 @@ class ContrastHead(Head):
         text = TextRows(*clip.text_tokens(captions))
         numbers = range(batch.first, batch.first + len(captions))
         features = clip.image_features(clip.pixels(images)), clip.text_features(captions)
-        return Losses(self.gradients.surrogate(*features, numbers), text=text, stands_in=True)
+        return Losses(self.gradients.surrogate(*features, numbers), text=text)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         clip = require_clip(model)

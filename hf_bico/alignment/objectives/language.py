@@ -39,9 +39,7 @@ class TokenHead(Head):
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
         logits, labels, tokens = self.run(model, batch.samples, batch.labels)
-        counted = labels != UNLEARNT
-        wrong = counted & (logits.argmax(-1) != labels)
-        return Losses(_summed(logits, labels), text=tokens.rows, answers=counted.sum(), wrong=wrong.sum())
+        return Losses(_summed(logits, labels), text=tokens.rows)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
         """Return the mean loss of a label token."""

@@ -1,14 +1,20 @@
-"""Defines the measured numbers of a comparison, their order, and their means and gains. Measures and writes nothing."""
+"""Defines the rows and numbers of a comparison, their order, and their means and gains. Measures and writes nothing.
+
+A row is a reference, or a method: `bico` as a port runs it, `bico@1` at alpha 1.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
-from math import isfinite
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from math import inf, isfinite
 from statistics import fmean, stdev
 from typing import Any
 
-from hf_bico.settings import METHODS, method_info
+from hf_bico.errors import UsageError
+from hf_bico.settings import METHODS, MethodInfo, method_info
+from hf_bico.utils.text import near
 
 LOSS_PROTOCOL = "loss"
 """The protocol whose numbers are losses, not accuracies: less is better."""
@@ -20,18 +26,74 @@ REFERENCE_LABELS = {
 }
 REFERENCES = tuple(REFERENCE_LABELS)
 """The models that methods are compared with; nothing is carried to them."""
+ALL = "all"
+"""Stands for every registered method, each as a port runs it."""
 
 
-def method_label(name: str) -> str:
-    """Return the name of a method or reference in words."""
-    return REFERENCE_LABELS.get(name) or method_info(name).label
+def split_method(row: str) -> tuple[str, float | None]:
+    """Split a row's name into a method and its alpha; None where the settings say it.
+
+    >>> split_method("bico@0.5"), split_method("bico")
+    (('bico', 0.5), ('bico', None))
+    """
+    name, _, number = row.partition("@")
+    try:
+        alpha = float(number)
+    except ValueError:
+        return row, None
+    return (name, alpha) if isfinite(alpha) else (row, None)
+
+
+def read_row(text: str) -> str:
+    """Return a row's name as comparisons have it; refuse what is no method, or no number after @.
+
+    >>> read_row("bico@1.0")
+    'bico@1'
+    """
+    name, at, number = text.partition("@")
+    if name == ALL and at:
+        raise UsageError(f"'{text}' gives an alpha to all methods", f"use {ALL}, with --alpha {number or 1}")
+    if name not in METHODS:
+        known = (ALL, *METHODS)
+        meant = near(name, known)
+        question = "" if meant is None else f"did you mean '{meant}{at}{number}'? Else "
+        raise UsageError(f"there is no method '{name}'", f"{question}use some of: {', '.join(known)}")
+    if not at:
+        return name
+    if METHODS[name].trains_on is not None:
+        raise UsageError(f"'{text}' gives an alpha to a method that trains the target", f"use {name}")
+    alpha = split_method(text)[1]
+    if alpha is None:
+        raise UsageError(f"'{text}' has no number after @", f"use {name}@1, or {name}")
+    return f"{name}@{_number(alpha)}"
+
+
+def row_method(row: str) -> MethodInfo | None:
+    """Return the registered method of a row; None for a reference, or a method that is not registered here."""
+    return METHODS.get(split_method(row)[0])
+
+
+def method_label(row: str) -> str:
+    """Return the name of a method or reference in words.
+
+    >>> method_label("bico"), method_label("bico@1")
+    ('BiCo', 'BiCo, alpha 1')
+    """
+    name, alpha = split_method(row)
+    label = REFERENCE_LABELS.get(name) or method_info(name).label
+    return label if alpha is None else f"{label}, alpha {_number(alpha)}"
+
+
+def _number(value: float) -> str:
+    short = f"{value:g}"
+    return short if float(short) == value else str(value)
 
 
 @dataclass(frozen=True)
 class CellKey:
-    """Identifies a number: data set, method, samples (`n` in all, or `per_class`), the draw's seed, and variants.
+    """Identifies a number: data set, row, samples (`n` in all, or `per_class`), the draw's seed, and variants.
 
-    `n`, `per_class` and `seed` are None where the method takes no samples; `control` means that the two models saw
+    `n`, `per_class` and `seed` are None where the row needs no samples; `control` means that the two models saw
     different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, "probe", or "loss".
     """
 
@@ -86,15 +148,19 @@ class CellKey:
         variants = ("mispaired" if self.control else None, "readout" if self.readout else None, protocol)
         return ", ".join([name, *filter(None, variants)])
 
-    def with_value(self, value: float) -> Cell:
-        return Cell(value=value, **vars(self))
+    def with_value(self, value: float, held_back: bool = False) -> Cell:
+        return Cell(value=value, held_back=held_back, **vars(self))
 
 
 @dataclass(frozen=True)
 class Cell(CellKey):
-    """One measured number, an accuracy between 0 and 1 or a loss, with the fields of its key."""
+    """One measured number, an accuracy between 0 and 1 or a loss, with the fields of its key.
+
+    `held_back` means that the samples spoke against the method: the number is that of the target as it is.
+    """
 
     value: float
+    held_back: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isfinite(self.value):
@@ -109,12 +175,14 @@ class Cell(CellKey):
         """
         >>> print(Cell("digits", "bico", 0.596, n=100, seed=0))
         digits: BiCo, N = 100, seed 0: 59.6%
+        >>> print(Cell("digits", "bico", 0.466, n=100, seed=1, held_back=True))
+        digits: BiCo, N = 100, seed 1: 46.6%, held back
         """
         size = "" if self.n is None else f", N = {self.n}"
         size += "" if self.per_class is None else f", {self.per_class} of each class"
         size += "" if self.seed is None else f", seed {self.seed}"
         value = f"loss {self.value:.3f}" if self.is_loss else f"{self.value:.1%}"
-        return f"{self.data}: {self.label}{size}: {value}"
+        return f"{self.data}: {self.label}{size}: {value}{', held back' if self.held_back else ''}"
 
 
 @dataclass(frozen=True)
@@ -136,12 +204,17 @@ class Row(CellKey):
 
     `average` is the mean of the data sets' means, None unless all of them were measured; its standard deviation is
     that of the seeds' own averages, None unless every data set has every seed. `gain` is the average less that of the
-    untouched target, measured in the same way.
+    untouched target, measured in the same way. `held_back` of its `draws`, over all data sets, count as the target.
     """
 
     values: dict[str, MeanAndError]
     average: MeanAndError | None = None
     gain: float | None = None
+    held_back: int = 0
+
+    @property
+    def draws(self) -> int:
+        return sum(value.seeds for value in self.values.values())
 
     def as_dict(self) -> dict[str, Any]:
         content = {name: value for name, value in asdict(self).items() if name not in ("data", "seed")}
@@ -159,17 +232,23 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Order:
-    """Sort keys of numbers: methods and data sets as given; then registered methods, then by name."""
+    """Sort keys of numbers: methods and data sets as given; then registered methods, then by name.
+
+    A method with an alpha of its own stands before the same method as a port runs it.
+    """
 
     methods: Sequence[str] = ()
     data_sets: Sequence[str] = ()
 
-    def of_method(self, method: str) -> tuple[int, int, str]:
-        registered = sorted(METHODS, key=lambda name: METHODS[name].row)
-        for rank, names in enumerate((REFERENCES, self.methods, registered)):
+    def of_method(self, method: str) -> tuple[int, int, float, str]:
+        for rank, names in enumerate((REFERENCES, self.methods)):
             if method in names:
-                return rank, names.index(method), ""
-        return 3, 0, method
+                return rank, names.index(method), 0.0, ""
+        registered = sorted(METHODS, key=lambda name: METHODS[name].row)
+        name, alpha = split_method(method)
+        if name in registered:
+            return 2, registered.index(name), inf if alpha is None else alpha, ""
+        return 3, 0, 0.0, method
 
     def of_data(self, data: str) -> tuple[int, str]:
         return (self.data_sets.index(data), "") if data in self.data_sets else (len(self.data_sets), data)
@@ -185,15 +264,17 @@ class Order:
 def aggregate(cells: Iterable[Cell], data_sets: Sequence[str], order: Order) -> tuple[Row, ...]:
     """Return the rows in their order; an average must cover all `data_sets`."""
     gathered: dict[CellKey, dict[str, dict[int | None, float]]] = {}
+    held_back: Counter[CellKey] = Counter()
     for cell in cells:
         key = replace(cell.key, data="", seed=None)
         gathered.setdefault(key, {}).setdefault(cell.data, {})[cell.seed] = cell.value
+        held_back[key] += cell.held_back
     rows = {}
     for key in sorted(gathered, key=order.of_row):
         by_data = gathered[key]
         values = {data: MeanAndError.of(list(by_data[data].values())) for data in data_sets if data in by_data}
         average = _average(values, by_data) if len(values) == len(data_sets) else None
-        rows[key] = Row(**vars(key), values=values, average=average)
+        rows[key] = Row(**vars(key), values=values, average=average, held_back=held_back[key])
     return tuple(replace(row, gain=_gain(row, rows)) for row in rows.values())
 
 

@@ -25,15 +25,15 @@ from hf_bico.experiments.compare.cells import (
     Row,
     aggregate,
     method_label,
+    row_method,
 )
 from hf_bico.experiments.compare.picture import picture
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import read_text, write_file, write_files
-from hf_bico.settings import METHODS
 from hf_bico.utils.files import from_plain, parse_json
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
 
-CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value")
+CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value", "held_back")
 LESS_IS_BETTER = "Held-out loss (less is better)"
 _LONGEST_NAME = 60
 JSON_FILE = "comparison.json"
@@ -204,22 +204,20 @@ class Comparison:
 
 def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
     """Return a plain table: accuracies in percent, losses as they are, an empty line between groups."""
-    lines = format_table([_header(rows, data_sets), *(_texts(row, data_sets) for row in rows)]).splitlines()
-    grouped = groupby(zip(rows, lines[1:], strict=True), key=lambda pair: pair[0].group)
-    return "\n\n".join([lines[0], *("\n".join(line for _, line in members) for _, members in grouped)])
+    head, *lines = format_table(_texts(rows, data_sets)).splitlines()
+    grouped = groupby(zip(rows, lines, strict=True), key=lambda pair: pair[0].group)
+    return "\n\n".join([head, *("\n".join(line for _, line in members) for _, members in grouped)])
 
 
 def comparison_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:
     """Return the same in Markdown, with the best average of each group of methods in bold."""
     best = {id(row) for row in _best(rows)}
     average = 2 + len(data_sets) if len(data_sets) > 1 else 2
-    lines: list[Sequence[str]] = [_header(rows, data_sets)]
-    for row in rows:
-        name, *numbers = _texts(row, data_sets)
-        line = [
-            Markdown(name) if row.method in (*REFERENCES, *METHODS) else plain(name),
-            *(Markdown(number) for number in numbers),
-        ]
+    head, *texts = _texts(rows, data_sets)
+    lines: list[Sequence[str]] = [head]
+    for row, (name, *numbers) in zip(rows, texts, strict=True):
+        known = row.method in REFERENCES or row_method(row.method) is not None
+        line = [Markdown(name) if known else plain(name), *(Markdown(number) for number in numbers)]
         for column in (0, average) if id(row) in best else ():
             line[column] = Markdown(f"**{line[column]}**")
         lines.append(line)
@@ -243,30 +241,40 @@ def caption(rows: Sequence[Row]) -> str:
     if any(row.gain is not None for row in rows):
         gain = "change from" if kinds == {True} else "gain in points over"
         text += f"; {gain} the target without the task vector"
+    if any(row.held_back for row in rows):
+        text += "; held back are draws whose samples speak against the change: they count as the target"
     return text + "."
 
 
 def live_table(rows: Sequence[Row], data_sets: Sequence[str]) -> Table:
     """Return the table for a terminal, with the best of each group and the worse than the target marked."""
     best = {id(row) for row in _best(rows)}
+    head, *texts = _texts(rows, data_sets)
     lines = []
-    for _, members in groupby(rows, key=lambda row: row.group):
-        for number, row in enumerate(members):
+    for _, members in groupby(zip(rows, texts, strict=True), key=lambda pair: pair[0].group):
+        for number, (row, cells) in enumerate(members):
             sign = -1 if row.is_loss else 1
             worse = row.gain is not None and round(sign * row.gain, 3) < 0 and not row.is_reference  # as printed
             mark = WORSE if worse else BEST if id(row) in best else ""
-            lines.append(Line(_texts(row, data_sets), mark, begins=number == 0))
-    return Table(_header(rows, data_sets), lines, leading=2)
+            lines.append(Line(cells, mark, begins=number == 0))
+    return Table(head, lines, leading=2)
 
 
-def _header(rows: Sequence[Row], data_sets: Sequence[str]) -> list[str]:
+def _texts(rows: Sequence[Row], data_sets: Sequence[str]) -> list[list[str]]:
+    """Return the cells of a table, the header first; the last column is there if something was held back."""
     gain = "change" if rows and all(row.is_loss for row in rows) else "gain"
     # of a single data set, the average would repeat the column
     ends = ["average", gain] if len(data_sets) > 1 else [gain]
-    return ["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]
+    texts = [["model", "N", *(clean(data, _LONGEST_NAME) for data in data_sets), *ends]]
+    texts += [_line(row, data_sets) for row in rows]
+    if any(row.held_back for row in rows):
+        texts[0].append("held back")
+        for row, line in zip(rows, texts[1:], strict=True):
+            line.append(f"{row.held_back} of {row.draws}" if row.held_back else "-")
+    return texts
 
 
-def _texts(row: Row, data_sets: Sequence[str]) -> list[str]:
+def _line(row: Row, data_sets: Sequence[str]) -> list[str]:
     size = str(row.n) if row.n is not None else f"{row.per_class} a class" if row.per_class is not None else "-"
     means = [row.values.get(data) for data in data_sets]
     values = [_value(row, mean) for mean in (means if len(data_sets) == 1 else [*means, row.average])]

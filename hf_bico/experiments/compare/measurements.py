@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_bico.alignment.methods import make_method, method_class
 from hf_bico.alignment.methods.aligned import Aligner
-from hf_bico.alignment.methods.base import Carrier, Trainer
+from hf_bico.alignment.methods.base import Carrier, Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.alignment.statistics import Kind
 from hf_bico.data.dataset import DataSet, Samples
@@ -27,7 +27,15 @@ from hf_bico.data.draw import (
     open_data,
 )
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
-from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, Cell, CellKey
+from hf_bico.experiments.compare.cells import (
+    ALL,
+    LOSS_PROTOCOL,
+    Cell,
+    CellKey,
+    read_row,
+    row_method,
+    split_method,
+)
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
@@ -38,6 +46,7 @@ from hf_bico.porting.heads import make_heads, tuned_target_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.prepare import require_readable, training_samples
+from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
 from hf_bico.reports.record import EvaluationRecord
@@ -65,7 +74,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Grid:
-    """The methods to compare, the numbers of samples in all or of each class, and the seeds of the draws."""
+    """The methods to compare, the numbers of samples in all or of each class, and the seeds of the draws.
+
+    A method may have an alpha of its own, as in "bico@1"; without one it has that of the settings.
+    """
 
     methods: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -94,7 +106,7 @@ class Grid:
         counted = range(settings.seed, settings.seed + seeds) if isinstance(seeds, int) else seeds
         names = [methods] if isinstance(methods, str) else methods
         return cls(
-            tuple(dict.fromkeys(one for name in names for one in (METHODS if name == "all" else [name]))),
+            tuple(dict.fromkeys(one for name in names for one in (METHODS if name == ALL else [read_row(str(name))]))),
             (sizes,) if isinstance(sizes, int) else tuple(dict.fromkeys(sizes)),
             tuple(dict.fromkeys(counted)),
             per_class is not None,
@@ -102,9 +114,6 @@ class Grid:
         )
 
     def __post_init__(self) -> None:
-        for name in self.methods:
-            if name not in METHODS:
-                raise UsageError(f"there is no method '{name}'", f"use some of: all, {', '.join(METHODS)}")
         size = "-k" if self.per_class else "-n"
         for option, values in (("--methods", self.methods), (size, self.sizes), ("--seeds", self.seeds)):
             if not values:
@@ -123,6 +132,11 @@ class Grid:
         settings = replace(self.settings, readout=False, control=False)
         return settings if draw is None else replace(settings, **vars(draw))
 
+    def chooses_alpha(self, row: str) -> bool:
+        """Return True if the samples choose how much this row adds, or hold it back."""
+        name, alpha = split_method(row)
+        return alpha is None and self.settings.finds_alpha and _is_a(name, Carrier)
+
     def cells(self, data: str, names: Sequence[str]) -> Iterator[list[CellKey]]:
         """Yield the numbers of one data set in the order of measuring; each list differs in the protocols only."""
         for draw in (None, *self.draws()):
@@ -134,17 +148,16 @@ class Grid:
     def _variants(self, key: CellKey) -> list[CellKey]:
         """Return the plain key and the requested variants that a method or reference can have."""
         variants = [key]
-        if self.settings.control and key.method in METHODS and issubclass(method_class(key.method), Aligner):
+        if self.settings.control and _is_a(key.method, Aligner):
             variants.append(replace(key, control=True))
-        if self.settings.readout and (key.method in METHODS or key.method == "target"):
+        if self.settings.readout and (row_method(key.method) is not None or key.method == "target"):
             variants.append(replace(key, readout=True))
         return variants
 
     def _keys(self, key: CellKey, draw: Draw | None) -> list[CellKey]:
         """Return the numbers of a variant that depend on this draw, as any probe, or on no draw if it is None."""
-        carries = key.method in METHODS and issubclass(method_class(key.method), Carrier)
-        pairs_by_samples = carries and self.settings.layers == "similarity"
-        uses_draw = takes_samples(key.method) or key.readout or pairs_by_samples
+        pairs_by_samples = self.settings.layers == "similarity" and _is_a(key.method, Carrier)
+        uses_draw = takes_samples(key.method) or key.readout or pairs_by_samples or self.chooses_alpha(key.method)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
             protocols.append(LOSS_PROTOCOL if self.settings.objective in BY_LOSS else None)
@@ -154,10 +167,24 @@ class Grid:
         return [replace(key, protocol=protocol) for protocol in protocols]
 
 
-def takes_samples(name: str) -> bool:
-    """Return True if the result of a method depends on the calibration samples."""
-    info = METHODS.get(name)
+def takes_samples(row: str) -> bool:
+    """Return True if a method reads the calibration samples, whatever its alpha."""
+    info = row_method(row)
     return info is not None and info.uses_samples and info.trains_on != "split"
+
+
+def _is_a(row: str, kind: type[Method]) -> bool:
+    info = row_method(row)
+    return info is not None and issubclass(method_class(info.name), kind)
+
+
+def row_settings(row: str, settings: Settings) -> Settings:
+    """Return the settings of a row's method; those of a reference are as they are."""
+    name, alpha = split_method(row)
+    if name not in METHODS:
+        return settings
+    settings = replace(settings, method=name)
+    return settings if alpha is None else replace(settings, alpha=alpha, bold=False)
 
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
@@ -263,7 +290,7 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
     require_readable(models, split, samples)
     prepared: Batched = samples
     if isinstance(models.target, ImageModel):
-        prepared = PreparedSamples.by(models.target, samples, settings.batch)
+        prepared = PreparedSamples.by(models.target, samples, settings.batch, "cpu")
     return ComparedDataset(data, heads, draws, split, samples, prepared)
 
 
@@ -271,7 +298,8 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
 class DrawMeasurements:
     """Measures methods and references on one draw, or without samples if `draw` is None.
 
-    `names` are the methods that still need numbers of this draw: their statistics are collected together.
+    `names` are the methods that still need numbers of this draw: their statistics are collected together. Of a method
+    that the samples hold back, every variant is the target as it is.
     """
 
     models: ModelPair
@@ -283,6 +311,7 @@ class DrawMeasurements:
     checkpoint: str
     _calibrations: dict[tuple[int, bool], Calibration] = field(default_factory=dict)
     _results: dict[tuple[str, bool], TransferResult] = field(default_factory=dict)
+    _scorers: dict[int, TargetScorer] = field(default_factory=dict)
 
     def measure(self, keys: Sequence[CellKey]) -> Iterator[Cell]:
         """Yield numbers that differ in their protocols only."""
@@ -291,11 +320,13 @@ class DrawMeasurements:
         data, batch_size = self.data, self._settings.batch
         probed_on = data.samples if self._drawn is None else self._drawn.samples
         evaluator = HeldOutEvaluation(data.name, data.split, data.prepared, probed_on, evaluation, batch_size)
-        for record in self._records(evaluator, keys[0]):
+        name = keys[0].method
+        held_back = self.grid.chooses_alpha(name) and self._result(name, mispaired=False).held_back
+        for record in self._records(evaluator, keys[0], held_back):
             protocol = LOSS_PROTOCOL if record.metric == LOSS_PROTOCOL else record.protocol
-            yield by_protocol[protocol].with_value(record.value)
+            yield by_protocol[protocol].with_value(record.value, held_back)
 
-    def _records(self, evaluator: HeldOutEvaluation, key: CellKey) -> list[EvaluationRecord]:
+    def _records(self, evaluator: HeldOutEvaluation, key: CellKey, held_back: bool) -> list[EvaluationRecord]:
         name, calibration = key.method, self._calibration(key.method, key.control)
         if name in ("source", "base"):  # the prepared samples are the target's
             evaluator = replace(evaluator, samples=self.data.samples)
@@ -305,12 +336,15 @@ class DrawMeasurements:
             with self.models.with_changes(self.tuned):
                 head = tuned_target_head(self.models, self.data.data.class_names, calibration.heads.target)
                 return evaluator.measure(name, self.models.target, head)
-        result = UNTOUCHED if name == "target" else self._result(name, key.control)
-        result = with_readout(result, calibration) if key.readout else result
+        result = UNTOUCHED if name == "target" or held_back else self._result(name, key.control)
+        result = with_readout(result, calibration) if key.readout and not held_back else result
         return evaluator.measure_target(name, calibration, result.changes)
 
     def _result(self, name: str, mispaired: bool) -> TransferResult:
-        """Run a method once; statistics are collected for all methods that share the calibration."""
+        """Run a method once; statistics are collected for all methods that share the calibration.
+
+        Mispaired samples would choose an alpha near 0, which is no control: it has that of the paired ones.
+        """
         if (name, mispaired) not in self._results:
             calibration = self._calibration(name, mispaired)
             kinds = self._kinds(calibration) if takes_samples(name) else set()
@@ -319,22 +353,35 @@ class DrawMeasurements:
                 calibration.statistics(kinds)
             # methods without samples give the same result in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
-            method = make_method(name, replace(settings, checkpoint=self.checkpoint))
+            settings = row_settings(name, replace(settings, checkpoint=self.checkpoint))
+            method = make_method(settings.method, settings)
             training_samples = None
             if isinstance(method, Trainer) and method.whole_split:
                 training_samples = self.data.training_samples(settings.seed)
-            self._results[name, mispaired] = transfer(method, calibration, training_samples)
+            alphas, scorer = None, None
+            if self.grid.chooses_alpha(name):
+                scaling = self._result(name, mispaired=False).scaling if mispaired else None
+                alphas = None if scaling is None else scaling.alphas
+                scorer = None if mispaired else self._scorer(calibration)
+            self._results[name, mispaired] = transfer(method, calibration, training_samples, alphas, scorer)
         return self._results[name, mispaired]
+
+    def _scorer(self, calibration: Calibration) -> TargetScorer:
+        """Return the scorer of a calibration's samples, which its methods share."""
+        if calibration.copies not in self._scorers:
+            self._scorers[calibration.copies] = make_scorer(calibration)
+        return self._scorers[calibration.copies]
 
     def _kinds(self, calibration: Calibration) -> set[Kind]:
         mispaired = calibration.mispaired
-        sharing = (method_class(name) for name in self.names if self._calibration(name, mispaired) is calibration)
+        sharing = [name for name in self.names if self._calibration(name, mispaired) is calibration]
+        methods = (method_class(split_method(name)[0]) for name in sharing)
         readers = Aligner if mispaired else Carrier
-        return {kind for method in sharing if issubclass(method, readers) for kind in method.kinds}
+        return {kind for method in methods if issubclass(method, readers) for kind in method.kinds}
 
     def _calibration(self, name: str, mispaired: bool) -> Calibration:
         """Return the calibration of a method; methods with the same number of augmented copies share one."""
-        settings = replace(self._settings, method=name) if name in METHODS else self._settings
+        settings = row_settings(name, self._settings)
         copies = 0 if self._drawn is None else self.models.copies(settings, len(self._drawn.samples))
         if (copies, mispaired) not in self._calibrations:
             self._calibrations[copies, mispaired] = Calibration(

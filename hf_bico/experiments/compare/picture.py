@@ -5,13 +5,14 @@ With a single number of samples, each method is one line of points instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, CellKey, Row
+from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, CellKey, Row, split_method
 from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, frame, png
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
@@ -30,17 +31,22 @@ _OTHERS = ((GREEN, "1"), (BLUE, "2"), (PINK, "3"), (ORANGE, "4"))
 REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
 
 
-def method_style(method: str) -> tuple[str, str]:
-    """Return the colour and marker of a method; foreign methods share a few."""
+def method_style(row: str) -> tuple[str, str]:
+    """Return the colour and marker of a row's method; foreign methods share a few."""
+    method, _ = split_method(row)
     return REFERENCE_STYLES.get(method) or method_info(method).style or _OTHERS[sum(method.encode()) % len(_OTHERS)]
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One method in one panel: a point for each number of samples, or one point if it takes none."""
+    """One method in one panel: a point for each number of samples, or one point if it takes none.
+
+    `dots` counts the method's rows with an alpha of their own up to this one, and is 0 for a row without.
+    """
 
     key: CellKey
     rows: tuple[Row, ...]
+    dots: int = 0
 
     @property
     def means(self) -> list[float]:
@@ -65,14 +71,15 @@ class _Line:
         colour, marker = method_style(self.key.method)
         variant = self.key.control or self.key.readout
         line = REFERENCE_LINES.get(self.key.method, "-") if first.is_reference else (0, (2, 2)) if self.flat else "-"
+        line = (0, (6, 1.5, *(1, 1.5) * self.dots)) if self.dots else line
         return {
             "label": self.key.label,
             "color": colour,
             "linestyle": (0, (1, 1)) if self.key.control else (0, (4, 1.5)) if self.key.readout else line,
-            "linewidth": 2.2 if self.key.method == "bico" and not variant else 1.3,
+            "linewidth": 2.2 if self.key.method == "bico" and not variant else 0.9 if self.dots else 1.3,
             "marker": marker,
             "markersize": 6 if self.key.method == "bico" else 5,
-            "markerfacecolor": "white" if variant else colour,
+            "markerfacecolor": "white" if variant or self.dots else colour,
             "zorder": 5 if self.key.method == "bico" and not variant else 2 if self.flat else 3,
         }
 
@@ -106,20 +113,32 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
     sized = [row for row in rows if row.size is not None]
     # the rows are in order: protocols, then sizes in all before sizes of each class
     kinds = dict.fromkeys((row.protocol, row.per_class is not None) for row in sized or rows)
-    panels = []
+    dots, panels = _dots(rows), []
     for protocol, per_class in kinds:
         lines: dict[CellKey, list[Row]] = {}
         for row in rows:
             if row.protocol == protocol and (row.size is None or (row.per_class is not None) == per_class):
                 lines.setdefault(replace(row.key, n=None, per_class=None), []).append(row)
         split = [
-            _Line(key, part)
+            _Line(key, part, dots.get(key.method, 0))
             for key, own in lines.items()
             for flat in (True, False)
             if (part := tuple(row for row in own if (row.size is None) == flat))
         ]
         panels.append(_Panel(protocol, per_class, tuple(split)))
     return panels
+
+
+def _dots(rows: Sequence[Row]) -> dict[str, int]:
+    """Count the rows of each method that have an alpha of their own, from 1."""
+    counts: Counter[str] = Counter()
+    dots: dict[str, int] = {}
+    for row in rows:
+        name, alpha = split_method(row.method)
+        if alpha is not None and row.method not in dots:
+            counts[name] += 1
+            dots[row.method] = counts[name]
+    return dots
 
 
 def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Figure:

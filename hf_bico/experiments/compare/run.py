@@ -21,7 +21,7 @@ from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Trainer
 from hf_bico.alignment.methods.finetuning import remove_checkpoint
 from hf_bico.errors import UnsuitableMethodError, UsageError
-from hf_bico.experiments.compare.cells import CellKey, Refusal
+from hf_bico.experiments.compare.cells import CellKey, Refusal, row_method, split_method
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.experiments.compare.log import CellLog
 from hf_bico.experiments.compare.measurements import (
@@ -47,7 +47,7 @@ from hf_bico.porting.prepare import require_device_map, require_projection, requ
 from hf_bico.porting.task_vector import FineTune, stored_tensors
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import DEFAULT_MEASURED, METHODS, OPTIONS, PROBE, Settings, usual_methods
+from hf_bico.settings import DEFAULT_MEASURED, OPTIONS, PROBE, Settings, usual_methods
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
@@ -84,12 +84,13 @@ def compare(
 ) -> Comparison:
     """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
 
-    `data` is one data set or a list of their names; `methods` are names, or "all"; `seeds` is how many draws, counted
-    from the option `seed`, or a list. The references are the untouched target, the fine-tuned source, `fine_tuned`
-    (the target fine-tuned directly) if given, and the source's base if `with_base` is set or losses are measured. With
-    a `folder`, every number is kept there as it comes, an interrupted comparison is resumed, and the finished one is
-    written as comparison.csv, .json, .md and .png. The other options are those of `hf_bico.Settings`; `readout` and
-    `control` add these variants of the methods.
+    `data` is one data set or a list of their names; `seeds` is how many draws, counted from the option `seed`, or a
+    list. `methods` are names, or "all": "bico" is the method as `port` runs it, which adds as much as the samples
+    clearly speak for, or nothing; "bico@1" is the method at alpha 1. The references are the untouched target, the
+    fine-tuned source, `fine_tuned` (the target fine-tuned directly) if given, and the source's base if `with_base` is
+    set or losses are measured. With a `folder`, every number is kept there as it comes, an interrupted comparison is
+    resumed, and the finished one is written as comparison.csv, .json, .md and .png. The other options are those of
+    `hf_bico.Settings`; `readout` and `control` add these variants of the methods.
 
     >>> hf_bico.compare("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=[10, 100]).table()  # doctest: +SKIP
     """
@@ -106,7 +107,7 @@ def compare(
     settings = with_model_defaults(settings, *plans[0].lineage.layouts)
     if settings.objective == "classification":  # a probe works for any model
         settings = replace(settings, evaluation=PROBE)
-    grid = Grid.of(usual_methods() if methods is None else methods, n, per_class, seeds, settings)
+    grid = Grid.of(_usual_rows(settings) if methods is None else methods, n, per_class, seeds, settings)
     with ExitStack() as stack:
         output = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
@@ -126,6 +127,12 @@ def compare(
             for checkpoint in output.glob(f"{CHECKPOINT_PREFIX}*"):  # its numbers are in the log
                 remove_checkpoint(checkpoint)
     return comparison
+
+
+def _usual_rows(settings: Settings) -> Sequence[str]:
+    """Return what is compared by default; with a number for alpha, every method has that."""
+    rows = usual_methods()
+    return rows if settings.finds_alpha else list(dict.fromkeys(split_method(row)[0] for row in rows))
 
 
 @dataclass
@@ -165,7 +172,7 @@ class _Work:
         """Refusals of the methods that cannot carry between these models."""
         planned, refusals = self.models.planned, []
         pseudo = any(drawn.labels != "dataset" for data in self.data_sets for drawn in data.draws.values())
-        for name in self.grid.methods:
+        for name in dict.fromkeys(split_method(row)[0] for row in self.grid.methods):
             method = make_method(name, self.grid.settings)
             try:
                 method.require(*planned.lineage.layouts, planned.pairs)
@@ -184,7 +191,7 @@ class _Work:
         by_loss = self.grid.settings.objective in BY_LOSS and self.grid.settings.evaluation != PROBE
         references = ["target", *(["base"] if by_loss or self.with_base else []), "source"]
         references += ["target fine-tuned"] if self.tuned is not None else []
-        return [*references, *(name for name in self.grid.methods if name not in refused)]
+        return [*references, *(row for row in self.grid.methods if split_method(row)[0] not in refused)]
 
     @cached_property
     def keys(self) -> list[CellKey]:
@@ -202,7 +209,7 @@ class _Work:
                     grid=self.grid,
                     data=data,
                     draw=draw,
-                    names=dict.fromkeys(keys[0].method for keys in missing if keys[0].method in METHODS),
+                    names=dict.fromkeys(keys[0].method for keys in missing if row_method(keys[0].method) is not None),
                     tuned=None if self.tuned is None else self.tuned.vector,
                     checkpoint=str(log.folder / f"{CHECKPOINT_PREFIX}{digest([data.name, self.identity])}"),
                 )
@@ -222,11 +229,7 @@ class _Work:
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
             "data": {data.name: data.about() for data in self.data_sets},
-            "settings": {
-                name: value
-                for name, value in _decisive(self.grid.settings).items()
-                if name != "eval_samples" or value != DEFAULT_MEASURED  # as it was before one could choose
-            },
+            "settings": _identifying(self.grid.settings),
         }
 
     def comparison(self, log: CellLog) -> Comparison:
@@ -256,6 +259,14 @@ def _decisive(settings: Settings) -> dict[str, Any]:
     """Return the settings that change a number, as plain data."""
     values = {name: getattr(settings, name) for name, option in OPTIONS.items() if option.decisive}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _identifying(settings: Settings) -> dict[str, Any]:
+    """Return the settings that change a number, as logs had them before `eval_samples` and `bold` could be chosen."""
+    values, added = _decisive(settings), {"eval_samples": DEFAULT_MEASURED, "bold": False}
+    if not settings.finds_alpha:  # else rows differ in their steps
+        values["path_steps"] = settings.steps
+    return {name: value for name, value in values.items() if name not in added or value != added[name]}
 
 
 def _weights(model: Model) -> Any:

@@ -49,7 +49,7 @@ from hf_bico.runtime.environment import (
     installed_versions,
 )
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import METHODS, Settings
+from hf_bico.settings import AUTO, METHODS, Settings
 from hf_bico.utils import __version__
 from hf_bico.utils.progress import Progress, silent
 
@@ -88,7 +88,7 @@ def diagnose(
 
     >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
     """
-    settings, hub = Settings.of({**options, "evaluate": False}), Hub(token)
+    settings, hub = _at_given_alpha(Settings.of({**options, "evaluate": False})), Hub(token)
     if not issubclass(method_class(settings.method), Aligner):
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
     methods = [methods] if isinstance(methods, str) else methods
@@ -111,6 +111,12 @@ def diagnose(
         for one in checkpoints
     ]
     return measurement.diagnosis(tuned, names, steps)
+
+
+def _at_given_alpha(settings: Settings) -> Settings:
+    """Return the settings with the paper's method and alpha, where models and samples would choose them."""
+    method, alpha = "bico" if settings.method == AUTO else settings.method, settings.alpha
+    return replace(settings, method=method, alpha=1.0 if settings.finds_alpha else alpha, bold=False)
 
 
 def _carriers(methods: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Write the model card of a record, and the picture beside it."""
+"""Write the model card of a record, and the pictures beside it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from pathlib import Path
 
 from hf_bico.reports.model_cards.change_card import change_card
 from hf_bico.reports.model_cards.port_card import port_card
+from hf_bico.reports.outcome_picture import OUTCOME_FILE, outcome_picture
 from hf_bico.reports.pictures import ALIGNMENT_FILE, record_picture
 from hf_bico.reports.record import ChangeRecord, Record
 
 CARD_FILE = "README.md"
+PICTURES = {OUTCOME_FILE: outcome_picture, ALIGNMENT_FILE: record_picture}
+"""The pictures of a port's card by file name."""
 
 
 def write_card(record: Record | ChangeRecord, folder: Path) -> Path:
-    """Write the card, and the picture of the alignment if there is one; return the card's path."""
-    picture = record_picture(record) if isinstance(record, Record) else None
-    if picture is not None:
-        (folder / ALIGNMENT_FILE).write_bytes(picture)
+    """Write the card, and the pictures of a port's outcome and alignment if there are any; return the card's path."""
+    pictures = {name: draw(record) for name, draw in PICTURES.items()} if isinstance(record, Record) else {}
+    for name, picture in pictures.items():
+        if picture is not None:
+            (folder / name).write_bytes(picture)
     file = folder / CARD_FILE
     file.write_text(render_card(record), encoding="utf-8", newline="\n")
     return file

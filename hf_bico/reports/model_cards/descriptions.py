@@ -1,12 +1,14 @@
-"""Sentences about methods, objectives, heads and losses.
+"""Sentences about methods, alpha, objectives, heads, losses and pictures.
 
 Reads records; knows neither models nor losses.
 """
 
 from __future__ import annotations
 
-from hf_bico.reports.record import DataRecord, Record
-from hf_bico.reports.results import LOSS, is_trained
+from hf_bico.reports.outcome_picture import ACCURACY, ExpectedCurve, Outcome
+from hf_bico.reports.record import DataRecord, MethodRecord, Record
+from hf_bico.reports.results import LOSS, alpha_sentence, is_trained
+from hf_bico.settings import PREDICTING
 
 SIGN_PHRASES = {
     "mean": "the mean gradient of the samples",
@@ -45,6 +47,92 @@ def objective_sentence(record: Record) -> str | None:
         text = "its caption" if _has(data, "caption") else "the prompt of its class"
         return f"each image against the texts of all pairs, and each text against all images; an image's text is {text}"
     return None
+
+
+def given_alpha(method: MethodRecord) -> str | None:
+    """Return "alpha 1, given"; None if the samples chose it."""
+    if method.chosen_by_samples:
+        return None
+    alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
+    return f"alpha {', '.join(f'{alpha:g}' for alpha in alphas)}, given"
+
+
+def chosen_alpha(record: Record) -> str | None:
+    """Describe the alpha that the samples chose, and the rule; None if they did not choose."""
+    method, said = record.method, alpha_sentence(record.method)
+    if said is None:
+        return None
+    errors = "one standard error, as --bold asks," if method.bold else "two standard errors"
+    which = "it" if isinstance(method.alpha, float) else "each"
+    rule = (
+        f"The calibration samples chose {which}: the smallest alpha whose loss is at most {errors} above the smallest "
+        "loss."
+    )
+    loss = _sample_loss(record)
+    return f"A{said[1:]} {rule}" + ("" if loss is None else f" The loss of a sample is {loss}.")
+
+
+def _sample_loss(record: Record) -> str | None:
+    """Describe the loss by which a sample judges a change; None of the caller's own."""
+    name = record.objective.name
+    if name == "contrastive":
+        return "the contrastive one among all samples"
+    if name in PREDICTING:
+        return "the KL divergence of the target's prediction from the fine-tuned source's"
+    of_tokens = name in ("language-modelling", "text-to-text")
+    return "the KL divergence of the target's predicted tokens from the fine-tuned source's" if of_tokens else None
+
+
+def outcome_alt(outcome: Outcome) -> str:
+    """Describe the picture of a port's outcome for those who cannot see it."""
+    curve, parts = outcome.curve, []
+    if curve is not None:
+        shown = "expected accuracy" if curve.unit == ACCURACY else "loss"
+        parts.append(f"{shown} of the calibration samples by {_scale(curve)}")
+        if curve.chosen in curve.values:
+            where = "as written" if curve.of_whole_change else f"at the chosen {curve.chosen:.2g}"
+            parts[0] += f", {_number(curve, curve.chosen)} {where}"
+            parts[0] += f" and {_number(curve, 0.0)} at 0" if curve.chosen and 0.0 in curve.values else ""
+    if outcome.bars:
+        values = ", ".join(f"{bar.name.replace(', ', ' with ')} {bar.text}" for bar in outcome.bars)
+        parts.append(f"held-out {'linear-probe ' if outcome.probed else ''}{outcome.metric}: {values}")
+    text = "; right, ".join(parts)
+    return f"Left, {text}" if len(parts) > 1 else text[:1].upper() + text[1:]
+
+
+def outcome_sentence(record: Record, outcome: Outcome) -> str:
+    """Explain the picture of a port's outcome."""
+    parts = []
+    if outcome.curve is not None:
+        parts.append(_curve_sentences(outcome.curve, _sample_loss(record)))
+    if outcome.bars:
+        intervals = " with their 95% intervals" if outcome.metric == ACCURACY else ""
+        parts.append(f"values of the table{intervals}.")
+    return f"Left: {parts[0]} Right: {parts[1]}" if len(parts) > 1 else f"The picture shows {parts[0]}"
+
+
+def _curve_sentences(curve: ExpectedCurve, loss: str | None) -> str:
+    if curve.unit == ACCURACY:
+        shown = (
+            f"the accuracy to expect by {_scale(curve)}. It is how likely the fine-tuned source finds the classes that "
+            "the target then predicts for the calibration samples"
+        )
+        error = ", with the standard error of its gain" if curve.errors else ""
+    else:
+        shown, error = f"the loss of the calibration samples by {_scale(curve)}", ""
+        shown += "" if loss is None else f": {loss}"
+        if curve.errors:
+            shown += ". The band is the standard error of its difference from the smallest loss"
+    return f"{shown}. The mark is what was {'written' if curve.of_whole_change else 'chosen'}{error}."
+
+
+def _scale(curve: ExpectedCurve) -> str:
+    return "the scale of the whole change, 1 being what was written" if curve.of_whole_change else "alpha"
+
+
+def _number(curve: ExpectedCurve, alpha: float) -> str:
+    value = curve.values[alpha]
+    return f"{value:.1%}" if curve.unit == ACCURACY else f"{value:.3g}"
 
 
 def head_sentence(record: Record) -> str | None:

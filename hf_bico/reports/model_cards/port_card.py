@@ -14,6 +14,7 @@ from hf_bico.reports import results
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
 from hf_bico.reports.model_cards.sections import Licences, Usage, card_task, measured_task
+from hf_bico.reports.outcome_picture import OUTCOME_FILE, Outcome
 from hf_bico.reports.pictures import ALIGNMENT_FILE, record_panels
 from hf_bico.reports.record import EvaluationRecord, Record
 from hf_bico.reports.results import Report, Result, is_trained, metric_name
@@ -29,10 +30,13 @@ class PortCard(Card):
     record: Record
 
     def values(self) -> dict[str, Any]:
-        record = self.record
+        record, outcome = self.record, Outcome.of(self.record)
+        few = results.few_samples_sentence(record)
         return {
             "change": "change" if self.trained else "carried change",
             "headline": results.headline(record),
+            "outlook": None if record.outlook is None else results.outlook_sentence(record.outlook, record.source_lead),
+            "notices": [*([] if few is None else [few]), *record.notices],
             "gap_closed": results.gap_closed(record),
             "share_of_gain": results.share_of_gain(record),
             "sampling_error": results.sampling_error(record),
@@ -42,10 +46,16 @@ class PortCard(Card):
             "loss": descriptions.loss_sentence(record),
             "training": results.training_sentence(record),
             "steps": results.training_steps(record),
+            "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
+            "chosen_alpha": descriptions.chosen_alpha(record),
+            "candidates": results.candidates_sentence(record.method),
             "sampling": descriptions.SAMPLING_PHRASES.get(record.data.sampling) if record.data else None,
             "matching": descriptions.MATCHING_PHRASES.get(record.method.matching or ""),
             "signs": descriptions.SIGN_PHRASES.get(record.method.signs or ""),
             "picture": ALIGNMENT_FILE,
+            "outcome": OUTCOME_FILE if outcome else None,
+            "outcome_alt": descriptions.outcome_alt(outcome) if outcome else None,
+            "outcome_sentence": descriptions.outcome_sentence(record, outcome) if outcome else None,
         }
 
     @property
@@ -58,16 +68,21 @@ class PortCard(Card):
 
     @property
     def calibrated(self) -> bool:
-        """True if the method, its readout or its head used the samples of the record."""
+        """True if the method, alpha, the readout or the head came from the samples of the record."""
         record = self.record
         others = record.method.readout is not None or record.objective.head is not None
-        return record.data is not None and (self.about.uses_samples or others)
+        return record.data is not None and (self.about.uses_samples or record.method.chosen_by_samples or others)
 
     @property
     def report(self) -> Report:
         # a table of its own says what an adapter holds of each site
         sites = tuple(replace(site, rank=None, kept=None) for site in self.record.sites)
         return Report(sites, tuple(self.record.left))
+
+    @property
+    def tells_distances(self) -> bool:
+        """True if the report says how far the two bases' weights are apart."""
+        return any(site.distance is not None for site in self.record.sites)
 
     @property
     def results(self) -> list[Result]:
@@ -113,10 +128,14 @@ class PortCard(Card):
         if self.about.trains_on == "samples":
             return "Training samples"
         if self.trained or not self.about.uses_samples:
-            head = descriptions.head_sentence(record)
-            uses = {"readout": record.method.readout, "head": head, "probe": self.probed}
+            uses = {
+                "alpha": record.method.chosen_by_samples,
+                "the readout": record.method.readout,
+                "the head": descriptions.head_sentence(record),
+                "the probe": self.probed,
+            }
             used = [name for name, is_used in uses.items() if is_used]
-            return f"Calibration, for the {' and the '.join(used)} alone" if used else None
+            return f"Calibration, for {' and '.join(used)} alone" if used else None
         return "Calibration"
 
     @property

@@ -23,7 +23,9 @@ import hf_bico
 from hf_bico.errors import BicoError
 from hf_bico.experiments.demo.world import World
 from hf_bico.porting.result import ChangeResult, Ported
-from hf_bico.reports.results import forecast_sentence
+from hf_bico.reports.record import ChangeRecord, Record
+from hf_bico.reports.results import lead_sentence, outlook_sentence
+from support.paper import PAPER
 
 TASK = "inverted"
 FILE = "open_clip_model.safetensors"
@@ -86,8 +88,8 @@ class Stage:
 
     def port(self, source: Path | None = None, **changes: Any) -> Outcome:
         """A port of the fine-tune, or of another source, with some of its inputs changed."""
-        inputs = {"to": self.target, "base": self.base, "data": self.data, "n": 100, "evaluate": False, **changes}
-        return outcome_of(hf_bico.port(source or self.tuned, **inputs))
+        inputs = {"to": self.target, "base": self.base, "data": self.data, "n": 100, "evaluate": False}
+        return outcome_of(hf_bico.port(source or self.tuned, **{**inputs, **PAPER, **changes}))
 
     def clean(self) -> Outcome:
         """The port of the sound fine-tune."""
@@ -95,10 +97,16 @@ class Stage:
 
 
 def outcome_of(made: Ported | ChangeResult) -> Outcome:
-    foresight = getattr(made.record, "foresight", None)
-    outlook = () if foresight is None else (forecast_sentence(foresight),)
     head = {} if made.form.head is None else {f"the head's {name}": t for name, t in made.form.head.tensors.items()}
-    return Outcome({**made.form.changes, **head}, (*made.record.notices, *outlook))
+    return Outcome({**made.form.changes, **head}, (*made.record.notices, *_doubts(made.record)))
+
+
+def _doubts(record: Record | ChangeRecord) -> tuple[str, ...]:
+    """What is said beside the notices."""
+    if isinstance(record, ChangeRecord):
+        return ()
+    outlook = None if record.outlook is None else outlook_sentence(record.outlook, record.source_lead)
+    return tuple(filter(None, (outlook, lead_sentence(record.source_lead))))
 
 
 def rewrite(file: Path, alter: Callable[[State], State]) -> None:
@@ -160,7 +168,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Said:
-    """A notice, or the outlook, that says so."""
+    """A sentence that says so: a notice, the outlook, or one about the fine-tuned source."""
 
     sentence: str
 

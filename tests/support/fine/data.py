@@ -86,8 +86,8 @@ def labels_off_by_one(stage: Stage) -> Outcome:
     "a labelled data set",
     "its labels are shuffled, and nothing is to be measured",
     Said(
-        "Outlook: doubtful, it may well not help (-0.54). The target gets 88% of the calibration "
-        "answers wrong; to first order, its loss of 4.65 moves by +0.54."
+        "The fine-tuned source is NOT clearly better than the target on the samples' labels: 12.0% against 12.0% "
+        "(± 3.8 points), so there is little to gain."
     ),
 )
 def labels_shuffled_unmeasured(stage: Stage) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import hf_bico
 from hf_bico.errors import BaseMismatchError, PushError
 from support.fine.cases import FILE, Outcome, Refused, Right, Said, Stage, case, outcome_of, rewrite
+from support.paper import PAPER
 from support.transformers_world import as_transformers
 
 FILES = "Files"
@@ -116,8 +118,8 @@ def extracted_over_a_stranger(stage: Stage) -> Outcome:
 
 
 def _written_port(stage: Stage) -> Path:
-    ported = hf_bico.port(stage.tuned, to=stage.target, base=stage.base, data=stage.data, n=100, evaluate=False)
-    return ported.save(stage.place("ported"))
+    where: dict[str, Any] = {"to": stage.target, "base": stage.base, "data": stage.data}
+    return hf_bico.port(stage.tuned, **where, n=100, evaluate=False, **PAPER).save(stage.place("ported"))
 
 
 @case(

@@ -33,6 +33,7 @@ def change_lost_by_rounding(stage: Stage) -> Outcome:
         to=stage.altered(stage.target, lambda state: {name: tensor.bfloat16() for name, tensor in state.items()}),
         base=stage.base,
         data=stage.data,
+        method="bico",
         alpha=0.01,
         evaluate=False,
     )

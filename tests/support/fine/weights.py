@@ -288,8 +288,8 @@ def names_after_model(stage: Stage) -> Outcome:
     "a fine-tune",
     "it is fine-tuned away from its task: the change has the wrong sign",
     Said(
-        "Outlook: doubtful, it may well not help (-1.21). The target gets 57% of the calibration "
-        "answers wrong; to first order, its loss of 2.05 moves by +1.21."
+        "The fine-tuned source is WORSE than the target on the samples' labels: 18.0% against 43.0% "
+        "(± 5.8 points), so there is nothing to gain."
     ),
 )
 def change_negated(stage: Stage) -> Outcome:
@@ -322,8 +322,8 @@ def change_times_a_thousand(stage: Stage) -> Outcome:
     "a fine-tune and a base",
     "the one was given for the other",
     Said(
-        "Outlook: doubtful, it may well not help (-0.17). The target gets 57% of the calibration "
-        "answers wrong; to first order, its loss of 2.05 moves by +0.17."
+        "The fine-tuned source is WORSE than the target on the samples' labels: 35.0% against 43.0% "
+        "(± 6.8 points), so there is nothing to gain."
     ),
 )
 def fine_tune_and_base_exchanged(stage: Stage) -> Outcome:

@@ -19,6 +19,7 @@ from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 from hf_bico.porting.task_vector import TaskVector
 from support.adapters import Base, lora, other, saved
 from support.language_toys import answered_rows, chat_rows, labelled_rows, write_decoder
+from support.paper import PAPER
 from support.scenes import write_images
 from support.toys import WRITERS, Toy, random_state
 
@@ -82,7 +83,7 @@ def _write_adapters(folder: Path) -> None:
 def _write_results(folder: Path) -> None:
     models = folder / "transformers"
     options: dict[str, Any] = {"base": models / "base", "data": str(folder / "pictures"), "n": 4}
-    hf_bico.port(models / "tuned", models / "target", evaluate=False, **options).save(folder / "ported")
+    hf_bico.port(models / "tuned", models / "target", evaluate=False, **options, **PAPER).save(folder / "ported")
     record = json.loads((folder / "ported" / "bico.json").read_text())
     (folder / "ported" / "bico.json").write_text(json.dumps(record | {"command": "hf-bico port tuned --to target"}))
     hf_bico.extract(models / "tuned", models / "base", rank=2).save(folder / "extracted")
@@ -115,25 +116,28 @@ def models_of(scene: Path, library: str = "transformers") -> tuple[Path, Path, P
 
 
 def port(scene: Path, out: Path) -> None:
-    tuned, base, target = models_of(scene)
-    hf_bico.port(tuned, target, base=base, data=str(scene / "pictures"), n=4, evaluate=False).save(out)
+    _port(scene, out, "transformers", "base", "data")
 
 
 def port_open_clip(scene: Path, out: Path) -> None:
-    tuned, base, target = models_of(scene, "open_clip")
-    hf_bico.port(tuned, target, base=base, data=str(scene / "pictures"), n=4, evaluate=False).save(out)
+    _port(scene, out, "open_clip", "base", "data")
 
 
 def port_from_card(scene: Path, out: Path) -> None:
     """The base is what the card names."""
-    tuned, _, target = models_of(scene)
-    hf_bico.port(tuned, target, data=str(scene / "pictures"), n=4, evaluate=False).save(out)
+    _port(scene, out, "transformers", "data")
 
 
 def port_data_from_card(scene: Path, out: Path) -> None:
     """The data set is what the card names."""
-    tuned, base, target = models_of(scene)
-    hf_bico.port(tuned, target, base=base, n=4, evaluate=False).save(out)
+    _port(scene, out, "transformers", "base")
+
+
+def _port(scene: Path, out: Path, library: str, *named: str) -> None:
+    tuned, base, target = models_of(scene, library)
+    known: dict[str, Any] = {"base": base, "data": str(scene / "pictures")}
+    given = {name: known[name] for name in named}
+    hf_bico.port(tuned, target, **given, n=4, evaluate=False, **PAPER).save(out)
 
 
 def plan(scene: Path, out: Path) -> None:

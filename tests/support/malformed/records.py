@@ -34,7 +34,7 @@ for entry in ("card", "push", "rerun"):
     for name, content in BROKEN.items():
         add(f"record_{name}_for_{entry}", entry, "RecordError", partial(_put, "ported/bico.json", content))
 for name, path, value in (
-    ("of_schema_2", ("schema",), 2),
+    ("of_schema_3", ("schema",), 3),
     ("of_schema_true", ("schema",), True),
     ("of_schema_in_a_text", ("schema",), "1"),
     ("without_a_source", ("source",), None),
@@ -53,6 +53,10 @@ for name, path, value in (
     ("with_sites_of_texts", ("sites",), ["a"]),
     ("with_a_method_in_a_list", ("method",), ["bico"]),
     ("with_layers_of_texts", ("method", "layers"), ["a"]),
+    ("with_an_alpha_in_a_text", ("method", "alpha"), "auto"),
+    ("with_a_curve_of_numbers", ("method", "curve"), [1.0]),
+    ("with_a_curve_without_losses", ("method", "curve"), [{"alpha": 1.0}]),
+    ("with_an_outlook_that_is_a_number", ("outlook",), 0.1),
     ("with_indices_of_texts", ("data", "indices"), ["a"]),
     ("with_seconds_of_texts", ("run", "seconds"), {"all": "long"}),
     ("with_half_a_character", ("target", "id"), "\ud800"),

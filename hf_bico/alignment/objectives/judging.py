@@ -1,0 +1,178 @@
+"""Judge a target on the calibration samples, as the objective asks: one loss for each sample.
+
+A judge sees one forward pass of a batch at a time, and turns what it saw of all batches into scores. Where it can, the
+loss is the distance to the fine-tuned source's predictions, which needs no labels. Knows heads and live models; not how
+the target was changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_bico.alignment.objectives.base import Classifier, LossBatch, OwnHead
+from hf_bico.alignment.objectives.classification import ClassHead, left_out_logits
+from hf_bico.alignment.objectives.clip import contrastive_losses, images_and_captions, require_clip
+from hf_bico.alignment.objectives.language import TokenHead
+from hf_bico.alignment.scaling import SampleScores, class_scores
+from hf_bico.models.families.live import LiveModel
+from hf_bico.models.tokenization import UNLEARNT
+
+
+class Judge(ABC):
+    """Scores a target on the calibration samples."""
+
+    asks_source: ClassVar[bool] = False
+    """Whether `evidence` needs what the fine-tuned source says about the same batch."""
+
+    def source_says(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor | None:
+        """Run the fine-tuned source over a batch."""
+        return None
+
+    @abstractmethod
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        """Run the target over a batch; return one row for each sample, in float64 and in main memory."""
+
+    @abstractmethod
+    def scores(self, evidence: Tensor) -> SampleScores:
+        """Score the samples by the evidence of all batches."""
+
+
+@dataclass(frozen=True)
+class ClassJudge(Judge):
+    """Compares the classes that a head predicts with the fine-tuned source's predictions.
+
+    `probabilities` has a row for each sample, the mean over its augmented `copies`.
+    """
+
+    head: Classifier
+    probabilities: Tensor
+    copies: int = 0
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        return self.head.logits(model.features(samples)).cpu().double()
+
+    def scores(self, evidence: Tensor) -> SampleScores:
+        return class_scores(evidence, self.probabilities, self.copies)
+
+
+@dataclass(frozen=True)
+class RefittedHeadJudge(Judge):
+    """As `ClassJudge`, for a target whose head is refitted to the samples after every change.
+
+    Each sample is judged by a head that was fitted to the others: to what the fine-tuned source's `head` gives on its
+    own features of them, or to their labels where there is no such head.
+    """
+
+    probabilities: Tensor
+    head: ClassHead | None
+    source_features: Tensor | None
+    labels: tuple[int, ...]
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        return model.features(samples).cpu().double()
+
+    def scores(self, evidence: Tensor) -> SampleScores:
+        classes = self.probabilities.shape[1]
+        logits = left_out_logits(evidence, self.head, self.source_features, self.labels, classes)
+        return class_scores(logits, self.probabilities)
+
+
+@dataclass(frozen=True)
+class TokenJudge(Judge):
+    """Judges the predictions of the samples' tokens, averaged over the tokens of each sample.
+
+    They are compared with the fine-tuned source's predictions, over the vocabulary that both share; or, without
+    `by_source`, with the tokens themselves.
+    """
+
+    head: TokenHead
+    by_source: bool = True
+
+    @property
+    def asks_source(self) -> bool:  # type: ignore[override]
+        return self.by_source
+
+    def source_says(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor | None:
+        logits, _, _ = self._predictions(model, samples, labels)
+        return logits
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        logits, tokens, owners = self._predictions(model, samples, labels)
+        if source is None:
+            losses = functional.cross_entropy(logits, tokens, reduction="none")
+        else:
+            shared = min(logits.shape[1], source.shape[1])
+            theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
+            losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+        counts = torch.bincount(owners, minlength=len(samples))
+        sums = torch.zeros(len(samples), dtype=torch.float64).index_add(0, owners, losses.cpu().double())
+        return sums / counts.clamp(min=1)
+
+    def _predictions(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits and labels of all predicted tokens, in single precision at least, and their samples."""
+        logits, tokens, _ = self.head.run(model, samples, labels)
+        counted = tokens != UNLEARNT
+        rows = logits[counted.to(logits.device)]
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return wide, tokens[counted].to(wide.device), counted.nonzero()[:, 0].cpu()
+
+    def scores(self, evidence: Tensor) -> SampleScores:
+        return SampleScores(evidence)
+
+
+@dataclass(frozen=True)
+class CaptionJudge(Judge):
+    """Judges images and captions by the contrastive loss of all of them together."""
+
+    captions: tuple[str, ...]
+    class_names: tuple[str, ...]
+    templates: tuple[str, ...]
+    scale: Tensor
+    bias: Tensor | None
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        clip = require_clip(model)
+        images, captions = images_and_captions(samples, labels, self.class_names, self.templates)
+        features = clip.image_features(clip.pixels(images)), clip.text_features(captions)
+        return torch.stack([side.cpu().double() for side in features], 1)
+
+    def scores(self, evidence: Tensor) -> SampleScores:
+        images, texts = evidence.unbind(1)
+        scale, bias = self.scale.cpu(), None if self.bias is None else self.bias.cpu()
+        return SampleScores(contrastive_losses(images, texts, scale, bias, self.captions))
+
+
+@dataclass(frozen=True)
+class OwnJudge(Judge):
+    """Judges each sample by the caller's own loss of it alone."""
+
+    head: OwnHead
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
+    ) -> Tensor:
+        batches = (LossBatch([sample], [label]) for sample, label in zip(samples, labels, strict=True))
+        values = [self.head.losses(model, batch).task for batch in batches]
+        return torch.stack([value.detach().cpu().double() for value in values if value is not None])
+
+    def scores(self, evidence: Tensor) -> SampleScores:
+        return SampleScores(evidence)
