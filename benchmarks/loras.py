@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 import click
-from ports import KINDS, SIZES, VARIANTS, MeasuredPort, all_ports, markdown, write_csv
+from ports import KINDS, SIZES, VARIANTS, MeasuredPort, command, markdown
 
 from hf_bico.utils.text import format_table
 
@@ -46,19 +46,13 @@ def _short(ports: Sequence[MeasuredPort]) -> str:
     return f"{gain} ({harmful})"
 
 
-@click.command(help=__doc__)
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--worlds", default=5, show_default=True, help="Pretrainings of every model.")
-@click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
-@click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's tables.")
-def main(folder: Path, worlds: int, workers: int, docs: Path | None) -> None:
-    ports = all_ports(folder, worlds, workers=workers)
+def write(ports: Sequence[MeasuredPort], docs: Path | None) -> None:
+    """Print the table, and write it into the documentation's folder."""
     table = lines(ports)
     click.echo(format_table(table))
     if docs is not None:
-        write_csv(ports, docs / "ports.csv")
         (docs / f"{NAME}.md").write_text(markdown(table), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, write)()

@@ -13,7 +13,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context
@@ -235,6 +235,23 @@ def _train_all(folder: Path, worlds: Sequence[int], workers: int) -> None:
         ):
             for made in stage:
                 made.result()
+
+
+def command(about: str | None, write: Callable[[list[MeasuredPort], Path | None], None]) -> click.Command:
+    """Return a command that measures all ports, or reads them from its folder, and passes them to `write`."""
+
+    @click.command(help=about)
+    @click.argument("folder", type=click.Path(path_type=Path))
+    @click.option("--worlds", default=5, show_default=True, help="Pretrainings of every model.")
+    @click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
+    @click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's tables and pictures.")
+    def main(folder: Path, worlds: int, workers: int, docs: Path | None) -> None:
+        ports = all_ports(folder, worlds, workers=workers)
+        if docs is not None:
+            write_csv(ports, docs / "ports.csv")
+        write(ports, docs)
+
+    return main
 
 
 def write_csv(ports: Sequence[MeasuredPort], file: Path) -> None:

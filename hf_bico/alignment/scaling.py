@@ -37,7 +37,7 @@ class SampleScores:
     predictions: Tensor | None = None
 
     def gains_over(self, other: SampleScores) -> Tensor:
-        """Return for each sample how much better this is: in accuracy, or in loss where there is none."""
+        """Return the gain of each sample: in expected accuracy, or in loss where no classes are predicted."""
         if self.accuracies is not None and other.accuracies is not None:
             return self.accuracies - other.accuracies
         return other.losses - self.losses

@@ -17,23 +17,25 @@ from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, Comparison, l
 from hf_bico.reports.record import JOINED, ChangeRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
 from hf_bico.reports.results import (
     Report,
-    alpha_sentence,
-    candidates_sentence,
     control_sentence,
     few_samples_sentence,
     gain_of,
     headline,
-    held_back_remedy,
-    held_back_sentence,
     is_trained,
     is_worse,
-    lead_sentence,
     measured_on,
-    outlook_sentence,
     readout_sentence,
     result_rows,
     results,
     training_sentence,
+)
+from hf_bico.reports.verdict import (
+    alpha_sentence,
+    candidates_sentence,
+    held_back_remedy,
+    held_back_sentence,
+    lead_sentence,
+    outlook_sentence,
 )
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_text

@@ -42,7 +42,8 @@ from hf_bico.cli.options import (
 )
 from hf_bico.errors import LineageError
 from hf_bico.reports.record import ModelRecord, Record, read_record
-from hf_bico.reports.results import headline, held_back_sentence, is_worse
+from hf_bico.reports.results import headline, is_worse
+from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder, reserved
 from hf_bico.settings import AUTO, Settings, method_info

@@ -24,13 +24,12 @@ from hf_bico.porting.heads import TargetHead, WrittenHead, target_head
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
 from hf_bico.porting.prepare import PreparedPort, prepare
-from hf_bico.porting.recording import lead_record, make_record, method_record, outlook_record
+from hf_bico.porting.recording import make_record, method_record, outlook_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, judge, transfer, with_readout
-from hf_bico.reports.record import EvaluationRecord, MethodRecord, OutlookRecord, RunRecord, SourceLeadRecord
-from hf_bico.reports.results import LOSS
+from hf_bico.reports.record import LOSS, EvaluationRecord, MethodRecord, OutlookRecord, RunRecord, SourceLeadRecord
 from hf_bico.runtime.distributed import join, local_device
 from hf_bico.runtime.environment import (
     Stopwatch,
@@ -116,7 +115,7 @@ def run_port(
     prepared.models.leave_team()
 
     method, expected = method_record(prepared, calibration, result, tried), outlook_record(judged, result)
-    lead = lead_record(judged)
+    lead = None if judged is None else judged.lead
     if team.is_first:
         on_outlook(method, expected, lead)
     evaluation: list[EvaluationRecord] = []
@@ -143,13 +142,8 @@ class _Attempt:
     def of(cls, prepared: PreparedPort, watch: Stopwatch) -> _Attempt:
         calibration = _calibration(prepared, watch)
         scorer = make_scorer(calibration) if prepared.judges else None
-        return cls(
-            prepared, calibration, scorer, transfer(prepared.method, calibration, prepared.whole_split, scorer=scorer)
-        )
-
-    @property
-    def method_name(self) -> str:
-        return self.prepared.method.settings.method
+        result = transfer(prepared.method, calibration, prepared.whole_split, scorer=scorer)
+        return cls(prepared, calibration, scorer, result)
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -162,8 +156,7 @@ def _best_attempt(prepared: PreparedPort, watch: Stopwatch) -> tuple[_Attempt, d
     """Try every candidate method; return the best attempt, the first of two equal ones, and all results by method."""
     attempts = [_Attempt.of(prepared.with_method(name), watch) for name in prepared.candidates]
     best = max(attempts, key=lambda attempt: attempt.rank)
-    best.prepared.with_method(best.method_name)  # the models' settings, which all attempts share, name the last one
-    return best, {attempt.method_name: attempt.result for attempt in attempts}
+    return best, {attempt.prepared.settings.method: attempt.result for attempt in attempts}
 
 
 def _calibration(prepared: PreparedPort, watch: Stopwatch, mispaired: bool = False) -> Calibration:

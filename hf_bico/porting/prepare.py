@@ -67,7 +67,8 @@ class PreparedPort:
 
     @property
     def settings(self) -> Settings:
-        return self.models.settings
+        """The models' settings, with the method of this port."""
+        return replace(self.models.settings, method=self.method.settings.method)
 
     @property
     def judges(self) -> bool:
@@ -83,8 +84,7 @@ class PreparedPort:
         return (name, "naive") if chooses and equal else (name,)
 
     def with_method(self, name: str) -> PreparedPort:
-        """Return the same with another method, which the models' settings name too."""
-        self.models.settings = replace(self.settings, method=name)
+        """Return the same with another method."""
         return replace(self, method=make_method(name, self.settings))
 
     @property

@@ -143,12 +143,6 @@ def outlook_record(judged: Judgement | None, result: TransferResult) -> OutlookR
     return OutlookRecord(judged.gain.mean, judged.unit, judged.gain.error)
 
 
-def lead_record(judged: Judgement | None) -> SourceLeadRecord | None:
-    """Record how the fine-tuned source compares with the target on the samples' labels, where there are any."""
-    lead = None if judged is None else judged.lead
-    return None if lead is None else SourceLeadRecord(lead.source, lead.target, lead.error)
-
-
 def _given(settings: Settings) -> dict[str, Any]:
     """Return the options that are not the defaults, as plain data; not where something is on this machine."""
     given: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
 from hf_bico.porting.port import run_port
 from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
-from hf_bico.reports.results import held_back_sentence
+from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
 from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, Settings

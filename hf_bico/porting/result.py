@@ -39,16 +39,8 @@ from hf_bico.reports.record import (
     SiteRecord,
     Summand,
 )
-from hf_bico.reports.results import (
-    Report,
-    control_sentence,
-    headline,
-    held_back_remedy,
-    held_back_sentence,
-    measured_on,
-    readout_sentence,
-    result_rows,
-)
+from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
+from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import installed_versions
 from hf_bico.runtime.library_errors import translate_errors

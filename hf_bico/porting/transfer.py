@@ -45,7 +45,7 @@ from hf_bico.models.low_rank import energy
 from hf_bico.models.weight_distance import WeightDistance
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.scoring import TargetScorer, make_scorer
-from hf_bico.reports.record import LeftRecord, SiteRecord
+from hf_bico.reports.record import LeftRecord, SiteRecord, SourceLeadRecord
 from hf_bico.reports.results import Report
 
 FINGERPRINTED = 64
@@ -160,21 +160,12 @@ class _StepChooser:
 
 
 @dataclass(frozen=True)
-class SourceLead:
-    """Accuracies of the fine-tuned source and the target on the samples' labels, and the error of their difference."""
-
-    source: float
-    target: float
-    error: float
-
-
-@dataclass(frozen=True)
 class Judgement:
     """What the samples say of a change: the gain to expect, in accuracy or loss, and whether the source is better."""
 
     gain: Estimate
     unit: str
-    lead: SourceLead | None = None
+    lead: SourceLeadRecord | None = None
 
 
 def judge(scorer: TargetScorer, calibration: Calibration, changes: Deltas) -> Judgement:
@@ -185,7 +176,7 @@ def judge(scorer: TargetScorer, calibration: Calibration, changes: Deltas) -> Ju
     return Judgement(outlook(before, after), unit, _source_lead(calibration, before))
 
 
-def _source_lead(calibration: Calibration, before: SampleScores) -> SourceLead | None:
+def _source_lead(calibration: Calibration, before: SampleScores) -> SourceLeadRecord | None:
     """Compare the fine-tuned source with the target by the data set's labels, where all are known."""
     labels = torch.tensor(calibration.drawn_samples.labels)
     if before.predictions is None or not calibration.knows_labels or len(labels) < 2:
@@ -193,7 +184,7 @@ def _source_lead(calibration: Calibration, before: SampleScores) -> SourceLead |
     of_source = calibration.predictions[:: 1 + calibration.copies].argmax(-1)
     right = [(predicted.cpu() == labels).double() for predicted in (of_source, before.predictions)]
     error = Estimate.of(right[0] - right[1]).error or 0.0
-    return SourceLead(float(right[0].mean()), float(right[1].mean()), error)
+    return SourceLeadRecord(float(right[0].mean()), float(right[1].mean()), error)
 
 
 def with_readout(result: TransferResult, calibration: Calibration) -> TransferResult:

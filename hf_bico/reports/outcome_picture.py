@@ -12,8 +12,8 @@ from math import ceil, floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from hf_bico.reports.pictures import BLUE, GRID, INK, RED, SKY, font
-from hf_bico.reports.record import EvaluationRecord, Record
-from hf_bico.reports.results import LOSS, compared_entries, interval_of, is_trained, value_text
+from hf_bico.reports.record import LOSS, EvaluationRecord, Record
+from hf_bico.reports.results import compared_entries, interval_of, is_trained, value_text
 
 if TYPE_CHECKING:
     from PIL import ImageDraw

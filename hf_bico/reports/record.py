@@ -18,6 +18,8 @@ from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
 """Why an adapter cannot hold a tensor that is merged with others when the model is loaded."""
+LOSS = "loss"
+"""The metric of which less is better."""
 RECORD_SCHEMA = 2
 READ_SCHEMAS = (1, 2)
 

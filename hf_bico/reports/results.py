@@ -14,17 +14,15 @@ from typing import TypeVar
 
 from hf_bico.models.layout import ROLES
 from hf_bico.reports.record import (
-    CurveRecord,
+    LOSS,
     EvaluationRecord,
     LeftRecord,
-    MethodRecord,
-    OutlookRecord,
     Record,
     SiteRecord,
-    SourceLeadRecord,
 )
+from hf_bico.reports.verdict import lead_sentence
 from hf_bico.settings import PROBE, method_info
-from hf_bico.utils.text import format_table, markdown_table, plain
+from hf_bico.utils.text import count_text, format_table, markdown_table, plain
 
 VALUE_NAMES = {
     "target": "target, zero-shot",
@@ -36,8 +34,6 @@ VALUE_NAMES = {
     "source": "source, fine-tuned",
 }
 """The name of each measured model, in the order of a table."""
-LOSS = "loss"
-"""The metric of which less is better."""
 MAX_LEFT = 0.5
 """Share of the task vector's energy above which the headline begins with what stayed behind."""
 NO_GAIN = 0.1
@@ -121,11 +117,7 @@ def _protocol_name(record: Record, entry: EvaluationRecord) -> str:
         return "zero-shot" if record.objective.head is None else f"{record.objective.head} head"
     if entry.trained_on is None:
         return "linear probe"
-    return f"linear probe, fitted to {_count(entry.trained_on, 'calibration sample')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' if number != 1 else ''}"
+    return f"linear probe, fitted to {count_text(entry.trained_on, 'calibration sample')}"
 
 
 def metric_name(entry: EvaluationRecord) -> str:
@@ -191,7 +183,7 @@ def sampling_error(record: Record) -> float | None:
 def headline(record: Record) -> str | None:
     """Return the result in one sentence: the change of the target's accuracy; None if nothing was measured.
 
-    What speaks against the port comes first.
+    Anything that speaks against the port comes first.
     """
     return (
         " ".join(filter(None, [lead_sentence(record.source_lead), left_behind(record), _result_sentence(record)]))
@@ -230,7 +222,7 @@ def _result_sentence(record: Record) -> str | None:
 def training_steps(record: Record) -> str:
     """Return "1 training step", "30 training steps", or "training" if the number is unknown."""
     training = record.method.training
-    return "training" if training is None else _count(training.steps, "training step")
+    return "training" if training is None else count_text(training.steps, "training step")
 
 
 def control_sentence(record: Record) -> str | None:
@@ -289,127 +281,16 @@ def readout_sentence(record: Record) -> str | None:
     return " ".join(parts)
 
 
-def outlook_sentence(outlook: OutlookRecord, lead: SourceLeadRecord | None = None) -> str:
-    """Say what the samples promise of the change; doubtful if that is nothing, or the source has no clear `lead`.
-
-    >>> print(outlook_sentence(OutlookRecord(0.081, "accuracy", 0.02)))
-    Outlook: about +8 points on data like the samples (± 2).
-    >>> print(outlook_sentence(OutlookRecord(-0.004, "accuracy", 0.02)))
-    Outlook: doubtful, about -0.4 points on data like the samples (± 2).
-    """
-    doubtful = "" if outlook.value > 0 and (lead is None or lead.is_clear) else "doubtful, "
-    if outlook.unit == LOSS:
-        return f"Outlook: {doubtful}the loss {_moves(outlook.value)} on data like the samples{_plus_minus(outlook)}."
-    points = _rounded_points(outlook.value)
-    return f"Outlook: {doubtful}about {points} points on data like the samples{_plus_minus(outlook)}."
-
-
-def _moves(fall: float) -> str:
-    return f"falls by about {fall:.2g}" if fall > 0 else f"rises by about {-fall:.2g}"
-
-
-def _plus_minus(outlook: OutlookRecord) -> str:
-    if outlook.error is None:
-        return ""
-    error = outlook.error if outlook.unit == LOSS else 100 * outlook.error
-    return f" (± {error:.2g})" if error < 10 else f" (± {error:.0f})"
-
-
-def _rounded_points(difference: float) -> str:
-    points = 100 * difference
-    return f"{points:+.0f}" if abs(points) >= 1 else f"{points:+.1f}"
-
-
-def alpha_sentence(method: MethodRecord) -> str | None:
-    """Say which alpha the samples chose and why; None if they did not choose.
-
-    >>> points = [CurveRecord(0.0, 2.0, 0.1), CurveRecord(0.5, 1.0, 0.0), CurveRecord(1.0, 1.5, 0.1)]
-    >>> print(alpha_sentence(MethodRecord("bico", 0.5, [0], curve=points)))
-    alpha 0.5: beyond it the samples' loss rises.
-    """
-    if not method.chosen_by_samples:
-        return None
-    if isinstance(method.alpha, float):
-        return f"alpha {method.alpha:.2g}: {_reason(method.alpha, method.curve)}."
-    alphas = ", ".join(f"{alpha:.2g}" for alpha in method.alpha)
-    if not any(method.alpha):
-        return f"alpha 0 in all {len(method.alpha)} steps: no step lowers the samples' loss clearly."
-    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each lowers the samples' loss clearly."
-
-
-def _reason(alpha: float, curve: Sequence[CurveRecord]) -> str:
-    best = min(curve, key=lambda point: (point.mean, point.alpha))
-    if alpha == 0:
-        return "no other lowers the samples' loss clearly"
-    if best.alpha > alpha:
-        return "beyond it the samples' loss does not fall clearly"
-    if alpha == max(point.alpha for point in curve):
-        return "the samples' loss falls up to there, and more is not tried"
-    return "beyond it the samples' loss rises"
-
-
-def candidates_sentence(method: MethodRecord) -> str | None:
-    """Say which methods were compared for "auto", and what the samples say of each; None if there was one."""
-    if not method.candidates:
-        return None
-    parts = []
-    for one in method.candidates:
-        name = "copying the change as it is (naive)" if one.method == "naive" else f"aligning it ({one.method})"
-        parts.append(f"{name} {'is held back' if one.held_back else f'gains {_gain_text(one.gain, method)}'}")
-    return f"The two bases have equal shapes, so both were tried on the samples: {', and '.join(parts)}."
-
-
-def _gain_text(gain: float, method: MethodRecord) -> str:
-    by_class = any(point.accuracy is not None for point in method.curve)
-    return f"{_rounded_points(gain)} points" if by_class else f"a loss lower by {gain:.2g}"
-
-
-def lead_sentence(lead: SourceLeadRecord | None) -> str | None:
-    """Return a warning if the fine-tuned source is not clearly better than the target on the samples' labels."""
-    if lead is None or lead.is_clear:
-        return None
-    is_worse = lead.target - lead.source > lead.error
-    state, follows = ("WORSE", "nothing") if is_worse else ("NOT clearly better", "little")
-    return (
-        f"The fine-tuned source is {state} than the target on the samples' labels: {lead.source:.1%} against "
-        f"{lead.target:.1%} (± {100 * lead.error:.1f} points), so there is {follows} to gain."
-    )
-
-
 def few_samples_sentence(record: Record) -> str | None:
     """Return a warning if a port was made from few samples, whoever chose its alpha; None if no sample was used."""
     data, method = record.data, record.method
     uses_samples = method.chosen_by_samples or method_info(method.name).uses_samples
     if data is None or data.n >= SAFE_SAMPLES or is_trained(record) or not uses_samples:
         return None
+    samples = count_text(data.n, "sample")
     return (
-        f"This port was made from only {_count(data.n, 'sample')}. So few are not safe: it may do worse on new data, "
+        f"This port was made from only {samples}. So few are not safe: it may do worse on new data, "
         f"above all if the source is a LoRA with a large change. Use {SAFE_SAMPLES} or more."
-    )
-
-
-def held_back_sentence(record: Record) -> str:
-    """Say why a port was held back."""
-    method, samples = record.method, record.data.n if record.data is not None else 0
-    what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
-    alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
-    tried = f"{what} with alpha chosen by {_count(samples, 'sample')}"
-    if samples == 1:
-        return f"Held back: {tried}. One sample cannot tell a gain from chance."
-    if not any(alphas) or method.veto is None:
-        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly."
-    gain = _gain_text(method.veto.mean, method)
-    scale = 100 if any(point.accuracy is not None for point in method.curve) else 1
-    error = "" if method.veto.error is None else f" (± {scale * method.veto.error:.2g})"
-    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing."
-
-
-def held_back_remedy(record: Record) -> str:
-    """Say what to do about a port that was held back."""
-    other = "--method bico" if record.method.name != "bico" else "--method theseus"
-    return (
-        f"use more samples (-n), compare other methods ('hf-bico compare', or {other}), or force it as the paper does "
-        "with --alpha 1"
     )
 
 
@@ -418,7 +299,7 @@ def training_sentence(record: Record) -> str | None:
     training = record.method.training
     if training is None:
         return None
-    text = f"{training_steps(record)} of AdamW on {_count(training.samples, 'sample')}"
+    text = f"{training_steps(record)} of AdamW on {count_text(training.samples, 'sample')}"
     if training.batch is not None:
         text += f", {training.batch:,} at a time"
     text += f", learning rate {training.learning_rate:g}"

@@ -220,3 +220,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """
     match = near(word, known)
     return otherwise if match is None else f"did you mean '{match}'?"
+
+
+def count_text(number: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> count_text(1, "sample"), count_text(1200, "sample")
+    ('1 sample', '1,200 samples')
+    """
+    return f"{number:,} {what}{'s' if number != 1 else ''}"

@@ -19,6 +19,7 @@ from hf_bico.alignment.scaling import BOLD, CAREFUL
 from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.outcome_picture import ACCURACY, MAX_POINTS, Outcome, outcome_picture
 from hf_bico.reports.record import (
+    LOSS,
     CandidateRecord,
     CurveRecord,
     GainRecord,
@@ -28,12 +29,10 @@ from hf_bico.reports.record import (
     Record,
     SourceLeadRecord,
 )
-from hf_bico.reports.results import (
-    LOSS,
+from hf_bico.reports.results import few_samples_sentence, headline
+from hf_bico.reports.verdict import (
     alpha_sentence,
     candidates_sentence,
-    few_samples_sentence,
-    headline,
     held_back_remedy,
     held_back_sentence,
     outlook_sentence,

@@ -92,46 +92,36 @@ class RefittedHeadJudge(Judge):
 
 @dataclass(frozen=True)
 class TokenJudge(Judge):
-    """Judges the predictions of the samples' tokens, averaged over the tokens of each sample.
+    """Compares the predictions of the samples' tokens with the fine-tuned source's, averaged over each sample's tokens.
 
-    They are compared with the fine-tuned source's predictions, over the vocabulary that both share; or, without
-    `by_source`, with the tokens themselves.
+    Where the two vocabularies are padded to different widths, the tokens that both have count.
     """
 
+    asks_source = True
     head: TokenHead
-    by_source: bool = True
-
-    @property
-    def asks_source(self) -> bool:  # type: ignore[override]
-        return self.by_source
 
     def source_says(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor | None:
-        logits, _, _ = self._predictions(model, samples, labels)
-        return logits
+        return self._predictions(model, samples, labels)[0]
 
     def evidence(
         self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
     ) -> Tensor:
-        logits, tokens, owners = self._predictions(model, samples, labels)
         if source is None:
-            losses = functional.cross_entropy(logits, tokens, reduction="none")
-        else:
-            shared = min(logits.shape[1], source.shape[1])
-            theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
-            losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+            raise ValueError("the fine-tuned source was not asked")
+        logits, owners = self._predictions(model, samples, labels)
+        shared = min(logits.shape[1], source.shape[1])
+        theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
+        losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
         counts = torch.bincount(owners, minlength=len(samples))
         sums = torch.zeros(len(samples), dtype=torch.float64).index_add(0, owners, losses.cpu().double())
         return sums / counts.clamp(min=1)
 
-    def _predictions(
-        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits and labels of all predicted tokens, in single precision at least, and their samples."""
+    def _predictions(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits of all predicted tokens, in single precision at least, and the samples they are of."""
         logits, tokens, _ = self.head.run(model, samples, labels)
         counted = tokens != UNLEARNT
         rows = logits[counted.to(logits.device)]
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        return wide, tokens[counted].to(wide.device), counted.nonzero()[:, 0].cpu()
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)), counted.nonzero()[:, 0].cpu()
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return SampleScores(evidence)

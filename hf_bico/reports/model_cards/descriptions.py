@@ -6,8 +6,9 @@ Reads records; knows neither models nor losses.
 from __future__ import annotations
 
 from hf_bico.reports.outcome_picture import ACCURACY, ExpectedCurve, Outcome
-from hf_bico.reports.record import DataRecord, MethodRecord, Record
-from hf_bico.reports.results import LOSS, alpha_sentence, is_trained
+from hf_bico.reports.record import LOSS, DataRecord, MethodRecord, Record
+from hf_bico.reports.results import is_trained
+from hf_bico.reports.verdict import alpha_sentence
 from hf_bico.settings import PREDICTING
 
 SIGN_PHRASES = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from hf_bico.reports import results
+from hf_bico.reports import results, verdict
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
 from hf_bico.reports.model_cards.sections import Licences, Usage, card_task, measured_task
@@ -35,7 +35,7 @@ class PortCard(Card):
         return {
             "change": "change" if self.trained else "carried change",
             "headline": results.headline(record),
-            "outlook": None if record.outlook is None else results.outlook_sentence(record.outlook, record.source_lead),
+            "outlook": None if record.outlook is None else verdict.outlook_sentence(record.outlook, record.source_lead),
             "notices": [*([] if few is None else [few]), *record.notices],
             "gap_closed": results.gap_closed(record),
             "share_of_gain": results.share_of_gain(record),
@@ -48,7 +48,7 @@ class PortCard(Card):
             "steps": results.training_steps(record),
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
             "chosen_alpha": descriptions.chosen_alpha(record),
-            "candidates": results.candidates_sentence(record.method),
+            "candidates": verdict.candidates_sentence(record.method),
             "sampling": descriptions.SAMPLING_PHRASES.get(record.data.sampling) if record.data else None,
             "matching": descriptions.MATCHING_PHRASES.get(record.method.matching or ""),
             "signs": descriptions.SIGN_PHRASES.get(record.method.signs or ""),

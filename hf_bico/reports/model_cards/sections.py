@@ -14,6 +14,7 @@ from hf_bico.models.families import family_named
 from hf_bico.models.families.base import ZERO_SHOT_TASK
 from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB_URL
 from hf_bico.reports.record import (
+    LOSS,
     ChangeRecord,
     EvaluationRecord,
     LayerRecord,
@@ -23,7 +24,7 @@ from hf_bico.reports.record import (
     Record,
     SiteRecord,
 )
-from hf_bico.reports.results import LOSS, OTHER_ROLES, by_role, role_labels
+from hf_bico.reports.results import OTHER_ROLES, by_role, role_labels
 from hf_bico.settings import DEFAULT_TEMPLATES
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import clean

@@ -24,7 +24,7 @@ from hf_bico.errors import BicoError
 from hf_bico.experiments.demo.world import World
 from hf_bico.porting.result import ChangeResult, Ported
 from hf_bico.reports.record import ChangeRecord, Record
-from hf_bico.reports.results import lead_sentence, outlook_sentence
+from hf_bico.reports.verdict import lead_sentence, outlook_sentence
 from support.paper import PAPER
 
 TASK = "inverted"

@@ -1,0 +1,123 @@
+"""Say what the calibration samples say of a port: the alpha they chose, the gain they promise, why it was held back.
+
+Reads records; measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_bico.reports.record import LOSS, CurveRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
+from hf_bico.utils.text import count_text
+
+
+def outlook_sentence(outlook: OutlookRecord, lead: SourceLeadRecord | None = None) -> str:
+    """Say what the samples promise of the change; doubtful if that is nothing, or the source has no clear `lead`.
+
+    >>> print(outlook_sentence(OutlookRecord(0.081, "accuracy", 0.02)))
+    Outlook: about +8 points on data like the samples (± 2).
+    >>> print(outlook_sentence(OutlookRecord(-0.004, "accuracy", 0.02)))
+    Outlook: doubtful, about -0.4 points on data like the samples (± 2).
+    """
+    doubtful = "" if outlook.value > 0 and (lead is None or lead.is_clear) else "doubtful, "
+    if outlook.unit == LOSS:
+        return f"Outlook: {doubtful}the loss {_moves(outlook.value)} on data like the samples{_plus_minus(outlook)}."
+    points = _rounded_points(outlook.value)
+    return f"Outlook: {doubtful}about {points} points on data like the samples{_plus_minus(outlook)}."
+
+
+def _moves(fall: float) -> str:
+    return f"falls by about {fall:.2g}" if fall > 0 else f"rises by about {-fall:.2g}"
+
+
+def _plus_minus(outlook: OutlookRecord) -> str:
+    if outlook.error is None:
+        return ""
+    error = outlook.error if outlook.unit == LOSS else 100 * outlook.error
+    return f" (± {error:.2g})" if error < 10 else f" (± {error:.0f})"
+
+
+def _rounded_points(difference: float) -> str:
+    points = 100 * difference
+    return f"{points:+.0f}" if abs(points) >= 1 else f"{points:+.1f}"
+
+
+def alpha_sentence(method: MethodRecord) -> str | None:
+    """Say which alpha the samples chose and why; None if they did not choose.
+
+    >>> points = [CurveRecord(0.0, 2.0, 0.1), CurveRecord(0.5, 1.0, 0.0), CurveRecord(1.0, 1.5, 0.1)]
+    >>> print(alpha_sentence(MethodRecord("bico", 0.5, [0], curve=points)))
+    alpha 0.5: beyond it the samples' loss rises.
+    """
+    if not method.chosen_by_samples:
+        return None
+    if isinstance(method.alpha, float):
+        return f"alpha {method.alpha:.2g}: {_reason(method.alpha, method.curve)}."
+    alphas = ", ".join(f"{alpha:.2g}" for alpha in method.alpha)
+    if not any(method.alpha):
+        return f"alpha 0 in all {len(method.alpha)} steps: no step lowers the samples' loss clearly."
+    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each lowers the samples' loss clearly."
+
+
+def _reason(alpha: float, curve: Sequence[CurveRecord]) -> str:
+    best = min(curve, key=lambda point: (point.mean, point.alpha))
+    if alpha == 0:
+        return "no other lowers the samples' loss clearly"
+    if best.alpha > alpha:
+        return "beyond it the samples' loss does not fall clearly"
+    if alpha == max(point.alpha for point in curve):
+        return "the samples' loss falls up to there, and more is not tried"
+    return "beyond it the samples' loss rises"
+
+
+def candidates_sentence(method: MethodRecord) -> str | None:
+    """Say which methods were compared for "auto", and what the samples say of each; None if there was one."""
+    if not method.candidates:
+        return None
+    parts = []
+    for one in method.candidates:
+        name = "copying the change as it is (naive)" if one.method == "naive" else f"aligning it ({one.method})"
+        parts.append(f"{name} {'is held back' if one.held_back else f'gains {_gain_text(one.gain, method)}'}")
+    return f"The two bases have equal shapes, so both were tried on the samples: {', and '.join(parts)}."
+
+
+def _gain_text(gain: float, method: MethodRecord) -> str:
+    by_class = any(point.accuracy is not None for point in method.curve)
+    return f"{_rounded_points(gain)} points" if by_class else f"a loss lower by {gain:.2g}"
+
+
+def lead_sentence(lead: SourceLeadRecord | None) -> str | None:
+    """Return a warning if the fine-tuned source is not clearly better than the target on the samples' labels."""
+    if lead is None or lead.is_clear:
+        return None
+    is_worse = lead.target - lead.source > lead.error
+    state, follows = ("WORSE", "nothing") if is_worse else ("NOT clearly better", "little")
+    return (
+        f"The fine-tuned source is {state} than the target on the samples' labels: {lead.source:.1%} against "
+        f"{lead.target:.1%} (± {100 * lead.error:.1f} points), so there is {follows} to gain."
+    )
+
+
+def held_back_sentence(record: Record) -> str:
+    """Say why a port was held back."""
+    method, samples = record.method, record.data.n if record.data is not None else 0
+    what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
+    alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
+    tried = f"{what} with alpha chosen by {count_text(samples, 'sample')}"
+    if samples == 1:
+        return f"Held back: {tried}. One sample cannot tell a gain from chance."
+    if not any(alphas) or method.veto is None:
+        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly."
+    gain = _gain_text(method.veto.mean, method)
+    scale = 100 if any(point.accuracy is not None for point in method.curve) else 1
+    error = "" if method.veto.error is None else f" (± {scale * method.veto.error:.2g})"
+    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing."
+
+
+def held_back_remedy(record: Record) -> str:
+    """Say what to do about a port that was held back."""
+    other = "--method bico" if record.method.name != "bico" else "--method theseus"
+    return (
+        f"use more samples (-n), compare other methods ('hf-bico compare', or {other}), or force it as the paper does "
+        "with --alpha 1"
+    )
