@@ -181,7 +181,9 @@ def _source(world: World, folder: Path, job: Job) -> tuple[Path, Path]:
 def train(folder: Path, world: int, shape: str) -> None:
     from hf_bico.experiments.demo.world import build
 
-    build(world_folder(folder, world), seed=world, shapes=(shape,) if shape else (), tasks=TASKS)
+    is_target_only = shape and all(shape != source for source, _ in PAIRS)
+    shapes, tasks = (shape,) if shape else (), () if is_target_only else TASKS
+    build(world_folder(folder, world), seed=world, shapes=shapes, tasks=tasks)
 
 
 def train_loras(folder: Path, world: int, shape: str) -> None:
@@ -227,13 +229,15 @@ def all_ports(folder: Path, worlds: int, draws: int = 1, workers: int = 2) -> li
 def _train_all(folder: Path, worlds: Sequence[int], workers: int) -> None:
     shapes, sources = (sorted({pair[side] for pair in PAIRS}) for side in (1, 0))
     shapes = sorted({*shapes, *sources})
+    stages: list[tuple[Callable[[Path, int, str], None], Sequence[str]]] = [
+        (train, ("",)),  # the data, which all shapes share
+        (train, shapes),
+        (train_loras, sources),
+    ]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        for stage in (
-            [pool.submit(train, folder, world, "") for world in worlds],
-            [pool.submit(train, folder, world, shape) for world in worlds for shape in shapes],
-            [pool.submit(train_loras, folder, world, shape) for world in worlds for shape in sources],
-        ):
-            for made in stage:
+        for run, some in stages:
+            running = [pool.submit(run, folder, world, shape) for world in worlds for shape in some]
+            for made in running:
                 made.result()
 
 

@@ -1,6 +1,6 @@
 """What the default method costs: seconds of the walk with alpha by the samples, beside bico-path at alpha 1.
 
-    python benchmarks/walk.py [--samples 100] [--ports 3] [--small]
+    python benchmarks/walk.py [--samples 100] [--ports 2] [--memory 8GB] [--small]
 
 ViT-B/16 to ViT-B/16-plus on a GPU (on a CPU, or with --small, a smaller pair), loaded from folders and not written.
 Both kinds of port are run in turn in one process after a warm-up of each; the medians are printed stage by stage with
@@ -46,9 +46,10 @@ def one_port(pair: Any, rows: list[dict[str, Any]], how: dict[str, Any]) -> tupl
 
 @click.command(help=__doc__)
 @click.option("--samples", default=100, show_default=True)
-@click.option("--ports", default=3, show_default=True, help="Ports of each kind after the warm-up.")
+@click.option("--ports", default=2, show_default=True, help="Ports of each kind after the warm-up.")
+@click.option("--memory", help="The limit that each port keeps to.")
 @click.option("--small", is_flag=True, help="A pair that a CPU ports in seconds.")
-def main(samples: int, ports: int, small: bool) -> None:
+def main(samples: int, ports: int, memory: str | None, small: bool) -> None:
     import torch
     from pairs import clip_pair
     from sizes import CPU, FULL
@@ -67,7 +68,8 @@ def main(samples: int, ports: int, small: bool) -> None:
         peaks: dict[str, int] = dict.fromkeys(KINDS, 0)
         for number in range(1 + ports):
             for name, how in KINDS.items():
-                seconds, peak = one_port(pair, rows, how)
+                seconds, peak = one_port(pair, rows, how if memory is None else {**how, "memory": memory})
+                click.echo(f"{name}: {sum(seconds.values()):.1f} s", err=True)
                 if number:
                     found[name].append(seconds)
                     peaks[name] = max(peaks[name], peak)

@@ -25,6 +25,9 @@ class BicoError(Exception):
         self.remedy = remedy
         super().__init__(f"{self.cause}\nRemedy: {remedy}")
 
+    def __reduce__(self) -> tuple[type[BicoError], tuple[str, str]]:
+        return type(self), (self.cause, self.remedy)  # a process pool hands it to the process that waits
+
 
 class UsageError(BicoError):
     """Options contradict each other or cannot be parsed, whatever the models are."""

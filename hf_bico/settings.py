@@ -37,6 +37,15 @@ DEFAULT_DOWNLOAD = 2_000_000_000
 USUAL_BATCH = 32
 FEW_SAMPLES = 50
 """Below so many samples, methods that ask for it get altered copies of each."""
+VERY_FEW_SAMPLES = 20
+"""Below so many samples, alpha is chosen more carefully."""
+
+
+def allowed_errors(samples: int, bold: bool | None = None) -> int:
+    """Return how many standard errors above the smallest loss of so many samples a smaller alpha may be."""
+    if bold:
+        return 1
+    return 3 if samples < VERY_FEW_SAMPLES else 2
 
 
 @dataclass(frozen=True)

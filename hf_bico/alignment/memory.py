@@ -101,7 +101,7 @@ class MemoryNeeds:
         graphs = [one.kept(mode) for one in self.samples]
         rows = source.site_inputs + source.site_outputs
         if self.both_graphs:
-            return max(1, sum(graphs) + 2 * rows + target.site_inputs + self.adding)
+            return max(1, sum(graphs) + rows + target.site_inputs + self.adding)
         kept = self.kept_inputs
         waiting = source.site_inputs + max(0, target.site_inputs - kept) if self.texts else 0
         last = graphs[1] + source.site_outputs + self.adding + kept
@@ -257,6 +257,9 @@ LEAST_ACTIVATIONS = 250_000_000
 ACTIVATIONS = 0.3
 """Most that they take otherwise, as a share of models and sums: so batches do not shrink with depth, and those of
 ViT-B/16 take as much as the solver does later."""
+FREE_SHARE = 0.05
+"""Share of a GPU's free memory that the graphs of both models may take in any case: with ten labels, batches of 3 of
+ViT-B/16 take five times as long as batches of 13 on an H200."""
 BATCH = 8.0
 """Cost of starting a batch, in samples: about ten images for ViT-B/16 on an H200."""
 BATCH_ON_CPU = 0.03
@@ -326,6 +329,7 @@ def plan_memory(
     in turn.
     """
     room = None if limit is None else int(limit * (1 - SPARE_SHARE))
+    free = int(FREE_SHARE * room) if room is not None and needs.both_graphs and batch_cost >= 1 else 0
     can_be_lean = any(one.lean is not None for one in needs.samples)
     too_large: list[MemoryPlan] = []
     for alternating in [False] if needs.both_graphs else turns:
@@ -333,7 +337,7 @@ def plan_memory(
             replace(_plan(needs, room, size, alternating, mode), batch_cost=batch_cost)
             for mode in MEMORY_MODES
             if (not mode.lean or can_be_lean) and not (mode.at_once and (alternating or needs.both_graphs))
-            for size in _batch_sizes(needs, batch_size, mode, halved=room is not None)
+            for size in _batch_sizes(needs, batch_size, mode, free, halved=room is not None)
         ]
         fitting = [one for one in plans if one.fits]
         if batch_size is not None:
@@ -345,9 +349,9 @@ def plan_memory(
     return min(too_large, key=lambda one: one.bytes)
 
 
-def _batch_sizes(needs: MemoryNeeds, requested: int | None, mode: MemoryMode, halved: bool) -> list[int]:
+def _batch_sizes(needs: MemoryNeeds, requested: int | None, mode: MemoryMode, free: int, halved: bool) -> list[int]:
     """Return the candidates, the largest first."""
-    room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))))
+    room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))), free)
     size = requested or max(1, min(MOST_SAMPLES, room // needs.of_sample(mode)))
     return [size >> step for step in range(size.bit_length())] if halved else [size]
 

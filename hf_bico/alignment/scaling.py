@@ -16,8 +16,6 @@ from torch import Tensor
 
 SCALES = (0.0, *(2.0 ** (power / 2) for power in range(-10, 3)))
 """The scales that are tried: nothing, and 1/32 to 2 in steps of the root of 2."""
-CAREFUL, BOLD = 2.0, 1.0
-"""How many standard errors above the smallest loss a smaller scale may be."""
 VETO = 0.5
 """How many standard errors above 0 the mean gain has to be."""
 SHOWN_SCALES = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)

@@ -21,8 +21,6 @@ from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.readout import Readout
 from hf_bico.alignment.scaling import (
-    BOLD,
-    CAREFUL,
     SCALES,
     SHOWN_SCALES,
     CurvePoint,
@@ -47,6 +45,7 @@ from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.reports.record import LeftRecord, SiteRecord, SourceLeadRecord
 from hf_bico.reports.results import Report
+from hf_bico.settings import allowed_errors
 
 FINGERPRINTED = 64
 """Number of samples whose content identifies a training task; rows and labels count for all samples."""
@@ -126,7 +125,8 @@ def _carry(
         given = iter(alphas)
         carried = calibration.carry(method, lambda change, so_far: next(given))
         return TransferResult(models.gather_changes(carried, alpha=1.0), report(carried))
-    chooser = _StepChooser(scorer or make_scorer(calibration), BOLD if settings.bold else CAREFUL)
+    errors = allowed_errors(len(calibration.drawn_samples), settings.bold)
+    chooser = _StepChooser(scorer or make_scorer(calibration), errors)
     carried = calibration.carry(method, chooser.choose)
     changes = models.gather_changes(carried, alpha=1.0)
     return TransferResult(changes, report(carried), scaling=chooser.scaling(changes))
@@ -137,7 +137,7 @@ class _StepChooser:
     """Chooses alpha of each step by the samples, and remembers what was tried."""
 
     scorer: TargetScorer
-    errors: float
+    errors: int
     alphas: list[float] = field(default_factory=list)
     tried: list[dict[float, SampleScores]] = field(default_factory=list)
 

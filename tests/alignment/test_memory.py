@@ -24,6 +24,7 @@ from hf_bico.alignment.matching import blocks_by_index, pair_sites
 from hf_bico.alignment.memory import (
     BATCH,
     BATCH_ON_CPU,
+    FREE_SHARE,
     LEAST_ACTIVATIONS,
     MEMORY_MODES,
     MOST_SAMPLES,
@@ -140,6 +141,25 @@ def test_nothing_is_run_again_where_small_batches_cost_little() -> None:
     )
     assert (usual.checkpointing, usual.batch_size) == (True, 32)
     assert (on_cpu.checkpointing, on_cpu.lean, on_cpu.batch_size) == (False, False, 4)
+
+
+def test_graphs_of_both_models_may_take_a_share_of_a_gpu_that_is_free() -> None:
+    large = SampleBytes(LEAST_ACTIVATIONS // 10, LEAST_ACTIVATIONS // 10, 1, 1)
+    needs = replace(NEEDS, samples=(large, large), both_graphs=True)
+    room = 4 * LEAST_ACTIVATIONS
+    small, roomy, on_cpu, alone = (
+        plan_memory(one, limit, batch_cost=cost).batch_size
+        for one, limit, cost in (
+            (needs, room, BATCH),
+            (needs, int(room / FREE_SHARE), BATCH),
+            (needs, int(room / FREE_SHARE), BATCH_ON_CPU),
+            (replace(needs, both_graphs=False), int(room / FREE_SHARE), BATCH),
+        )
+    )
+    assert small == 4, "the activations that any batch may take"
+    assert small < roomy == int(room * (1 - SPARE_SHARE)) // needs.of_sample(MEMORY_MODES[0])
+    assert on_cpu == small, "a batch costs nothing to start there"
+    assert alone == 9, "one graph at a time"
 
 
 def test_batches_are_not_larger_than_is_quick() -> None:

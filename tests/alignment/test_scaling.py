@@ -13,8 +13,6 @@ from torch import Tensor
 import hf_bico
 from hf_bico.alignment.objectives.clip import zero_shot_head
 from hf_bico.alignment.scaling import (
-    BOLD,
-    CAREFUL,
     SCALES,
     Estimate,
     SampleScores,
@@ -33,7 +31,8 @@ from support.language_toys import fine_tuned, labelled_rows, sentences, write_de
 from support.reference import Changes, Fisher, Labelling
 from support.toys import CLASS_NAMES, WRITERS, Toy, fit, random_rows, random_state
 
-CPU, SAMPLES, CUT = torch.device("cpu"), 12, 1e-6
+CPU, SAMPLES, FEW, CUT = torch.device("cpu"), 20, 12, 1e-6
+BOLD, CAREFUL = 1, 2
 SHAPES = (Toy(width=16), Toy(width=24, heads=3, embedding=20))
 
 
@@ -196,7 +195,7 @@ class Clips:
             accuracies.append(literal.expected_accuracy(self.p[sample].tolist(), logits))
         return losses, accuracies
 
-    def walk(self, schedule: list[float], errors: float) -> tuple[list[float], Changes, list[float]]:
+    def walk(self, schedule: list[float], errors: int) -> tuple[list[float], Changes, list[float]]:
         """Alphas, the whole change, and the gains of the samples."""
         tau = reference.site_weights(
             {name: self.tuned[name] - start for name, start in self.base.items()}, self.toy.blocks
@@ -239,7 +238,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Clips:
 
 @pytest.mark.parametrize(("bold", "schedule"), [(False, [0.0, 0.25, 0.5, 0.75]), (True, [0.0, 0.5, 0.0, 0.5])])
 def test_the_walk_is_the_literal_one(clips: Clips, bold: bool, schedule: list[float]) -> None:
-    alphas, changes, gains = clips.walk(schedule, errors=1.0 if bold else 2.0)
+    alphas, changes, gains = clips.walk(schedule, errors=BOLD if bold else CAREFUL)
     assert any(alphas), "nothing to compare"
     ported = clips.port(method="bico-path", bold=bold)
     method = ported.record.method
@@ -268,7 +267,7 @@ def test_the_scale_of_a_method_of_one_step_is_the_literal_one(clips: Clips) -> N
     }
     losses = {alpha: clips.values(clips.target_with(None, step, alpha))[0] for alpha in literal.GRID}
     method = clips.port(method="bico").record.method
-    assert method.alpha == literal.chosen(losses, errors=2.0)
+    assert method.alpha == literal.chosen(losses, errors=CAREFUL)
     assert [point.mean for point in method.curve] == pytest.approx(
         [literal.mean(losses[alpha]) for alpha in literal.GRID], abs=1e-6
     )
@@ -288,8 +287,8 @@ def test_a_decoder_is_judged_by_its_next_token_predictions(tmp_path: Path) -> No
     base = write_decoder(tmp_path / "base")
     tuned = fine_tuned(base, tmp_path / "tuned", LlamaForCausalLM, share=0.3, only="layers")
     target = write_decoder(tmp_path / "target", width=24, heads=4, seed=1)
-    texts = sentences(SAMPLES)
-    where = {"to": target, "base": base, "data": [{"text": text} for text in texts], "n": SAMPLES}
+    texts = sentences(FEW)
+    where = {"to": target, "base": base, "data": [{"text": text} for text in texts], "n": FEW}
     options = {"method": "bico", "dtype": "float64", "evaluate": False, **where}
     whole = dict(hf_bico.port(tuned, **options, alpha=1.0).task_vector)
 
@@ -301,9 +300,9 @@ def test_a_decoder_is_judged_by_its_next_token_predictions(tmp_path: Path) -> No
         p, z = (one(input_ids=ids).logits[0, :-1] for one in (teacher, model))
         return literal.mean([literal.divergence(a.softmax(-1).tolist(), b.tolist()) for a, b in zip(p, z, strict=True)])
 
-    losses = literal.losses_at(student, whole, loss, SAMPLES)
+    losses = literal.losses_at(student, whole, loss, FEW)
     method = hf_bico.port(tuned, **options).record.method
-    assert method.alpha == literal.chosen(losses, errors=2.0)
+    assert method.alpha == literal.chosen(losses, errors=3)
     expected = [literal.mean(losses[alpha]) for alpha in literal.GRID]
     assert [point.mean for point in method.curve] == pytest.approx(expected, abs=1e-6)
     gains = [a - b for a, b in zip(losses[0.0], losses[method.alpha], strict=True)]

@@ -49,10 +49,9 @@ def test_the_tables_of_ports_come_from_their_numbers(make: Any, name: str) -> No
 def test_what_the_pages_say_about_harm() -> None:
     found = kept()
     default, paper = of(found, 100, "bico-path"), of(found, 100, "bico@1")
-    harmful = [one.written_gain for one in default if one.harmful]
+    assert not any(one.harmful for one in default)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert len(harmful) == 1
-    assert f"and one port leaves it more than a point worse, by {-min(harmful):.1f}" in readme
+    assert "and no port leaves it more than a point worse" in readme
     mean = [sum(one.written_gain for one in some) / len(some) for some in (default, paper)]
     assert f"B gains {mean[0]:.1f} points of accuracy on average" in readme
     assert f"gains {mean[1]:.1f} points there and hurts {sum(one.harmful for one in paper)} times" in readme

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from hf_bico.alignment.scaling import BOLD, CAREFUL
 from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.outcome_picture import ACCURACY, MAX_POINTS, Outcome, outcome_picture
 from hf_bico.reports.record import (
@@ -37,6 +36,7 @@ from hf_bico.reports.verdict import (
     held_back_sentence,
     outlook_sentence,
 )
+from hf_bico.settings import allowed_errors
 from support import ROOT
 from support.records import (
     ALPHAS,
@@ -210,13 +210,16 @@ def test_card_of_a_walk_tells_every_step_and_the_candidates() -> None:
         assert said in read
 
 
-@pytest.mark.parametrize(("bold", "errors", "said"), [(None, CAREFUL, "two"), (True, BOLD, "one")])
-def test_card_tells_the_rule_that_was_used(bold: bool | None, errors: float, said: str) -> None:
-    assert {1.0: "one", 2.0: "two"}[errors] == said
+@pytest.mark.parametrize(
+    ("samples", "bold", "said"), [(20, None, "two"), (19, None, "three"), (100, True, "one"), (10, True, "one")]
+)
+def test_card_tells_the_rule_that_was_used(samples: int, bold: bool | None, said: str) -> None:
+    assert ["one", "two", "three"][allowed_errors(samples, bold) - 1] == said
     record = a_scaled_record()
-    assert f"at most {said} standard error" in text_of(
-        render_card(replace(record, method=replace(record.method, bold=bold)))
-    )
+    assert record.data is not None
+    drawn = replace(record.data, n=samples)
+    read = text_of(render_card(replace(record, data=drawn, method=replace(record.method, bold=bold))))
+    assert f"at most {said} standard error" in read
 
 
 @pytest.mark.parametrize(

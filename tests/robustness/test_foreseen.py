@@ -258,3 +258,14 @@ def _cells(function: Any) -> list[Any]:
         found += list(getattr(getattr(function, "__func__", function), "__closure__", None) or ())
         function = getattr(function, "__wrapped__", None)
     return found
+
+
+@pytest.mark.parametrize("kind", [errors.BicoError, errors.RankError, errors.HeldBackError])
+def test_an_error_comes_whole_from_another_process(kind: type[errors.BicoError]) -> None:
+    sent = pickle.loads(pickle.dumps(kind("there is no 'x'", "check it")))
+    assert (type(sent), sent.cause, sent.remedy, str(sent)) == (
+        kind,
+        "there is no 'x'",
+        "check it",
+        "there is no 'x'\nRemedy: check it",
+    )

@@ -9,7 +9,7 @@ from hf_bico.reports.outcome_picture import ACCURACY, ExpectedCurve, Outcome
 from hf_bico.reports.record import LOSS, DataRecord, MethodRecord, Record
 from hf_bico.reports.results import is_trained
 from hf_bico.reports.verdict import alpha_sentence
-from hf_bico.settings import PREDICTING
+from hf_bico.settings import PREDICTING, allowed_errors
 
 SIGN_PHRASES = {
     "mean": "the mean gradient of the samples",
@@ -58,12 +58,16 @@ def given_alpha(method: MethodRecord) -> str | None:
     return f"alpha {', '.join(f'{alpha:g}' for alpha in alphas)}, given"
 
 
+_ERRORS = {1: "one standard error, as --bold asks,", 2: "two standard errors", 3: "three standard errors"}
+
+
 def chosen_alpha(record: Record) -> str | None:
     """Describe the alpha that the samples chose, and the rule; None if they did not choose."""
     method, said = record.method, alpha_sentence(record.method)
     if said is None:
         return None
-    errors = "one standard error, as --bold asks," if method.bold else "two standard errors"
+    samples = 0 if record.data is None else record.data.n
+    errors = _ERRORS[allowed_errors(samples, method.bold)]
     which = "it" if isinstance(method.alpha, float) else "each"
     rule = (
         f"The calibration samples chose {which}: the smallest alpha whose loss is at most {errors} above the smallest "
