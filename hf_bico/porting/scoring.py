@@ -33,6 +33,9 @@ from hf_bico.porting.heads import source_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import Stopwatch, available_memory, halving_batches
 
+PREPARED_AT_ONCE = 128
+"""Prepared images that the target reads at once by default: every scale runs over all of them again."""
+
 
 @dataclass(frozen=True)
 class TargetScorer:
@@ -86,13 +89,15 @@ class TargetScorer:
 def make_scorer(calibration: Calibration) -> TargetScorer:
     """Return the scorer of a calibration's samples, with the judge that its objective asks for."""
     models, settings, team = calibration.models, calibration.settings, calibration.models.team
-    judge, samples = _make_judge(calibration), calibration.drawn_samples
+    judge, samples, size = _make_judge(calibration), calibration.drawn_samples, settings.batch
     own: Batched = samples.select(team.share(range(len(samples))))
     if isinstance(judge, ClassJudge):
         own = calibration.augmented(samples.select(team.share(range(len(samples)))))
     if not judge.asks_source and not isinstance(judge, CaptionJudge):  # they read more than the target's images
-        own = PreparedSamples.if_small(models.target, own, settings.batch, models.device)
-    return TargetScorer(models, judge, own, settings.batch, calibration.watch)
+        own = PreparedSamples.if_small(models.target, own, size, models.device)
+    if isinstance(own, PreparedSamples) and settings.memory is None:
+        size = settings.batch_size or PREPARED_AT_ONCE
+    return TargetScorer(models, judge, own, size, calibration.watch)
 
 
 def _make_judge(calibration: Calibration) -> Judge:
