@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from ports import KINDS, SIZES, VARIANTS, MeasuredPort, command, markdown
 
+from hf_bico.settings import VETO
 from hf_bico.utils.text import format_table
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def rho(ports: Sequence[MeasuredPort]) -> float:
 
 
 def lines(ports: Sequence[MeasuredPort]) -> list[list[str]]:
-    """Return one line for each number of samples and method; a port with an outlook of 0 or less is flagged."""
+    """Return one line for each number of samples and method; a port whose outlook is doubtful is flagged."""
     head = ["samples", "method", "ports", "rho", "harmful", "of them flagged", "others", "of them flagged"]
     table = [head]
     for n in SIZES:
@@ -49,7 +50,7 @@ def lines(ports: Sequence[MeasuredPort]) -> list[list[str]]:
 
 
 def _flagged(ports: Sequence[MeasuredPort]) -> int:
-    return sum(one.outlook <= 0 for one in ports)
+    return sum(one.outlook <= VETO * one.error for one in ports)
 
 
 def picture(ports: Sequence[MeasuredPort]) -> bytes:

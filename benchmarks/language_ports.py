@@ -1,6 +1,6 @@
 """Counts ports of tiny trained language models that help and that hurt, at alpha 1 and as `port` runs them.
 
-    python benchmarks/language_ports.py FOLDER [--worlds 5] [--workers 2]
+    python benchmarks/language_ports.py FOLDER [--part classifiers] [--worlds 5] [--workers 2]
 
 Decoders with gentle and hard LoRAs, T5s with a fine-tuned encoder, and BERTs with a classification head, on models that
 nothing was chosen on. A gain is the fall of the held-out loss as a share of what fine-tuning did for the source's own
@@ -34,6 +34,7 @@ FIRST_HELD_OUT = 10
 SIZES = (10, 20, 50, 100)
 VARIANTS: dict[str, dict[str, Any]] = {"bico@1": {"method": "bico", "alpha": 1.0}, "bico": {"method": "bico"}}
 CLASSIFIER_VARIANTS = {**VARIANTS, "bico-path": {"method": "bico-path"}}
+PARTS = ("decoders", "sequences", "classifiers")
 HARD_STEPS, HARD_RATE = 400, 1e-3
 """A LoRA that is trained far beyond what its task needs."""
 
@@ -209,18 +210,19 @@ def table(ports: list[LanguagePort]) -> str:
 
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--part", type=click.Choice(PARTS), multiple=True, default=PARTS, help="What to measure; all if left out."
+)
 @click.option("--worlds", default=5, show_default=True, help="Pretrainings of each pair.")
 @click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
-def main(folder: Path, worlds: int, workers: int) -> None:
+def main(folder: Path, part: tuple[str, ...], worlds: int, workers: int) -> None:
     from support.language_world import PLAIN, STYLES
 
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + worlds)
-    jobs: list[tuple[str, int, str, bool]] = []
-    for world in numbers:
-        jobs += [("sequences", world, "", False), ("classifiers", world, "", False)]
-        for style in STYLES:
-            if style != PLAIN:
-                jobs += [("decoders", world, style, False)]
+    styles = [style for style in STYLES if style != PLAIN]
+    jobs = [(one, world, "", False) for world in numbers for one in part if one != "decoders"]
+    if "decoders" in part:
+        jobs += [("decoders", world, style, False) for world in numbers for style in styles]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         found = [one for done in [pool.submit(job, folder, *one) for one in jobs] for one in done.result()]
         hard = [("decoders", world, style, True) for _, world, style, _ in jobs if style]

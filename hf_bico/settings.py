@@ -39,6 +39,8 @@ FEW_SAMPLES = 50
 """Below so many samples, methods that ask for it get altered copies of each."""
 VERY_FEW_SAMPLES = 20
 """Below so many samples, alpha is chosen more carefully."""
+VETO = 0.5
+"""How many standard errors above 0 the samples' mean gain has to be; else a port is held back, or called doubtful."""
 
 
 def allowed_errors(samples: int, bold: bool | None = None) -> int:

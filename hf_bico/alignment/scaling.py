@@ -14,10 +14,10 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
+from hf_bico.settings import VETO
+
 SCALES = (0.0, *(2.0 ** (power / 2) for power in range(-10, 3)))
 """The scales that are tried: nothing, and 1/32 to 2 in steps of the root of 2."""
-VETO = 0.5
-"""How many standard errors above 0 the mean gain has to be."""
 SHOWN_SCALES = (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)
 """Scales of a whole change of several steps at which it is shown, beside 0 and 1."""
 

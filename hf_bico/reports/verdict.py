@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_bico.reports.record import LOSS, CurveRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
+from hf_bico.settings import VETO
 from hf_bico.utils.text import count_text
 
 
 def outlook_sentence(outlook: OutlookRecord, lead: SourceLeadRecord | None = None) -> str:
-    """Say what the samples promise of the change; doubtful if that is nothing, or the source has no clear `lead`.
+    """Say what the samples promise of the change; doubtful if a veto would drop it, or the source has no clear `lead`.
 
     >>> print(outlook_sentence(OutlookRecord(0.081, "accuracy", 0.02)))
     Outlook: about +8 points on data like the samples (± 2).
     >>> print(outlook_sentence(OutlookRecord(-0.004, "accuracy", 0.02)))
     Outlook: doubtful, about -0.4 points on data like the samples (± 2).
     """
-    doubtful = "" if outlook.value > 0 and (lead is None or lead.is_clear) else "doubtful, "
+    is_clear = outlook.value > VETO * (outlook.error or 0.0) and (lead is None or lead.is_clear)
+    doubtful = "" if is_clear else "doubtful, "
     if outlook.unit == LOSS:
         return f"Outlook: {doubtful}the loss {_moves(outlook.value)} on data like the samples{_plus_minus(outlook)}."
     points = _rounded_points(outlook.value)

@@ -28,6 +28,7 @@ from hf_bico.alignment.memory import (
     LEAST_ACTIVATIONS,
     MEMORY_MODES,
     MOST_SAMPLES,
+    MOST_SAMPLES_OF_BOTH,
     SPARE_SHARE,
     MemoryLimits,
     MemoryMode,
@@ -164,6 +165,7 @@ def test_graphs_of_both_models_may_take_a_share_of_a_gpu_that_is_free() -> None:
 
 def test_batches_are_not_larger_than_is_quick() -> None:
     assert plan_memory(NEEDS).batch_size == MOST_SAMPLES
+    assert plan_memory(replace(NEEDS, both_graphs=True)).batch_size == MOST_SAMPLES_OF_BOTH
     heavy = replace(NEEDS, samples=(SampleBytes(*[2 * LEAST_ACTIVATIONS] * 2, 1, 1),) * 2)
     assert plan_memory(heavy).batch_size == 1
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_bico.settings import VETO
 from support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -59,6 +60,16 @@ def test_what_the_pages_say_about_harm() -> None:
     worst = min(one.gain for one in hard)
     said = f"{sum(one.harmful for one in hard)} of {len(hard)} ports hurt, by up to {-worst:.1f} points"
     assert said in " ".join(page("adapters.md").split())
+
+
+def test_what_the_page_says_about_doubtful_ports() -> None:
+    some = of(kept(), 100, "bico@1")
+    doubtful = [one for one in some if one.outlook <= VETO * one.error]
+    harmful, helpful = ([one for one in some if test(one.gain)] for test in (lambda x: x < -1, lambda x: x > 1))
+    flagged, alarms = (sum(one in doubtful for one in part) for part in (harmful, helpful))
+    text = " ".join(page("reading-the-report.md").split())
+    assert f"flags {flagged} of the {len(harmful)} harmful ports" in text
+    assert f"and {alarms} of the {len(helpful)} that gain more than a point" in text
 
 
 def test_the_pictures_of_a_diagnosis_show_what_their_page_says() -> None:
