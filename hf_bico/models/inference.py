@@ -88,6 +88,16 @@ class PreparedSamples(CachedSamples):
         return cls.by(model, samples, batch_size, device)
 
 
+def prepare_alike(one: LiveModel, other: LiveModel) -> bool:
+    """Return True if two models prepare images in the same way, so that one can read what the other has prepared."""
+    return (
+        isinstance(one, ImageModel)
+        and isinstance(other, ImageModel)
+        and (one.layout.image_size, one.dtype) == (other.layout.image_size, other.dtype)
+        and one.preparation == other.preparation
+    )
+
+
 def _bytes_of(image: Any) -> int:
     """Return the size of a PIL image or a tensor; texts count as nothing."""
     if isinstance(image, Tensor):

@@ -235,7 +235,7 @@ class HeldOutEvaluation:
         return replace(self, samples=CachedSamples.of(self.samples, self.batch_size, MOST_KEPT))
 
     def prepared_by(self, model: LiveModel) -> HeldOutEvaluation:
-        """Preprocess the images once, for this model only, unless they take too much memory."""
+        """Preprocess the images once, for this model and those that prepare alike, unless they take too much memory."""
         return replace(self, samples=PreparedSamples.if_small(model, self.samples, self.batch_size))
 
     def measure_target(

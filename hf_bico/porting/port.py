@@ -16,6 +16,7 @@ from hf_bico.alignment.objectives.base import Classifier
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
+from hf_bico.models.inference import prepare_alike
 from hf_bico.models.model import ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
@@ -234,6 +235,7 @@ def _evaluate(
     if isinstance(calibration.heads.target, Classifier):
         of_source = of_source.read_once()
         of_target = of_source.prepared_by(prepared.models.target)
+        of_source = of_target if prepare_alike(prepared.models.source, prepared.models.target) else of_source
     progress = calibration.watch.progress
 
     def measure(name: str, changes: Deltas, head: TargetHead | WrittenHead | None) -> list[EvaluationRecord]:

@@ -29,7 +29,7 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.models.families.live import LiveModel
-from hf_bico.models.inference import accuracy, features_of, logits_of, probe_accuracy
+from hf_bico.models.inference import accuracy, features_of, logits_of, prepare_alike, probe_accuracy
 from hf_bico.models.model import Model
 from hf_bico.porting.evaluate import _probe_samples
 from support import forks
@@ -123,6 +123,29 @@ def test_features_and_logits_of_every_sample_in_order(scene: Scene, dtype: torch
     if dtype != torch.bfloat16:
         torch.testing.assert_close(logits, head.logits(expected), **close)
     assert not features.requires_grad
+
+
+@pytest.mark.parametrize("layout", ["open_clip", "transformers"])
+def test_models_prepare_alike_if_their_processors_do_the_same(layout: str, tmp_path: Path) -> None:
+    made = make_scene(tmp_path / "scene", (layout, layout))
+    shutil.copytree(made.base, tmp_path / "darker")
+    settings = tmp_path / "darker" / ("open_clip_config.json" if layout == "open_clip" else "preprocessor_config.json")
+    text = json.loads(settings.read_text())
+    place, name = (text["preprocess_cfg"], "mean") if layout == "open_clip" else (text, "image_mean")
+    place[name] = [0.1, 0.2, 0.3]
+    settings.write_text(json.dumps(text))
+    one, again, darker = load(made.base), load(made.base), load(tmp_path / "darker")
+    assert prepare_alike(one, again)
+    assert not prepare_alike(one, darker)
+    assert not prepare_alike(one, load(made.base, torch.bfloat16))
+    images, _ = next(iter(samples_of(open_data(made.data), "train", 1).batches(1)))
+    assert torch.equal(one.pixels(images), again.pixels(images))
+    assert not torch.equal(one.pixels(images), darker.pixels(images))
+
+
+def test_models_of_two_libraries_do_not_prepare_alike(tmp_path: Path) -> None:
+    made = make_scene(tmp_path / "scene", ("open_clip", "transformers"))
+    assert not prepare_alike(load(made.base), load(made.target))
 
 
 def test_measuring_leaves_the_model_as_it_was(scene: Scene, model: LiveModel) -> None:

@@ -39,7 +39,7 @@ from hf_bico.experiments.compare.cells import (
 from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.families.live import ImageModel
-from hf_bico.models.inference import Batched, PreparedSamples
+from hf_bico.models.inference import Batched, PreparedSamples, prepare_alike
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import make_heads, tuned_target_head
@@ -328,8 +328,9 @@ class DrawMeasurements:
 
     def _records(self, evaluator: HeldOutEvaluation, key: CellKey, held_back: bool) -> list[EvaluationRecord]:
         name, calibration = key.method, self._calibration(key.method, key.control)
-        if name in ("source", "base"):  # the prepared samples are the target's
-            evaluator = replace(evaluator, samples=self.data.samples)
+        if name in ("source", "base"):
+            if not prepare_alike(self.models.source, self.models.target):  # the prepared samples are the target's
+                evaluator = replace(evaluator, samples=self.data.samples)
             measure = evaluator.measure_source if name == "source" else evaluator.measure_base
             return measure(name, calibration)
         if name == "target fine-tuned" and self.tuned is not None:

@@ -226,6 +226,11 @@ class ImageModel(LiveModel):
             )
         return batch
 
+    @property
+    def preparation(self) -> object:
+        """What decides how PIL images are prepared: models with equal ones prepare them alike."""
+        return id(self)
+
     @abstractmethod
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         """Apply the model's own preprocessing to RGB images; return one batch."""

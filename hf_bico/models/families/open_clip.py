@@ -105,6 +105,10 @@ class OpenClipModel(ClipModel):
     def visual(self) -> Any:
         return getattr(self.module, "visual", self.module)
 
+    @property
+    def preparation(self) -> object:
+        return repr(self.transform)
+
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         import torch
 

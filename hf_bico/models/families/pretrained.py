@@ -294,6 +294,10 @@ class PretrainedModel(LiveModel):
         what = "image processor"
         return _from_folder(self._origin(what), "AutoImageProcessor", what, PROCESSOR_FILES, trial)
 
+    @property
+    def preparation(self) -> object:
+        return id(self) if self.folder is None else (type(self._processor), repr(self._processor.to_dict()))
+
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         batch: Tensor = self._processor(images=list(images), return_tensors="pt")["pixel_values"]
         return batch
