@@ -1,6 +1,6 @@
 """How well a port's outlook, the samples' mean gain, foretells its gain on held-out data.
 
-    python benchmarks/foresight.py FOLDER [--worlds 5] [--workers 2] [--docs docs/small-world]
+    python benchmarks/foresight.py FOLDER [--first 10] [--worlds 5] [--workers 2] [--docs docs/small-world]
 
 The ports are those of `loras.py`. Outlook and gain are those of the change as it would be written, before the veto: a
 port that is held back counts with both.
@@ -44,12 +44,13 @@ def lines(ports: Sequence[MeasuredPort]) -> list[list[str]]:
                 continue
             harmful = [one for one in some if one.gain < -1]
             others = [one for one in some if one.gain >= -1]
-            counts = [str(count) for part in (harmful, others) for count in (len(part), _flagged(part))]
+            counts = [str(count) for part in (harmful, others) for count in (len(part), flagged(part))]
             table.append([str(n), f"`{variant}`", str(len(some)), f"{rho(some):.2f}", *counts])
     return table
 
 
-def _flagged(ports: Sequence[MeasuredPort]) -> int:
+def flagged(ports: Sequence[MeasuredPort]) -> int:
+    """Return how many ports have a doubtful outlook."""
     return sum(one.outlook <= VETO * one.error for one in ports)
 
 

@@ -1,6 +1,6 @@
 """What can be expected of a port, above all of a LoRA: gains and harm by kind of source, samples and method.
 
-    python benchmarks/loras.py FOLDER [--worlds 5] [--workers 2] [--docs docs/small-world]
+    python benchmarks/loras.py FOLDER [--first 10] [--worlds 5] [--workers 2] [--docs docs/small-world]
 
 Full fine-tunes, gentle LoRAs (60 steps) and hard ones (400 steps, far beyond what the task needs) between four pairs of
 small models, on four tasks, one of them near its ceiling, over pretrainings that nothing was chosen on. `NAME@1` is a

@@ -209,9 +209,11 @@ def train_loras(folder: Path, world: int, shape: str) -> None:
                 train_lora(base, out, task, recipe, seed=world)
 
 
-def all_ports(folder: Path, worlds: int, draws: int = 1, workers: int = 2) -> list[MeasuredPort]:
-    """Return every port of so many held-out worlds; train and measure what is not there yet."""
-    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + worlds)
+def all_ports(
+    folder: Path, worlds: int, first: int = FIRST_HELD_OUT, draws: int = 1, workers: int = 2
+) -> list[MeasuredPort]:
+    """Return every port of so many worlds; train and measure what is not there yet."""
+    numbers = range(first, first + worlds)
     jobs = [Job(world, *pair, task, kind) for world in numbers for pair in PAIRS for task in TASKS for kind in KINDS]
     found = {job: kept_ports(folder, job) for job in jobs}
     wanted = {(n, draw, name) for n in SIZES for draw in range(draws) for name in VARIANTS}
@@ -246,11 +248,12 @@ def command(about: str | None, write: Callable[[list[MeasuredPort], Path | None]
 
     @click.command(help=about)
     @click.argument("folder", type=click.Path(path_type=Path))
+    @click.option("--first", default=FIRST_HELD_OUT, show_default=True, help="Number of the first pretraining.")
     @click.option("--worlds", default=5, show_default=True, help="Pretrainings of every model.")
     @click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
     @click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's tables and pictures.")
-    def main(folder: Path, worlds: int, workers: int, docs: Path | None) -> None:
-        ports = all_ports(folder, worlds, workers=workers)
+    def main(folder: Path, first: int, worlds: int, workers: int, docs: Path | None) -> None:
+        ports = all_ports(folder, worlds, first, workers=workers)
         if docs is not None:
             write_csv(ports, docs / "ports.csv")
         write(ports, docs)

@@ -332,7 +332,8 @@ def plan_memory(
     in turn.
     """
     room = None if limit is None else int(limit * (1 - SPARE_SHARE))
-    free = int(FREE_SHARE * room) if room is not None and needs.both_graphs and batch_cost >= 1 else 0
+    is_costly = batch_cost > BATCH_ON_CPU  # to start a batch, so that larger ones are worth their memory
+    free = int(FREE_SHARE * room) if room is not None and needs.both_graphs and is_costly else 0
     can_be_lean = any(one.lean is not None for one in needs.samples)
     too_large: list[MemoryPlan] = []
     for alternating in [False] if needs.both_graphs else turns:

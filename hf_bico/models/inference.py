@@ -93,6 +93,7 @@ def prepare_alike(one: LiveModel, other: LiveModel) -> bool:
     return (
         isinstance(one, ImageModel)
         and isinstance(other, ImageModel)
+        and type(one) is type(other)
         and (one.layout.image_size, one.dtype) == (other.layout.image_size, other.dtype)
         and one.preparation == other.preparation
     )

@@ -90,9 +90,8 @@ def make_scorer(calibration: Calibration) -> TargetScorer:
     """Return the scorer of a calibration's samples, with the judge that its objective asks for."""
     models, settings, team = calibration.models, calibration.settings, calibration.models.team
     judge, samples, size = _make_judge(calibration), calibration.drawn_samples, settings.batch
-    own: Batched = samples.select(team.share(range(len(samples))))
-    if isinstance(judge, ClassJudge):
-        own = calibration.augmented(samples.select(team.share(range(len(samples)))))
+    share = samples.select(team.share(range(len(samples))))
+    own: Batched = calibration.augmented(share) if isinstance(judge, ClassJudge) else share
     if not judge.asks_source and not isinstance(judge, CaptionJudge):  # they read more than the target's images
         own = PreparedSamples.if_small(models.target, own, size, models.device)
     if isinstance(own, PreparedSamples) and settings.memory is None:

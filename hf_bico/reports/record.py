@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_bico.errors import RecordError
 from hf_bico.runtime.output import RECORD_FILE
+from hf_bico.settings import VETO
 from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
 from hf_bico.utils.samples import FilePart
 
@@ -245,6 +246,11 @@ class OutlookRecord:
     value: float
     unit: str
     error: float | None = None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the veto would let such a gain pass; never that of a single sample, which has no standard error."""
+        return self.error is not None and self.value > VETO * self.error
 
 
 @dataclass(frozen=True)

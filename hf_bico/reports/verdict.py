@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_bico.reports.record import LOSS, CurveRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
-from hf_bico.settings import VETO
 from hf_bico.utils.text import count_text
 
 
@@ -20,8 +19,7 @@ def outlook_sentence(outlook: OutlookRecord, lead: SourceLeadRecord | None = Non
     >>> print(outlook_sentence(OutlookRecord(-0.004, "accuracy", 0.02)))
     Outlook: doubtful, about -0.4 points on data like the samples (± 2).
     """
-    is_clear = outlook.value > VETO * (outlook.error or 0.0) and (lead is None or lead.is_clear)
-    doubtful = "" if is_clear else "doubtful, "
+    doubtful = "" if outlook.is_clear and (lead is None or lead.is_clear) else "doubtful, "
     if outlook.unit == LOSS:
         return f"Outlook: {doubtful}the loss {_moves(outlook.value)} on data like the samples{_plus_minus(outlook)}."
     points = _rounded_points(outlook.value)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hf_bico.settings import VETO
 from support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -64,9 +63,9 @@ def test_what_the_pages_say_about_harm() -> None:
 
 def test_what_the_page_says_about_doubtful_ports() -> None:
     some = of(kept(), 100, "bico@1")
-    doubtful = [one for one in some if one.outlook <= VETO * one.error]
-    harmful, helpful = ([one for one in some if test(one.gain)] for test in (lambda x: x < -1, lambda x: x > 1))
-    flagged, alarms = (sum(one in doubtful for one in part) for part in (harmful, helpful))
+    harmful = [one for one in some if one.gain < -1]
+    helpful = [one for one in some if one.gain > 1]
+    flagged, alarms = map(foresight.flagged, (harmful, helpful))
     text = " ".join(page("reading-the-report.md").split())
     assert f"flags {flagged} of the {len(harmful)} harmful ports" in text
     assert f"and {alarms} of the {len(helpful)} that gain more than a point" in text

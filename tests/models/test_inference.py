@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 
 import hf_bico
 from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
@@ -125,22 +126,64 @@ def test_features_and_logits_of_every_sample_in_order(scene: Scene, dtype: torch
     assert not features.requires_grad
 
 
-@pytest.mark.parametrize("layout", ["open_clip", "transformers"])
-def test_models_prepare_alike_if_their_processors_do_the_same(layout: str, tmp_path: Path) -> None:
-    made = make_scene(tmp_path / "scene", (layout, layout))
-    shutil.copytree(made.base, tmp_path / "darker")
-    settings = tmp_path / "darker" / ("open_clip_config.json" if layout == "open_clip" else "preprocessor_config.json")
-    text = json.loads(settings.read_text())
-    place, name = (text["preprocess_cfg"], "mean") if layout == "open_clip" else (text, "image_mean")
-    place[name] = [0.1, 0.2, 0.3]
-    settings.write_text(json.dumps(text))
-    one, again, darker = load(made.base), load(made.base), load(tmp_path / "darker")
+OTHER_WAYS = [
+    ("open_clip", {}, {"mean": [0.1, 0.2, 0.3]}),
+    # open_clip's padding does not show its colour
+    ("open_clip", {"resize_mode": "longest", "fill_color": 0}, {"resize_mode": "longest", "fill_color": 200}),
+    ("transformers", {}, {"image_mean": [0.1, 0.2, 0.3]}),
+]
+
+
+@pytest.mark.parametrize(("library", "one_way", "other_way"), OTHER_WAYS)
+def test_models_prepare_alike_if_their_processors_do_the_same(
+    library: str, one_way: dict[str, Any], other_way: dict[str, Any], tmp_path: Path
+) -> None:
+    base = make_scene(tmp_path / "scene", (library, library)).base
+    one, again, other = (
+        load(preparing(base, tmp_path / name, **way))
+        for name, way in (("one", one_way), ("again", one_way), ("other", other_way))
+    )
     assert prepare_alike(one, again)
-    assert not prepare_alike(one, darker)
-    assert not prepare_alike(one, load(made.base, torch.bfloat16))
-    images, _ = next(iter(samples_of(open_data(made.data), "train", 1).batches(1)))
-    assert torch.equal(one.pixels(images), again.pixels(images))
-    assert not torch.equal(one.pixels(images), darker.pixels(images))
+    assert not prepare_alike(one, other)
+    assert not prepare_alike(one, load(tmp_path / "one", torch.bfloat16))
+    wide = [Image.new("RGB", (40, 10), "red")]
+    assert torch.equal(one.pixels(wide), again.pixels(wide))
+    assert not torch.equal(one.pixels(wide), other.pixels(wide))
+
+
+def preparing(model: Path, copy: Path, **way: Any) -> Path:
+    """A copy of a model that prepares images in another way."""
+    shutil.copytree(model, copy)
+    file = copy / "open_clip_config.json"
+    if file.exists():
+        settings = json.loads(file.read_text())
+        settings["preprocess_cfg"] |= way
+    else:
+        file = copy / "preprocessor_config.json"
+        settings = json.loads(file.read_text()) | way
+    file.write_text(json.dumps(settings))
+    return copy
+
+
+@pytest.mark.parametrize(("library", "way"), [("open_clip", "mean"), ("transformers", "image_mean")])
+def test_a_port_measures_the_source_on_images_as_the_source_prepares_them(
+    library: str, way: str, tmp_path: Path
+) -> None:
+    made = make_scene(tmp_path / "scene", (library, library))
+    target = preparing(made.base, tmp_path / "target", **{way: [0.1, 0.2, 0.3]})
+    seen: list[torch.Tensor] = []
+
+    def watched(model: LiveModel, head: Any, samples: Any, batch_size: int) -> torch.Tensor:
+        rows = logits_of(model, head, samples, batch_size)
+        seen.append(rows)
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_bico.alignment.objectives.base.logits_of", watched)
+        hf_bico.port(made.tuned, to=target, base=made.base, data=made.data, n=9, **PAPER)
+        ported = seen[-1]
+        hf_bico.evaluate_model(made.tuned, made.data)
+    assert torch.allclose(ported, seen[-1], atol=1e-5)
 
 
 def test_models_of_two_libraries_do_not_prepare_alike(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_alpha_is_told_with_its_reason(method: MethodRecord, said: str | None) -
             OutlookRecord(0.004, "accuracy", 0.01),
             "Outlook: doubtful, about +0.4 points on data like the samples (± 1).",
         ),
+        (OutlookRecord(0.081, "accuracy"), "Outlook: doubtful, about +8 points on data like the samples."),
         (OutlookRecord(-0.081, "accuracy"), "Outlook: doubtful, about -8 points on data like the samples."),
         (OutlookRecord(0.31, "accuracy", 0.12), "Outlook: about +31 points on data like the samples (± 12)."),
         (OutlookRecord(0.25, "loss", 0.1), "Outlook: the loss falls by about 0.25 on data like the samples (± 0.1)."),

@@ -228,7 +228,7 @@ class ImageModel(LiveModel):
 
     @property
     def preparation(self) -> object:
-        """What decides how PIL images are prepared: models with equal ones prepare them alike."""
+        """What decides how PIL images are prepared: models of one class with equal ones prepare them alike."""
         return id(self)
 
     @abstractmethod

@@ -107,7 +107,8 @@ class OpenClipModel(ClipModel):
 
     @property
     def preparation(self) -> object:
-        return repr(self.transform)
+        # what the transform was made from; it does not show everything itself
+        return id(self) if self.transform is None else repr(self.visual.preprocess_cfg)
 
     def _preprocess(self, images: Sequence[Any]) -> Tensor:
         import torch
