@@ -45,7 +45,7 @@ from hf_bico.reports.record import ModelRecord, Record, read_record
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
-from hf_bico.runtime.output import RECORD_FILE, atomic_folder, reserved
+from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart, reserved
 from hf_bico.settings import AUTO, Settings, method_info
 
 if TYPE_CHECKING:
@@ -116,8 +116,9 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         else:
             if push_to is not None:
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
-            size = planned.in_format(settings.format, settings.rank).output_bytes
-            with reserved(folder, push.overwrite, size) if is_first_process() else nullcontext():
+            result = planned.in_format(settings.format, settings.rank)
+            require_apart(folder, None if result.format == "full" else planned.lineage.target.folder)
+            with reserved(folder, push.overwrite, result.output_bytes) if is_first_process() else nullcontext():
                 destination = _Destination(folder, push_to, push, command)
                 ported = _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
             if ported.held_back:

@@ -67,6 +67,10 @@ class LazyMapping(Mapping[str, Value]):
     names: Mapping[str, Any]
     """The names in order; their values are the subclass's."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a value, without computing it."""
+        raise NotImplementedError
+
     def __contains__(self, name: object) -> bool:
         return name in self.names
 

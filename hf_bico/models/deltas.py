@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from decimal import Decimal
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError, RecordError
+from hf_bico.errors import BaseMismatchError, BrokenWeightsError, NonFiniteWeightsError, RecordError, UsageError
 from hf_bico.models.checkpoints import (
     Checkpoint,
     FileCheckpoint,
@@ -31,6 +34,7 @@ from hf_bico.models.name_matching import Overlap, align_names, overlap
 from hf_bico.utils.files import parse_json
 
 _FIRST = 256
+_MOST_QUOTED = 40
 _COMPUTED_WITH = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
 """Weighted sources; a vector is their sum."""
@@ -39,10 +43,16 @@ Terms: TypeAlias = tuple[tuple[float, Mapping[str, Change]], ...]
 class Deltas(Mapping[str, Tensor]):
     """Named weight changes over one base model: dense as a mapping, factors where possible by `change`.
 
+    Two are equal if they change the same tensors by the same values, as factors or not; they cannot be hashed.
+
     >>> tau = Deltas({"w": torch.ones(2)})
     >>> (0.5 * tau + tau)["w"]
     tensor([1.5000, 1.5000])
+    >>> tau / 2 == 0.5 * tau
+    True
     """
+
+    __array_ufunc__ = None  # a number of numpy leaves `number * tau` to this class
 
     def __init__(self, deltas: Mapping[str, Change], overlap: Overlap | None = None) -> None:
         self.terms: Terms = deltas.terms if isinstance(deltas, Deltas) else ((1.0, deltas),)
@@ -73,29 +83,64 @@ class Deltas(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return any(name in source for _, source in self.terms)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one change, without reading it."""
+        return next(shape_of(source, name) for _, source in self.terms if name in source)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} tensors"
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Deltas):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            self.shape(name) == other.shape(name) and _same(self.change(name), other.change(name)) for name in self
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __add__(self, other: Self) -> Self:
+        self._require_summand(other)
         return self._combined(self.terms + other.terms, Overlap(), other)
 
-    def __radd__(self, other: int) -> Self:
+    def __radd__(self, other: Any) -> Self:
         """Support `sum`, which starts from 0."""
-        return self if other == 0 else NotImplemented
+        if type(other) is int and other == 0:
+            return self
+        raise _no_summand(other)
 
-    def __mul__(self, factor: float) -> Self:
-        return self._combined(tuple((factor * weight, source) for weight, source in self.terms), self.overlap)
+    def __mul__(self, factor: Any) -> Self:
+        number = _factor(factor)
+        return self._combined(tuple((_factor(number * weight), source) for weight, source in self.terms), self.overlap)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> Self:
-        return self * (1 / divisor)
+    def __truediv__(self, divisor: Any) -> Self:
+        number: float = _factor(divisor)
+        if number == 0:
+            raise UsageError("a task vector was divided by 0", "divide it by another number")
+        return self * (1 / number)
 
     def __neg__(self) -> Self:
         return -1.0 * self
 
     def __sub__(self, other: Self) -> Self:
+        self._require_summand(other)
         return self + -other
+
+    def __rsub__(self, other: Any) -> Self:
+        raise _no_summand(other)
+
+    def _require_summand(self, other: Self) -> None:
+        """Refuse what is no such vector, or changes a tensor of the same name and another shape."""
+        if not isinstance(other, type(self)):
+            raise _no_summand(other)
+        for name in self:
+            if name in other and self.shape(name) != other.shape(name):
+                raise BaseMismatchError(
+                    f"'{name}' is {self.shape(name)} in one task vector and {other.shape(name)} in the other",
+                    "add task vectors of the same base",
+                )
 
     def renamed(self, names: Mapping[str, str]) -> Deltas:
         """Rename some of the changes; `names` maps old names to new ones."""
@@ -185,6 +230,54 @@ class Deltas(Mapping[str, Tensor]):
         return vector
 
 
+def finite_number(value: Any) -> float | None:
+    """Return a finite real number as a float, also one in an array or tensor without dimensions; None for others.
+
+    >>> finite_number(torch.tensor(0.5)), finite_number(Decimal("0.1")), finite_number(True)
+    (0.5, 0.1, None)
+    """
+    single = getattr(value, "ndim", 0) == 0
+    with suppress(OverflowError, RuntimeError, ValueError):  # 10**400, a tensor on the meta device
+        item = value.item() if single and hasattr(value, "item") else value
+        if isinstance(item, Real | Decimal) and not isinstance(item, bool) and isfinite(item):
+            return float(item)
+    return None
+
+
+def _factor(value: Any) -> Any:
+    """Return what a vector may be scaled by as a float; a tensor that is learnt stays one, with its graph."""
+    number = finite_number(value)
+    if number is None:
+        raise UsageError(f"a task vector was scaled by {_brief(value)}", "scale it by a finite number")
+    return value if getattr(value, "requires_grad", False) else number
+
+
+def _no_summand(other: object) -> UsageError:
+    return UsageError(
+        f"a task vector and {_brief(other)} have no sum", "add task vectors, and multiply them by numbers"
+    )
+
+
+def _brief(value: object) -> str:
+    """Name an operand in one line: a number, text or None by itself, anything else by its type."""
+    short = isinstance(value, float | complex | str | None) or (isinstance(value, int) and abs(value) < 1e30)
+    text = repr(value) if short else ""
+    return text if 0 < len(text) <= _MOST_QUOTED else f"a value of type {type(value).__name__}"
+
+
+def _same(one: Change, other: Change) -> bool:
+    """Compare two changes of one shape by value."""
+    first = dense(one)
+    second = dense(other).to(first.device)
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
+
+
+def shape_of(changes: Mapping[str, Change], name: str) -> tuple[int, ...]:
+    """Return the shape of one of the changes, which need not be read for it."""
+    return changes.shape(name) if isinstance(changes, LazyMapping) else tuple(changes[name].shape)
+
+
 def _parameters(model: nn.Module) -> dict[str, Any]:
     """Return the model's tensors by name, also those that are kept off its device."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters()), **offloaded_weights(model)}
@@ -235,17 +328,21 @@ class Difference(LazyMapping[Tensor]):
         tuned = tuned if self.device is None else tuned.to(self.device)
         return tuned, self.base.tensor(name).to(tuned.device)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.base.shapes[name]
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             raise KeyError(name)
-        if self._last is None or self._last[0] != name:
+        last = self._last  # once: another thread may read another tensor meanwhile
+        if last is None or last[0] != name:
             tuned, start = self._pair(name)
             wide = torch.promote_types(torch.promote_types(tuned.dtype, start.dtype), torch.float32)
             # rounding in a narrower fine-tuned copy is no change
             precision = _precision(tuned)
             start = start.to(precision) if _narrower(precision, start.dtype) else start
-            self._last = (name, tuned.to(wide) - start.to(wide))
-        return self._last[1]
+            self._last = last = (name, tuned.to(wide) - start.to(wide))
+        return last[1]
 
 
 def _changed(tuned: Tensor, start: Tensor, name: str) -> bool:
@@ -287,6 +384,9 @@ class RenamedChanges(LazyMapping[Change]):
         self.source = source
         self.names = {names.get(name, name): name for name in source}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return shape_of(self.source, self.names[name])
+
     def __getitem__(self, name: str) -> Change:
         return self.source[self.names[name]]
 
@@ -302,6 +402,13 @@ class StoredChanges(LazyMapping[Change]):
         halves = {half for name in self.low_rank for half in factor_names(name)}
         self.names = dict.fromkeys([*(name for name in self.checkpoint.shapes if name not in halves), *self.low_rank])
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        shapes = self.checkpoint.shapes
+        if name not in self.low_rank:
+            return shapes[name]
+        left, right = factor_names(name)
+        return shapes[left][0], shapes[right][1]
+
     def __getitem__(self, name: str) -> Change:
         change: Change
         if name in self.low_rank:
@@ -309,11 +416,15 @@ class StoredChanges(LazyMapping[Change]):
             change = Factors(self.checkpoint.tensor(left), self.checkpoint.tensor(right))
         else:
             change = self.checkpoint.tensor(name)
-        if not is_finite(change):
-            raise NonFiniteWeightsError(
-                f"the change of '{name}' holds NaN or infinite values", "make the task vector again from sound weights"
-            )
+        _require_finite(change, name)
         return change
+
+
+def _require_finite(change: Change, name: str) -> None:
+    if not is_finite(change):
+        raise NonFiniteWeightsError(
+            f"the change of '{name}' holds NaN or infinite values", "make the task vector again from sound weights"
+        )
 
 
 def factor_names(name: str) -> tuple[str, str]:
@@ -332,6 +443,7 @@ def write_delta(vector: Deltas, about: Mapping[str, Any], file: Path) -> None:
     tensors: dict[str, Tensor] = {}
     low_rank = []
     for name, change in vector.changes():
+        _require_finite(change, name)
         if isinstance(change, Factors):
             low_rank.append(name)
             tensors |= dict(zip(factor_names(name), (change.left, change.right), strict=True))
@@ -339,7 +451,6 @@ def write_delta(vector: Deltas, about: Mapping[str, Any], file: Path) -> None:
             tensors[name] = change
     factors = {_LOW_RANK: low_rank} if low_rank else {}
     header = json.dumps({"format": _FORMAT, "schema": _SCHEMA, **about, **factors}, sort_keys=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
     # one metadata entry: safetensors does not promise an order of several
     save_tensors(tensors, file, {"hf_bico": header})
 

@@ -154,7 +154,7 @@ def as_stored(vector: Deltas, target: Checkpoint) -> tuple[Deltas, float | None]
 def write_change(form: WrittenChange, target: Model, folder: Path) -> list[Path]:
     """Write the weights, and the files that the target's library needs; return the files that hold the change."""
     if form.format == "delta":
-        return [form.vector.save(folder)]
+        return [form.vector.write(folder)]
     if form.fitted is not None:
         named = BaseName(target.name, target.commit)
         model = target.skeleton() if form.head is None else form.head.skeleton(target)

@@ -44,7 +44,7 @@ from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.runtime.output import atomic_folder
+from hf_bico.runtime.output import atomic_folder, require_apart
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
 from hf_bico.utils.text import markdown_table, plain
@@ -96,6 +96,7 @@ class BaseResult(ABC, Generic[AnyRecord]):
     ) -> Path:
         """Write everything into a folder that appears complete or not at all."""
         folder = expanded(folder)
+        require_apart(folder, None if form.format == "full" else self.target.folder)
         with atomic_folder(folder, overwrite) as scratch:
             self.write(scratch, form, repo, revision)
         return folder

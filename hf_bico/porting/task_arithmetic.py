@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +25,7 @@ from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.models.deltas import finite_number
 from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
@@ -65,8 +65,7 @@ def apply(
     >>> hf_bico.apply(["user/lora-a", "user/lora-b"], weights=[0.7, 0.3]).save("merged")  # doctest: +SKIP
     """
     named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
-    shares = list(weights) if weights is not None else [1.0] * len(named)
-    _require_sum(named, shares, alpha)
+    shares, alpha = _numbers(named, [1.0] * len(named) if weights is None else list(weights), alpha)
     require_format(format, rank)
     started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
     with watch("download"):
@@ -76,14 +75,14 @@ def apply(
         total = alpha * sum(others, start=first)
         # everything: the sum holds all tensors that its parts hold
         form = format_change(total, target, format, rank, device=choose_device(device), everything=True)
-    sources = [Summand(part.record, float(share)) for share, part in zip(shares, parts, strict=True)]
+    sources = [Summand(part.record, share) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
     record = make_change_record(
         "apply",
         sources,
         target,
         form,
-        alpha=float(alpha),
+        alpha=alpha,
         started=started,
         seconds=sum(watch.seconds.values()),
         command=_command(named, sources, target, alpha, form) if typed else None,
@@ -163,14 +162,19 @@ def _command(
     return [*words, "--rank", str(form.rank)] if form.rank is not None else words
 
 
-def _require_sum(vectors: Sequence[Any], weights: Sequence[float], alpha: float) -> None:
+def _numbers(vectors: Sequence[Any], weights: Sequence[Any], alpha: Any) -> tuple[list[float], float]:
+    """Return one weight for each vector, and alpha; refuse what is no finite number."""
     if len(vectors) != len(weights):
         raise UsageError(
             f"there are {len(vectors)} task vectors and {len(weights)} weights", "give one weight for each"
         )
+    numbers = []
     for value in (*weights, alpha):
-        if type(value) not in (int, float) or not isfinite(value):
+        number = finite_number(value)
+        if number is None:
             raise UsageError(f"a weight or alpha is {value!r}", "use finite numbers")
+        numbers.append(number)
+    return numbers[:-1], numbers[-1]
 
 
 def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow_pickle: bool) -> _Part:
@@ -200,7 +204,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
 
 
 def _placed(vector: TaskVector, target: Model) -> TaskVector:
-    """Rename a vector to the target's tensors, and check that they exist in the same shapes."""
+    """Rename a vector to the target's tensors, which exist in the same shapes: from here on it is over the target."""
     shapes = target.checkpoint.shapes
     places = vector.places_in(shapes, f"'{target.name}'")
     for name, change in vector.changes():
@@ -210,7 +214,10 @@ def _placed(vector: TaskVector, target: Model) -> TaskVector:
                 f"'{target.name}'",
                 "apply the task vector to the model that it was made for",
             )
-    return TaskVector(vector.renamed(places), vector.overlap, vector.about, target)
+    about = {key: value for key, value in vector.about.items() if key != SEVERAL and not key.startswith("base")}
+    about |= {"base": target.name, "library": target.family.library}
+    about |= {} if target.commit is None else {"base_commit": target.commit}
+    return TaskVector(vector.renamed(places), vector.overlap, about, target)
 
 
 @translate_errors()

@@ -5,6 +5,7 @@ The arithmetic is that of `models.deltas`; nothing here runs a model.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,9 +19,18 @@ from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, Re
 from hf_bico.hub.client import Hub, HubRepo, RepoFiles, locate
 from hf_bico.hub.push import Pushed, PushOptions, require_pushable
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo
+from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.writing import BaseName, Fitted, fit_adapter, write_adapter
-from hf_bico.models.checkpoints import DELTA_FILE, WEIGHT_FILES, Checkpoint, MemoryCheckpoint, digest_of, is_adapter
+from hf_bico.models.checkpoints import (
+    ADAPTER_FILE,
+    DELTA_FILE,
+    WEIGHT_FILES,
+    Checkpoint,
+    MemoryCheckpoint,
+    digest_of,
+    is_adapter,
+)
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
 from hf_bico.models.low_rank import Change, Factors
 from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
@@ -31,19 +41,20 @@ from hf_bico.reports.model_cards import CARD_FILE
 from hf_bico.reports.model_cards.change_card import render_vector_card
 from hf_bico.reports.record import read_any
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.runtime.output import RECORD_FILE
+from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart
 from hf_bico.utils.files import expanded, sha256_of
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
 SEVERAL = "several_bases"
-"""Key in `about` of a sum whose parts were made for different weights."""
+"""Key in `about` of a sum whose parts were made for different weights, as older releases wrote it."""
 
 
 class TaskVector(Deltas):
     """Named changes of weights over one base model; `about` says which, as far as known.
 
-    A LoRA's changes stay low-rank, in sums too; as a mapping, a vector gives dense tensors.
+    A LoRA's changes stay low-rank, in sums too; as a mapping, a vector gives dense tensors. Vectors that are known to
+    be made for different weights have no sum; what is known of the base does not count when two are compared.
 
     >>> import torch
     >>> from hf_bico.models.checkpoints import MemoryCheckpoint
@@ -64,6 +75,17 @@ class TaskVector(Deltas):
         super().__init__(deltas, overlap)
         self.about = dict(about or {})
         self._base = base
+
+    def __copy__(self) -> Self:
+        return self._combined(self.terms, self.overlap)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what a saved file holds: no open file, no token, and its base by name alone."""
+        return type(self), (dict(self.changes()), self.overlap, self._known)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        changes = {name: copy.deepcopy(change, memo) for name, change in self.changes()}
+        return type(self)(changes, self.overlap, copy.deepcopy(self.about, memo), self._base)
 
     def _apply(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Apply under the module's own names, which in transformers may differ from those in its files."""
@@ -167,14 +189,21 @@ class TaskVector(Deltas):
         return cls(changes, about=about)
 
     @translate_errors()
-    def save(self, folder: str | Path, **about: Any) -> Path:
-        """Write the lossless delta format into `folder`; `about` goes into its metadata."""
-        file = expanded(folder) / DELTA_FILE
-        known = {**self.about, **about}
-        if isinstance(self._base, Model) and self._base.sha256:
-            known.setdefault("base_sha256", self._base.sha256)
-        write_delta(self, known, file)
-        return file
+    def save(self, folder: str | Path, overwrite: bool = False, **about: Any) -> Path:
+        """Write the lossless delta format as a new folder, and return its file; `about` goes into its metadata.
+
+        With `overwrite`, a folder that hf-bico wrote, or that holds such a file alone, is replaced.
+        """
+        place = expanded(folder)
+        require_apart(place, self._base.folder if isinstance(self._base, Model | RepoFiles) else None)
+        with atomic_folder(place, overwrite, [DELTA_FILE]) as scratch:
+            self.write(scratch, **about)
+        return place / DELTA_FILE
+
+    def write(self, folder: Path, **about: Any) -> Path:
+        """Write the lossless delta format into an existing folder."""
+        write_delta(self, {**self._known, **about}, folder / DELTA_FILE)
+        return folder / DELTA_FILE
 
     @translate_errors()
     def save_adapter(
@@ -184,26 +213,29 @@ class TaskVector(Deltas):
         *,
         base: str | Path | nn.Module | None = None,
         everything: bool = False,
+        overwrite: bool = False,
         device: str = "auto",
         token: str | None = None,
         allow_pickle: bool = False,
     ) -> Fitted:
-        """Write a PEFT adapter into `folder`, and return what it holds: `energy_kept`, `kept`, `ranks`.
+        """Write a PEFT adapter as a new folder, and return what it holds: `energy_kept`, `kept`, `ranks`.
 
         Linear layers become factors of `rank`: a whole number, or a share of each layer's energy such as 0.95; None
         keeps a LoRA's rank, and anything else exactly. With `everything`, other tensors are stored in full. `base` is
-        needed only if the vector does not know its base.
+        needed only if the vector does not know its base. With `overwrite`, a folder that hf-bico wrote, or that holds
+        an adapter's two files alone, is replaced.
 
         >>> TaskVector.from_models("user/vit-b16-eurosat").save_adapter("out", rank=16)  # doctest: +SKIP
         """
         from hf_bico.runtime.environment import choose_device
 
-        over = self.base_model(base, Hub(token), allow_pickle)
-        skeleton = over.skeleton()
-        fitted = fit_to(self, over, skeleton, rank, everything, choose_device(device))
         place = expanded(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        write_adapter(fitted, skeleton, over.as_loaded, BaseName(over.name, over.commit), place)
+        with atomic_folder(place, overwrite, [ADAPTER_CONFIG, ADAPTER_FILE]) as scratch:
+            over = self.base_model(base, Hub(token), allow_pickle)
+            require_apart(place, over.folder)
+            skeleton = over.skeleton()
+            fitted = fit_to(self, over, skeleton, rank, everything, choose_device(device))
+            write_adapter(fitted, skeleton, over.as_loaded, BaseName(over.name, over.commit), scratch)
         return fitted
 
     @translate_errors()
@@ -259,6 +291,32 @@ class TaskVector(Deltas):
         named = [(str(type), str(name)) for type, name in self.about.get(MADE_FROM) or ()]
         return list(dict.fromkeys(named)) or [LOCAL]
 
+    def _require_summand(self, other: Self) -> None:
+        super()._require_summand(other)
+        both = (self, other)
+        differ = any(SEVERAL in part.about for part in both)
+        if not differ and self._base_key != other._base_key:
+            known, others = (part._base_sha256 for part in both)
+            differ = bool(known and others) and known != others
+        if differ:
+            names = " and of ".join(f"'{part.about.get('base', 'several models')}'" for part in both)
+            raise BaseMismatchError(
+                f"the task vectors were made for different weights, of {names}",
+                "add them to one model with hf_bico.apply([...], to=MODEL)",
+            )
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        """`about`, with the digests of the base's files."""
+        digests = self._base_sha256
+        return {**self.about, "base_sha256": digests} if digests else self.about
+
+    @property
+    def _base_sha256(self) -> Any:
+        """Digests of its base's files, by name; computed if the files are here, empty if they are not known."""
+        known = self.about.get("base_sha256")
+        return self._base.sha256 if not known and isinstance(self._base, Model) else known
+
     def _combined(self, terms: Terms, overlap: Overlap, *others: Self) -> Self:
         vector = super()._combined(terms, overlap, *others)
         # the base of a sum is known if its parts agree
@@ -268,8 +326,7 @@ class TaskVector(Deltas):
         }
         vector.about[MADE_FROM] = [list(name) for part in parts for name in part.made_from]
         meant = [part.about["base_sha256"] for part in parts if part.about.get("base_sha256")]
-        if any(digests != meant[0] for digests in meant) or any(SEVERAL in part.about for part in parts):
-            vector.about[SEVERAL] = True
+        vector.about |= {"base_sha256": meant[0]} if meant else {}
         if all(part._base_key == self._base_key for part in others):
             vector._base = self._base
         return vector

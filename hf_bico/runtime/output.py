@@ -9,7 +9,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def locked_folder(folder: Path, size: int | None = None, waits: bool = False) ->
     Also clears leftovers of killed runs, and checks the disk space.
     """
     require_writable(folder)
-    path = Path(os.path.abspath(folder))
+    path = Path(os.path.realpath(folder))  # one lock, and one scratch folder, by whatever link it is named
     try:
         new_parents = [parent for parent in path.parents if not parent.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,14 +123,20 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a path that is not writable, or an existing folder unless hf-bico wrote it and it may be replaced."""
+def require_free(folder: Path, overwrite: bool, replaced: Collection[str] = ()) -> None:
+    """Refuse a path that is not writable, or an existing folder unless hf-bico wrote it and it may be replaced.
+
+    Files named in `replaced` are such as hf-bico writes: a folder that holds nothing else is taken for its own.
+    """
     if not os.path.exists(folder):  # pathlib raises on long names
         require_writable(folder)
         return
-    if folder.is_dir() and not any(folder.iterdir()):
+    if os.path.samefile(folder, os.curdir):  # replaced, it would leave this process in a deleted folder
+        raise OutputExistsError(f"'{folder}' is the current folder", "name a new folder inside of it")
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {""}
+    if not names:
         return
-    if not (folder / RECORD_FILE).is_file():
+    if RECORD_FILE not in names and not names <= set(replaced):
         raise OutputExistsError(
             f"'{folder}' exists and was not written by hf-bico (it holds no {RECORD_FILE})",
             "choose another folder with -o",
@@ -141,27 +147,36 @@ def require_free(folder: Path, overwrite: bool) -> None:
         )
 
 
+def require_apart(folder: Path, needed: Path | None) -> None:
+    """Refuse to replace a folder that holds the model which the result is a change of."""
+    if needed is not None and Path(os.path.realpath(needed)).is_relative_to(os.path.realpath(folder)):
+        raise OutputExistsError(f"'{folder}' holds the model that this is a change of", "choose another folder with -o")
+
+
 @contextmanager
-def reserved(folder: Path, overwrite: bool = False, size: int | None = None) -> Iterator[None]:
+def reserved(
+    folder: Path, overwrite: bool = False, size: int | None = None, replaced: Collection[str] = ()
+) -> Iterator[None]:
     """Lock an output folder from the start of a run, so that a refusal comes before the work."""
     with locked_folder(folder, size):
-        require_free(folder, overwrite)
+        require_free(folder, overwrite, replaced)
         yield
 
 
 @contextmanager
-def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(folder: Path, overwrite: bool = False, replaced: Collection[str] = ()) -> Iterator[Path]:
     """Yield a scratch folder to write into; it becomes `folder` at the end, and is deleted on failure."""
-    with reserved(folder, overwrite):
+    with reserved(folder, overwrite, replaced=replaced):
+        place = Path(os.path.realpath(folder))  # a link stays, and what it names is written
         try:
-            scratch = scratch_beside(folder)
+            scratch = scratch_beside(place)
         except OSError as error:
             raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
         try:
             yield scratch
             scratch.chmod(0o755)  # mkdtemp makes private folders
-            require_free(folder, overwrite)
-            put_in_place(scratch, folder)
+            require_free(folder, overwrite, replaced)
+            put_in_place(scratch, place)
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"'{folder.name}' cannot be written: {error}", "free some space or choose another folder"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,7 +17,14 @@ from safetensors.torch import load_file
 
 import hf_bico
 from hf_bico.cli.main import main
-from hf_bico.errors import BaseMismatchError, NonFiniteWeightsError, RecordError, RepoError, UsageError
+from hf_bico.errors import (
+    BaseMismatchError,
+    NonFiniteWeightsError,
+    OutputExistsError,
+    RecordError,
+    RepoError,
+    UsageError,
+)
 from hf_bico.models.checkpoints import open_safetensors
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model
@@ -203,6 +213,93 @@ def test_result_folder_is_not_overwritten_unasked(scene: Scene, tmp_path: Path) 
     assert "exists" in again.stderr
     replaced = run(*arguments, "--overwrite")
     assert (replaced.exit_code, replaced.output) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def savers(scene: Scene) -> dict[str, Callable[..., object]]:
+    """Everything that writes a result as a folder, from Python."""
+    tau = hf_bico.TaskVector.from_models(scene.tuned, scene.base)
+    port: dict[str, Any] = {"base": scene.base, "data": scene.data, "n": 24, "evaluate": False, **PAPER}
+    return {
+        "TaskVector.save": tau.save,
+        "TaskVector.save_adapter": lambda folder, **how: tau.save_adapter(folder, 2, **how),
+        "Ported.save": hf_bico.port(scene.tuned, scene.target, format="delta", **port).save,
+        "extract": hf_bico.extract(scene.tuned, scene.base, rank=2).save,
+        "apply": hf_bico.apply(tau, scene.base).save,
+    }
+
+
+SAVERS = ["TaskVector.save", "TaskVector.save_adapter", "Ported.save", "extract", "apply"]
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_one_rule_for_every_folder_that_exists(
+    name: str, scene: Scene, savers: dict[str, Callable[..., object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = savers[name]
+    shutil.copytree(scene.base, tmp_path / "model")
+    (tmp_path / "model-link").symlink_to(tmp_path / "model")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = _contents(tmp_path)
+    for place in ("../model", "../model-link", "../file", "..", ".", tmp_path / "here"):
+        for overwrite in (False, True):
+            with pytest.raises(OutputExistsError):
+                save(place, overwrite=overwrite)
+    assert _contents(tmp_path) == before
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    save(tmp_path / "link")
+    first = _contents(tmp_path)
+    for place in ("new", "link"):
+        with pytest.raises(OutputExistsError, match="exists"):
+            save(tmp_path / place)
+        assert _contents(tmp_path) == first
+        save(tmp_path / place, overwrite=True)
+        assert _contents(tmp_path).keys() == first.keys(), "nothing is left behind"
+    assert (tmp_path / "link").is_symlink()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["TaskVector.save", "TaskVector.save_adapter", "extract"])
+def test_change_does_not_replace_the_model_that_it_changes(name: str, scene: Scene, tmp_path: Path) -> None:
+    """Even where hf-bico wrote that model, and may replace it."""
+    base = hf_bico.apply(hf_bico.TaskVector({}, base=Model.open(scene.base, "the base"))).save(tmp_path / "base")
+    before = _contents(base)
+    vector = hf_bico.TaskVector.from_models(scene.tuned, base)
+    change: dict[str, Callable[[], object]] = {
+        "TaskVector.save": lambda: vector.save(base, overwrite=True),
+        "TaskVector.save_adapter": lambda: vector.save_adapter(base, 2, overwrite=True),
+        "extract": lambda: hf_bico.extract(scene.tuned, base, rank=2).save(base, overwrite=True),
+    }
+    with pytest.raises(OutputExistsError, match="holds the model that this is a change of"):
+        change[name]()
+    assert _contents(base) == before
+
+
+def test_numbers_of_numpy_are_weights(scene: Scene) -> None:
+    tau = hf_bico.TaskVector.from_models(scene.tuned, scene.base)
+    made = hf_bico.apply([tau, tau], weights=np.array([0.7, 0.3]), alpha=np.float64(0.5))
+    assert made.task_vector == hf_bico.apply([tau, tau], weights=[0.7, 0.3], alpha=0.5).task_vector
+    assert json.loads(made.record.to_json())["alpha"] == 0.5
+
+
+def test_vectors_of_two_models_are_added_to_a_third_that_is_named(scene: Scene, tmp_path: Path) -> None:
+    folders = [
+        hf_bico.TaskVector.from_models(tuned, base).save(tmp_path / name).parent
+        for name, tuned, base in (("one", scene.tuned, scene.base), ("two", scene.base, scene.tuned))
+    ]
+    one, two = map(hf_bico.TaskVector.load, folders)
+    with pytest.raises(BaseMismatchError, match="made for different weights, of 'base' and of 'tuned'"):
+        one + two
+    made = hf_bico.apply(folders, to=scene.base, format="delta")
+    assert ["two was made for other weights" in notice for notice in made.record.notices] == [True]
+    written = hf_bico.TaskVector.load(made.save(tmp_path / "sum"))
+    assert (written.about["base"], written.about["base_sha256"]) == ("base", one.about["base_sha256"])
+    written.require_made_for(Model.open(scene.base, "the base"))
 
 
 def test_made_folder_is_no_port(scene: Scene, tmp_path: Path) -> None:

@@ -114,6 +114,9 @@ class AdapterChanges(LazyMapping["Change"]):
     called: str
     _finite: set[str] = field(default_factory=set)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.base.shapes[name]
+
     def __getitem__(self, name: str) -> Change:
         change = self.names[name].read(self.adapter, self.base, name)
         if name not in self._finite:

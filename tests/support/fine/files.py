@@ -75,14 +75,15 @@ def vector_of_another_base(stage: Stage) -> Outcome:
     VECTORS,
     "two saved task vectors",
     "they were made for different models",
-    Refused(BaseMismatchError, "the task vector is a sum of vectors that were made for different models"),
+    Refused(
+        BaseMismatchError, "the task vectors were made for different weights, of 'narrow' and of 'narrow-rotated-90'"
+    ),
 )
 def vectors_of_two_bases(stage: Stage) -> Outcome:
     other = hf_bico.TaskVector.from_models(stage.tuned, base=stage.world.fine_tuned("narrow", "rotated-90"))
     vectors = [_saved_vector(stage), other.save(stage.place("other")).parent]
-    total = sum((hf_bico.TaskVector.load(vector) for vector in vectors), start=0)
-    total.save_adapter(stage.place("sum"), base=stage.base)
-    raise AssertionError
+    sum(hf_bico.TaskVector.load(vector) for vector in vectors)
+    raise AssertionError("they were added")
 
 
 @case(
