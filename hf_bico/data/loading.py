@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.retries import is_offline
+from hf_bico.runtime.turns import library_turn
 from hf_bico.utils.files import read_card_metadata, require_sound_json
 from hf_bico.utils.text import size_text
 
@@ -77,7 +78,6 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     """
     import datasets
 
-    datasets.disable_progress_bars()
     saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
     if config is not None and (saved or path.is_file()):
         raise DataNotFoundError(f"'{name}' has no configurations", "leave --config out")
@@ -202,7 +202,6 @@ def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) ->
 def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
     import datasets
 
-    datasets.disable_progress_bars()
     with readable(files.repo.id):
         paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
         loaded = datasets.load_dataset("parquet", data_files=paths)
@@ -340,7 +339,7 @@ def readable(name: str) -> Iterator[None]:
 
     format_errors = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
     try:
-        with _quiet(datasets.logging):
+        with _quiet(datasets.logging), no_progress_bars():
             yield
     except (datasets.exceptions.DatasetsError, *READ_ERRORS, *format_errors) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
@@ -354,9 +353,26 @@ def readable(name: str) -> Iterator[None]:
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
     """Silence a library's log: we report its failures ourselves."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    with library_turn():
+        before = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(before)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of `datasets` inside."""
+    import datasets
+
+    with library_turn():
+        if datasets.are_progress_bars_disabled():
+            yield
+            return
+        datasets.disable_progress_bars()
+        try:
+            yield
+        finally:
+            datasets.enable_progress_bars()

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
+from hf_bico.runtime.turns import job_turn
 from hf_bico.utils.files import folder_name, read_object, sha256_of
 
 if TYPE_CHECKING:
@@ -93,9 +94,11 @@ class MemoryCheckpoint:
 
     @classmethod
     def of(cls, module: nn.Module) -> MemoryCheckpoint:
-        own = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-        # a tied tensor only once, as in files
-        return cls({name: tensor for name, tensor in module.state_dict().items() if name in own})
+        """Take the weights that a loaded model has once no other thread's port is changing them."""
+        with job_turn():
+            own = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+            # a tied tensor only once, as in files
+            return cls({name: tensor for name, tensor in module.state_dict().items() if name in own})
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -236,13 +239,13 @@ def open_safetensors(file: Path, framework: str) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Call `save_file`, then set the permissions of a new file: safetensors writes for the owner only."""
+    """Call `save_file`, with the permissions of a new file: safetensors writes for the owner only."""
     from safetensors.torch import save_file
 
+    file.touch()  # the umask itself cannot be read without changing it, for all threads
+    mode = file.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
+    file.chmod(mode)
 
 
 def tensor_offsets(file: Path) -> dict[str, int]:

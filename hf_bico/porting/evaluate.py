@@ -32,7 +32,13 @@ from hf_bico.porting.heads import own_head
 from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
-from hf_bico.runtime.environment import choose_device, choose_dtype, enough_memory, exact_float32
+from hf_bico.runtime.environment import (
+    choose_device,
+    choose_dtype,
+    enough_memory,
+    exact_float32,
+    keep_bfloat16_off_onednn,
+)
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
@@ -90,6 +96,7 @@ def evaluate_model(
     if settings.memory is not None or settings.device_map is not None:
         raise UsageError("memory and device_map are of ports", "leave them out, or use a smaller batch_size")
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
+    keep_bfloat16_off_onednn(live.module)
     live.max_length = settings.max_length
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
     result = partial(EvaluationRecord, name, measured.name, split, len(samples))

@@ -48,7 +48,13 @@ from hf_bico.porting.planner import with_blocks
 from hf_bico.porting.plausibility import require_plausible
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.runtime.distributed import ALONE, ProcessGroup
-from hf_bico.runtime.environment import Stopwatch, available_memory, choose_dtype, halving_batches
+from hf_bico.runtime.environment import (
+    Stopwatch,
+    available_memory,
+    choose_dtype,
+    halving_batches,
+    keep_bfloat16_off_onednn,
+)
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
 from hf_bico.utils.text import size_text
@@ -97,6 +103,7 @@ class ModelPair:
             source, target = _load(planned, settings, device, choose_dtype(settings.dtype))
             if target.module is source.module:  # each is changed on its own
                 target = lineage.target.family.wrap(copy.deepcopy(target.module))
+            keep_bfloat16_off_onednn(source.module, target.module)
             source.max_length = target.max_length = settings.max_length
         return cls(planned, settings, vector, pairs, source, target, device, team, unchanged)
 

@@ -42,6 +42,7 @@ from hf_bico.runtime.environment import (
     peak_memory,
 )
 from hf_bico.runtime.library_errors import translate_errors
+from hf_bico.runtime.turns import job_turn
 from hf_bico.settings import Settings
 from hf_bico.utils.progress import Progress, silent
 
@@ -68,14 +69,15 @@ def port(
     images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out if the source's
     card names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
     `progress` is called with (stage, steps done, steps in all). The other options are those of `hf_bico.Settings`,
-    such as n, per_class, seed, method, alpha, format, rank, objective and device.
+    such as n, per_class, seed, method, alpha, format, rank, objective and device. Ports of several threads take turns.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
     settings, hub = Settings.of(options), Hub(token)
-    planned = plan(source, to, base=base, data=data, target_id=target_id, hub=hub, allow_pickle=allow_pickle)
-    return run_port(planned, settings, hub, progress)
+    with job_turn():  # of loaded models, the plan holds the weights: another thread's port may be changing these
+        planned = plan(source, to, base=base, data=data, target_id=target_id, hub=hub, allow_pickle=allow_pickle)
+        return run_port(planned, settings, hub, progress)
 
 
 @torch.inference_mode(False)

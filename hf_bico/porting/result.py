@@ -42,7 +42,7 @@ from hf_bico.reports.record import (
 from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
 from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
-from hf_bico.runtime.environment import installed_versions
+from hf_bico.runtime.environment import exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import atomic_folder, require_apart
 from hf_bico.utils import __version__
@@ -134,6 +134,7 @@ class Ported(BaseResult[Record]):
         return "\n\n".join([f"**{plain(first)}**", table, f"({plain(measured_on(self.record))})", *last])
 
     @translate_errors()
+    @exact_float32()
     def model(self, device: str = "cpu") -> nn.Module:
         """Return a new copy of the target with the task vector applied, in float32 on this device."""
         if self.form.head is not None:

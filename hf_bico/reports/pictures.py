@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.reports.record import Record, SiteRecord
 from hf_bico.reports.results import by_role
+from hf_bico.runtime.turns import library_turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +49,7 @@ def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with library_turn(), matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rc("font", family="DejaVu Sans")  # shipped with matplotlib, so the same on every machine
         matplotlib.rc("axes", labelcolor=INK, labelsize=9, titlecolor=INK, titlesize=9, titlelocation="left")

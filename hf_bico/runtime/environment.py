@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
+from hf_bico.runtime.turns import job_turn
 from hf_bico.utils.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
-
-_NO_BFLOAT16 = "mkldnn_matmul failed"
-"""The first words of torch's warning on a CPU without bfloat16."""
 
 T = TypeVar("T")
 
@@ -118,31 +115,47 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Turn off TF32 and autocast, whatever the caller has set: their rounding would show in the maps.
+    """Compute in torch's usual precision, dtype and device, whatever the caller has set: it would show in the maps.
 
-    The first bfloat16 product on a CPU without bfloat16 makes torch warn and turn oneDNN off for the process: the
-    warning is hidden, and oneDNN is restored afterwards.
+    TF32, bfloat16 in place of float32, and autocast are off. Jobs of several threads take turns. Afterwards all
+    settings are as they were.
     """
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    settings: list[tuple[Any, str, Any]] = [
-        (mkldnn, "enabled", mkldnn.enabled),
-        (cudnn, "deterministic", True),
-        (cudnn.conv, "fp32_precision", "ieee"),
-        (torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+    backends: Any = torch.backends
+    exact: list[tuple[Any, str, Any]] = [
+        (backends.cudnn, "deterministic", True),
+        (backends.cudnn.conv, "fp32_precision", "ieee"),
+        (backends.cuda.matmul, "fp32_precision", "ieee"),
+        (backends.mkldnn.conv, "fp32_precision", "ieee"),
+        (backends.mkldnn.matmul, "fp32_precision", "ieee"),
     ]
-    before = [(part, name, getattr(part, name)) for part, name, _ in settings]
-    try:
-        for part, name, value in settings:
-            setattr(part, name, value)
-        # ignored for good: restoring the filters would make Python forget which warnings it has shown
-        if not any(getattr(pattern, "pattern", None) == _NO_BFLOAT16 for _, pattern, *_ in warnings.filters):
-            warnings.filterwarnings("ignore", _NO_BFLOAT16)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
-    finally:
-        for part, name, value in before:
-            setattr(part, name, value)
+    with job_turn():
+        before = [(part, name, getattr(part, name)) for part, name, _ in exact]
+        before.append((backends.mkldnn, "enabled", backends.mkldnn.enabled))  # a job may turn it off
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+        try:
+            for part, name, value in exact:
+                setattr(part, name, value)
+            torch.set_default_dtype(torch.float32)
+            with (
+                torch.autocast("cpu", enabled=False),
+                torch.autocast("cuda", enabled=False),
+                nullcontext() if device.type == "cpu" else torch.device("cpu"),
+            ):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+            for part, name, value in before:
+                setattr(part, name, value)
+
+
+def keep_bfloat16_off_onednn(*models: nn.Module) -> None:
+    """Turn oneDNN off for the rest of the job if a model is of bfloat16, and this CPU has no such products.
+
+    At the first of them torch would do the same, with a warning; `exact_float32` turns it on again.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    if mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        mkldnn.enabled &= all(part.dtype is not torch.bfloat16 for model in models for part in model.parameters())
 
 
 def device_name(device: torch.device) -> str:

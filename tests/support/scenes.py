@@ -15,7 +15,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features
 from PIL import Image
 
-from hf_bico.experiments.demo.digits import no_progress_bars
+from hf_bico.data.loading import no_progress_bars
 from support.paper import PAPER_WORDS
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
 

@@ -6,8 +6,6 @@ Knows nothing about models.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -15,15 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import (
-    ClassLabel,
-    Dataset,
-    Features,
-    Image,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
+from datasets import ClassLabel, Dataset, Features, Image
 from PIL.Image import fromarray
 from sklearn.datasets import load_digits
 from tokenizers import Tokenizer
@@ -33,6 +23,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from hf_bico.data.loading import no_progress_bars
 
 CLASS_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 IMAGE_SIZE = 8
@@ -130,18 +122,6 @@ def write_parquet(folder: Path, domain: Domain, *, seed: int) -> None:
         rows = Dataset.from_dict(columns, features=features)
         with no_progress_bars():
             rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of `datasets` inside."""
-    disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not disabled:
-            enable_progress_bars()
 
 
 PROMPT = "a photo of a {}."

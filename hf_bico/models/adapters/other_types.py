@@ -17,6 +17,7 @@ from hf_bico.models.adapters.lora import require_finite, require_floats
 from hf_bico.models.adapters.lora_names import without_wrappers
 from hf_bico.models.checkpoints import LIBRARY_ERRORS, Checkpoint
 from hf_bico.models.name_matching import align_names
+from hf_bico.runtime.turns import library_turn
 
 _MOST = 2**17
 """Some adapters set a rank beyond any layer's to mean all of it, but none above this."""
@@ -77,7 +78,7 @@ def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config:
 
     remedy = "name the model that it was trained on with --base, or " + MERGE
     try:
-        with warnings.catch_warnings():
+        with library_turn(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is checked below
             settings = peft.PeftConfig.from_pretrained(str(folder))
             _require_known(settings, config, called)

@@ -20,6 +20,7 @@ from hf_bico.models.families.clip import WHOLE_MODEL, ClipFamily
 from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.models.families.pretrained import CANNOT_BUILD, TooLargeError, bounded, loadable
 from hf_bico.models.layout import Axis, Site, count_heads
+from hf_bico.runtime.turns import library_turn
 from hf_bico.utils.files import folder_name
 
 if TYPE_CHECKING:
@@ -343,7 +344,8 @@ class OpenClip(ClipFamily):
         except CANNOT_BUILD as error:
             raise self._cannot_build(folder, error) from error
         try:
-            open_clip.load_checkpoint(model, str(weights[0]))
+            with _silenced_logging():
+                open_clip.load_checkpoint(model, str(weights[0]))
         except CANNOT_BUILD as error:
             raise weights_do_not_fit(folder, error) from error
         config = self.read_config(folder)
@@ -351,7 +353,7 @@ class OpenClip(ClipFamily):
         live.transform = transform
         from_hub_library = _section(_section(config, "model_cfg"), "text_cfg").get("hf_tokenizer_name")
         no_code = {"trust_remote_code": False} if from_hub_library else {}
-        with loadable(folder, "tokenizer"):
+        with loadable(folder, "tokenizer"), _silenced_logging():
             live.tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}", **no_code)
         return live
 
@@ -382,13 +384,17 @@ class OpenClip(ClipFamily):
 
 @contextmanager
 def _silenced_logging() -> Iterator[None]:
-    """Silence open_clip's warning on the root logger that a model without weights is random."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    """Silence what open_clip says on the root logger, such as that a model without weights is random."""
+    nowhere = logging.NullHandler()  # without any handler, Python would give the root logger one for good
+    with library_turn():
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        logging.root.addHandler(nowhere)
+        try:
+            yield
+        finally:
+            logging.root.removeHandler(nowhere)
+            logging.disable(before)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

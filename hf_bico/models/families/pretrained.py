@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, RepoError
@@ -21,6 +22,7 @@ from hf_bico.models.families.base import TOKENIZER_FILES, DeviceSpread, Family, 
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.layout import Site
 from hf_bico.runtime.library_errors import is_failure
+from hf_bico.runtime.turns import library_turn
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.text import machine_memory
 
@@ -98,27 +100,32 @@ def _brief(value: int | float) -> str:
 def bounded(shapes: Shapes) -> Iterator[None]:
     """Raise a TooLargeError as soon as a model built inside has far more modules or numbers than these weights.
 
-    On the meta device, nothing of it takes memory until then.
+    On the meta device, nothing of it takes memory until then. Models that other threads build do not count, and
+    random numbers that initialise weights are not taken from the caller's.
     """
+    import torch
     from torch.nn.modules import module as torch_module
 
+    own_thread = get_ident()
     most_elements = TIMES * elements_of(shapes) + ELEMENTS
     most_modules = TIMES * len(shapes) + MODULES
     elements = modules = 0
 
     def count_parameter(_: Any, name: str, parameter: Any) -> None:
         nonlocal elements
-        elements += 0 if parameter is None else parameter.numel()
+        elements += 0 if parameter is None or get_ident() != own_thread else parameter.numel()
         if elements > most_elements:
             raise TooLargeError(f"it asks for more than {most_elements:,} numbers, {TIMES} times what the weights hold")
 
     def count_module(*_: Any) -> None:
         nonlocal modules
-        modules += 1
+        modules += get_ident() == own_thread
         if modules > most_modules:
             raise TooLargeError(f"it asks for more than {most_modules:,} layers, and has {len(shapes):,} tensors")
 
     with (
+        library_turn(),  # transformers changes torch's initialisation and default dtype while it loads
+        torch.random.fork_rng(devices=[]),
         torch_module.register_module_parameter_registration_hook(count_parameter),
         torch_module.register_module_module_registration_hook(count_module),
     ):
