@@ -504,6 +504,9 @@ class Settings:
         for name, texts in (("templates", self.templates), ("class_names", self.class_names)):
             if isinstance(texts, str):
                 raise UsageError(f"{name} is one string, {texts!r}", "give a list of strings")
+            for text in texts or ():
+                if not isinstance(text, str):
+                    raise UsageError(f"{name} holds {text!r}", "give a list of strings")
         object.__setattr__(self, "templates", tuple(self.templates))
         for template in self.templates:
             if "{}" not in template:

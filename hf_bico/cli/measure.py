@@ -351,8 +351,10 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
 
         result = evaluate_model(model, **job, **vars(settings))
         if as_json:
-            click.echo(json.dumps({name: value for name, value in vars(result).items() if value is not None}))
+            click.echo(json.dumps({name: value for name, value in vars(result).items() if value not in (None, ())}))
         elif not quiet:
+            for notice in result.notices:
+                click.echo(f"Notice: {notice}", err=True)
             how = "" if result.trained_on is None else f"by a linear probe on {result.trained_on} samples "
             measured_on = f"{result.n} samples of split {result.split} of {result.data}"
             click.echo(f"{result.metric} {value_text(result)} {how}({measured_on})")

@@ -1,4 +1,4 @@
-"""Find the columns that make up a sample, and the names of its classes.
+"""Find the columns that make up a sample.
 
 Knows names and types of columns; neither files nor samples.
 """
@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError, UsageError
+from hf_bico.errors import ColumnError, UnreadableSampleError, UsageError
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
 
 RowSequence = Any
 """Indexable rows: a `datasets.Dataset` or a list of dictionaries."""
-NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
 STRING, MESSAGES = "string", "messages"
 """Kinds of columns that may hold text."""
 _MESSAGES = ("messages", "conversations", "conversation")
@@ -50,7 +49,7 @@ _ROLES = (
 )
 """The parts that a text sample can have."""
 REMEDY = "name it with --text-column; two of a pair with a comma between them, or prompt=COLUMN,completion=COLUMN"
-_LABELS = ("label", "labels")
+LABELS = ("label", "labels")
 """Usual names of a label column."""
 _OTHER_LABELS = ("gold_label", "class", "category", "sentiment", "emotion", "intent")
 """More names of a label column beside texts, where other numbers are mostly something else."""
@@ -58,7 +57,6 @@ _CAPTIONS = ("caption", "captions", "text", "sentence", "sentences", "descriptio
 _LABEL_KINDS = ("class", "integer", STRING)
 _STRINGS = "strings"
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
-_MAX_CLASSES = 1_000_000
 _ROWS_INSPECTED = 100
 """Rows of a list that are searched for a value to tell a column's kind."""
 
@@ -165,7 +163,7 @@ def find_columns(
 
 def _text_columns(kinds: Mapping[str, str], settings: Settings, task: KnownTask | None, needs_labels: bool) -> Columns:
     """Take as labels only columns of a usual name or type: beside texts, other numbers may be anything."""
-    label = settings.label_column or _named_label(kinds, (*_LABELS, *_OTHER_LABELS))
+    label = settings.label_column or _named_label(kinds, (*LABELS, *_OTHER_LABELS))
     if label is None and "class" in kinds.values():
         label = _only(_of_kinds(kinds, "class"), kinds, "label", "name it with --label-column")
     given = settings.text_column
@@ -246,8 +244,8 @@ def _image_columns(kinds: Mapping[str, str], settings: Settings, needs_labels: b
     image = image or _only(_of_kinds(kinds, "image"), kinds, "image", "name it with --image-column")
     remedy = "name it with --label-column; in a folder of images, put those of each class into a sub-folder of its name"
     if label is None and "class" in kinds.values():
-        label = _named_label(kinds, _LABELS, ("class",)) or _only(_of_kinds(kinds, "class"), kinds, "label", remedy)
-    label = label or _named_label(kinds, _LABELS)
+        label = _named_label(kinds, LABELS, ("class",)) or _only(_of_kinds(kinds, "class"), kinds, "label", remedy)
+    label = label or _named_label(kinds, LABELS)
     caption, caption_kinds = settings.caption_column, (STRING, _STRINGS)
     if caption is not None:
         _require_kind(caption, kinds, caption_kinds, "captions", "--caption-column")
@@ -374,74 +372,3 @@ def _value_kind(value: Any) -> str:
         return _STRINGS
     is_image = hasattr(value, "convert") or getattr(value, "ndim", 0) == 3  # PIL, or a prepared tensor
     return "image" if is_image else type(value).__name__
-
-
-def class_names(
-    splits: Any, columns: Columns, settings: Settings, known_names: Sequence[str] | None = None
-) -> tuple[str, ...]:
-    """Return the class names: as given, as declared, the sorted distinct strings of all splits, or `known_names`.
-
-    Where the objective needs no names, numbers stand for themselves. Zero-shot image classification needs them, and so
-    do text answers.
-    """
-    splits, given, label = list(splits), settings.class_names, columns.label
-    answers = label is not None and settings.objective == "text-to-text"
-    needs_names = answers or (settings.names_classes and not columns.is_self_supervised)
-    known_names = known_names if columns.task is None else columns.task.classes
-    if label is None:
-        names = given or known_names or ()
-        if not names and needs_names:
-            raise ClassNamesError(
-                "no column looks like the label column, and nothing names the classes",
-                f"{NAMES_REMEDY}, or name the column with --label-column",
-            )
-        return tuple(names)
-    declarations = [getattr(getattr(rows, "features", {}).get(label), "names", None) for rows in splits]
-    declared = _first_of(declarations)
-    if any(names is not None and names != declared for names in declarations):
-        raise ClassNamesError(
-            f"the splits name the classes of '{label}' differently", "give a data set whose splits agree"
-        )
-    if given is not None and declared is not None and len(given) != len(declared):
-        raise ClassNamesError(
-            f"{len(given)} class names were given and the data set has {len(declared)} classes",
-            "give one name for each class, in the order of the labels",
-        )
-    if known := given or declared:
-        return tuple(known)
-    values = _distinct_labels((column(rows, label) for rows in splits if label in column_kinds(rows)), label)
-    if values and all(isinstance(value, str) for value in values):
-        task = columns.task  # its classes have an order
-        return task.classes if task is not None and values <= set(task.classes) else tuple(sorted(values))
-    if values and known_names:
-        return tuple(known_names)
-    if values and not needs_names:
-        return _numbers_as_names(values, label)
-    raise ClassNamesError(
-        f"the column '{label}' holds numbers without names",
-        f"{NAMES_REMEDY} (class_names=[...] in Python)",
-    )
-
-
-def _distinct_labels(labels: Iterable[Iterable[Any]], name: str) -> set[Any]:
-    try:
-        values = {value for some in labels for value in some if value is not None}
-    except TypeError as error:  # a list, or the like
-        raise ColumnError(
-            f"the column '{name}' holds more than a label in a row", "name another with --label-column"
-        ) from error
-    if len({isinstance(value, str) for value in values}) > 1:
-        raise ColumnError(f"the column '{name}' holds texts and numbers", "name another with --label-column")
-    return values
-
-
-def _numbers_as_names(values: set[Any], name: str) -> tuple[str, ...]:
-    try:
-        largest = int(max(values))
-    except (TypeError, ValueError, OverflowError):
-        largest = _MAX_CLASSES
-    if largest >= _MAX_CLASSES:
-        raise ColumnError(
-            f"the column '{name}' holds numbers that count no classes", "name another with --label-column"
-        )
-    return tuple(str(number) for number in range(largest + 1))

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL.Image import DecompressionBombError
 
-from hf_bico.data.columns import Columns, RowSequence, column, column_kinds, read_messages, undecoded
+from hf_bico.data.classes import UNLABELLED, is_label, numbers_by_label, sorted_names
+from hf_bico.data.columns import STRING, Columns, RowSequence, column, column_kinds, read_messages, undecoded
 from hf_bico.data.loading import READ_ERRORS, decode_image
-from hf_bico.data.remote_parquet import UNLABELLED
 from hf_bico.data.sampling import draw_order
 from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
 from hf_bico.hub.client import HubRepo
@@ -45,12 +45,21 @@ class DataSet:
     config: str | None = None
     parts: Mapping[str, list[FilePart]] = field(default_factory=dict)
     """The row groups behind each split that was read in part."""
+    respelt: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Labels that were read as the class of a name that is spelt otherwise."""
     _labels: dict[str, dict[int, int]] = field(default_factory=dict, repr=False, compare=False)
     _sample_rows: dict[str, RowSequence] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def labelled(self) -> bool:
         return self.columns.label is not None
+
+    @property
+    def sorts_classes(self) -> bool:
+        """True if labels are texts whose sorted order alone numbers the classes."""
+        label = self.columns.label
+        kinds = {column_kinds(rows).get(label) for rows in self.splits.values()} if label is not None else {}
+        return self.columns.task is None and STRING in kinds and self.class_names == sorted_names(self.class_names)
 
     def labels(self, split: str) -> dict[int, int]:
         """Return the class of each usable row of a split: without unlabelled rows (None or -1) and blank texts."""
@@ -62,12 +71,12 @@ class DataSet:
         if self.columns.label is None:
             return {}
         self._require_columns(split, [self.columns.label])
-        index_of = {name: index for index, name in enumerate(self.class_names)}
+        number, blank = numbers_by_label(self.class_names), {name for name in self.class_names if not name.strip()}
         labels = {}
         for row, value in enumerate(column(self.splits[split], self.columns.label)):
-            if value is None or value == UNLABELLED:
+            if not is_label(value) and value not in blank:
                 continue
-            label = index_of.get(value, UNLABELLED) if isinstance(value, str) else _integer(value)
+            label = number(value) if isinstance(value, str) else _integer(value)
             if not 0 <= label < len(self.class_names):
                 raise ClassNamesError(
                     f"row {row} of split '{split}' has the label {value!r}, outside of the "
@@ -75,6 +84,8 @@ class DataSet:
                     "give the names of all classes with --class-names",
                 )
             labels[row] = label
+            if isinstance(value, str) and value != self.class_names[label]:
+                self.respelt[value] = self.class_names[label]
         return self._without_blank(split, labels)
 
     def _without_blank(self, split: str, labels: dict[int, int]) -> dict[int, int]:

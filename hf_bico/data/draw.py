@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_bico.data.classes import class_names, near_duplicates
 from hf_bico.data.columns import (
+    LABELS,
     Columns,
     RowSequence,
-    class_names,
     column_kinds,
     feature_kinds,
     find_columns,
@@ -26,7 +27,7 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.loading import ParquetFiles, large_parquet, named_config, open_folder, open_whole
 from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
 from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
-from hf_bico.errors import DataNotFoundError, SampleCountError, UsageError
+from hf_bico.errors import ClassNamesError, DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
 from hf_bico.settings import DEFAULT_MEASURED, Settings
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
 MAX_DUPLICATES = 0.5
 """Share of duplicates among the calibration samples above which a notice says so."""
+MAX_UNLABELLED = 0.05
+"""Share of rows without a label above which a notice says so."""
 MAX_LEAKED = 0.05
 """Share of held-out samples seen in calibration above which a notice says so; fewer move an accuracy by 5 points at
 most."""
@@ -151,7 +154,25 @@ class _Reader:
         kinds = column_kinds(next(iter(splits.values())))
         columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
         names = class_names(splits.values(), columns, self.settings, self.known_names)
-        return DataSet(name, splits, columns, names, **where)
+        data = DataSet(name, splits, columns, names, **where)
+        if self.settings.class_names is None:
+            _require_one_spelling(data)
+        return data
+
+
+def _require_one_spelling(data: DataSet) -> None:
+    """Refuse classes that two splits declare in different capitals: each split would have classes of its own."""
+    names, groups = data.class_names, near_duplicates(data.class_names)
+    used = {split: set(data.labels(split).values()) for split in data.splits if groups and data.can_evaluate_on(split)}
+    for group in groups:
+        places = [(number, split) for number in group for split in used if number in used[split]]
+        others = [place for place in places if place[0] != places[0][0]]
+        if others and len({split for _, split in places}) == len(places):  # no split has both
+            raise ClassNamesError(
+                f"the class '{names[places[0][0]]}' of split '{places[0][1]}' is called '{names[others[0][0]]}' in "
+                f"split '{others[0][1]}'",
+                "spell the classes alike in all splits",
+            )
 
 
 def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
@@ -344,6 +365,47 @@ def _given_splits(data: Any) -> Mapping[str, RowSequence]:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
     return {str(getattr(data, "split", None) or "train"): data}
+
+
+def calibration_notices(drawn: CalibrationDraw) -> list[str]:
+    """Return notices if calibration samples are of one class, or of few of them, or if many rows have no label."""
+    data, split, notices = drawn.data, drawn.split, list[str]()
+    known, rows = len(data.class_names), len(data.splits[split])
+    classes = len({label for label in drawn.samples.labels if label >= 0})
+    if classes == 1:
+        notices.append("All calibration samples are of one class.")
+    elif classes and split in data.parts and 2 * classes < min(known, len(drawn.samples)):
+        notices.append(f"The samples are of {classes} of {known} classes, read from a part of the data set: see -k.")
+    kinds = column_kinds(data.splits[split]) if data.columns.image is not None and not data.labelled else {}
+    for name in (name for name in LABELS if name in kinds and name not in data.columns.names):
+        notices.append(f"The column '{name}' holds {kinds[name]}, no classes, and was not read.")
+    usable = len(data.labels(split)) if data.labelled and drawn.labels == "dataset" else rows
+    if rows - usable > MAX_UNLABELLED * rows:
+        lack = "no label" if data.columns.image is not None else "no label or no text"
+        notices.append(f"Of the {rows} rows of split '{split}', {rows - usable} have {lack} and were left out.")
+    return notices
+
+
+def class_notices(data: DataSet, measured: Samples | None) -> list[str]:
+    """Return notices about names that do not tell classes apart, and about classes that were not `measured`."""
+    names, respelt, notices = data.class_names, data.respelt, list[str]()
+    found = 0 if measured is None else len({label for label in measured.labels if label >= 0})
+    if measured is not None and found < len(names) and (found == 1 or 0 < 2 * found < min(len(names), len(measured))):
+        notices.append(
+            f"The {len(measured)} samples that were measured on are of {found} of {len(names)} classes: the results "
+            "say nothing about the others."
+        )
+    if len(set(names)) < len(names):
+        notices.append("Several classes have the same name and cannot be told apart.")
+    for one, other, *_ in near_duplicates(names)[:1]:
+        notices.append(
+            f"The classes '{names[one]}' and '{names[other]}' differ in capitals or spaces only, and were taken as two."
+        )
+    if respelt:
+        label, name = next(iter(respelt.items()))
+        more = f", and {len(respelt) - 1} more labels likewise" if len(respelt) > 1 else ""
+        notices.append(f"The label '{label}' was taken as the class '{name}'{more}.")
+    return notices
 
 
 def repeat_notices(drawn: CalibrationDraw, held_out: Samples | None) -> list[str]:

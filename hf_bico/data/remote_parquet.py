@@ -15,7 +15,8 @@ from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from hf_bico.data.columns import NAMES_REMEDY, Columns
+from hf_bico.data.classes import NAMES_REMEDY, UNLABELLED, distinct_names, is_label
+from hf_bico.data.columns import Columns
 from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import RequiredRows, shuffled
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
@@ -23,7 +24,6 @@ from hf_bico.hub.client import RemoteFile, translate_hub_errors
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import size_text
 
-UNLABELLED = -1
 MIN_BUDGET, BUDGET_SHARE, MAX_BUDGET = 8_000_000, 0.02, 200_000_000
 """Bytes of a split that are read for variety: a share of it, within bounds."""
 SPREAD = 64
@@ -150,9 +150,9 @@ class RowGroups:
                 found.update(some)
         return found
 
-    def names(self, label: str) -> list[str]:
+    def names(self, label: str) -> tuple[str, ...]:
         """Return all distinct labels of all splits, where strings are the only class names."""
-        names: set[str] = set()
+        by_split = list[set[str]]()
         for split in self.splits:
             with self._reading():
                 groups = list(islice(self._ordered(split, [label], label), MAX_SEARCHED + 1))
@@ -161,8 +161,8 @@ class RowGroups:
                         f"the column '{label}' of '{self.repo.id}' is too long to look for the names of classes in it",
                         f"{NAMES_REMEDY} (class_names=[...] in Python)",
                     )
-                names |= set(_count_labels(self._read_labels(split, groups, label)))
-        return sorted(names)
+                by_split.append(set(_count_labels(self._read_labels(split, groups, label))))
+        return distinct_names(by_split)
 
     def lacks_labels(self, split: str, label: str) -> bool:
         """Return True if the first file's statistics say that no row has a label, as in contests."""
@@ -325,7 +325,7 @@ class RowGroups:
 def _count_labels(columns: Iterable[Any]) -> Counter[Any]:
     """Count the labels, without rows that have none."""
     values = (value for column in columns for value in column.to_pylist())
-    return Counter(value for value in values if value is not None and value != UNLABELLED)
+    return Counter(value for value in values if is_label(value))
 
 
 def _bounds(chunk: Any) -> tuple[int, int] | None:

@@ -36,7 +36,8 @@ class RepoMetadata:
     bases_from: str = ""
     """The file that names the bases."""
     data_sets: tuple[str, ...] = ()
-    class_names: tuple[str, ...] = ()
+    head_names: tuple[str, ...] = ()
+    """The names of a classifier's classes in its head's order, even if they only count."""
     license: str | None = None
     license_name: str | None = None
     language: tuple[str, ...] = ()
@@ -46,6 +47,11 @@ class RepoMetadata:
     """The base in `adapter_config.json`: a Hub id or a folder."""
     problem: str | None = None
     """Why the card's metadata could not be read."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The head's names of classes; none if they only count."""
+        return () if only_count(self.head_names) else self.head_names
 
 
 def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
@@ -64,7 +70,7 @@ def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
         bases=bases,
         bases_from=bases_from,
         data_sets=_texts(card.get("datasets")),
-        class_names=_class_names(config.get("id2label")),
+        head_names=head_names(config.get("id2label")),
         license=_word(card.get("license")),
         license_name=_word(card.get("license_name")),
         language=tuple(name for name in _texts(card.get("language")) if _word(name)),
@@ -141,14 +147,14 @@ def _word(value: Any) -> str | None:
     return value if isinstance(value, str) and _WORD.fullmatch(value) else None
 
 
-def _class_names(labels: Any) -> tuple[str, ...]:
-    """Return the names of `id2label` in order; none if they are only numbers."""
+def head_names(labels: Any) -> tuple[str, ...]:
+    """Return the names of `id2label` in order; none if it does not name every class."""
     if not isinstance(labels, dict) or not all(_NUMBER.fullmatch(str(key)) for key in labels):
         return ()
     by_number = {int(key): name for key, name in labels.items()}
     names: list[Any] = [by_number.get(number) for number in range(len(labels))]
     named = all(isinstance(name, str) and name.strip() for name in names)
-    return tuple(names) if named and not only_count(names) else ()
+    return tuple(names) if named else ()
 
 
 def only_count(names: Sequence[str]) -> bool:

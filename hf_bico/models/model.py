@@ -22,7 +22,7 @@ from hf_bico.errors import (
 )
 from hf_bico.hub.client import DownloadCallback, Hub, RepoFiles, fetch_small_files, locate
 from hf_bico.hub.references import LOCAL, RepoName
-from hf_bico.hub.repo_metadata import RepoMetadata, read_metadata
+from hf_bico.hub.repo_metadata import RepoMetadata, head_names, read_metadata
 from hf_bico.hub.retries import is_offline
 from hf_bico.models.checkpoints import (
     DELTA_FILE,
@@ -156,6 +156,12 @@ class Model(OpenedRepo):
         family = family_of(checkpoint.shapes, what, reference)
         layout = family.wrap(reference).layout
         return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
+
+    @cached_property
+    def origin(self) -> RepoMetadata:
+        """The contents of its card and configuration; of a loaded module, the names of its classes."""
+        config = getattr(self.module, "config", None)
+        return super().origin if self.place else RepoMetadata(head_names=head_names(getattr(config, "id2label", None)))
 
     def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
         found = super().fetched(downloaded, beside)

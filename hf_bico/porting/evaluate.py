@@ -16,7 +16,7 @@ import torch
 
 from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
+from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
@@ -28,7 +28,7 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import own_head
+from hf_bico.porting.heads import class_order_notice, own_head
 from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
@@ -42,6 +42,13 @@ from hf_bico.runtime.environment import (
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
+
+
+@dataclass(frozen=True)
+class Evaluation(EvaluationRecord):
+    """The measurement of one model, and what its reader should know."""
+
+    notices: tuple[str, ...] = ()
 
 
 @torch.inference_mode(False)
@@ -58,7 +65,7 @@ def evaluate_model(
     token: str | None = None,
     allow_pickle: bool = False,
     **options: Any,
-) -> EvaluationRecord:
+) -> Evaluation:
     """Evaluate a model on a split of a data set; `base` completes a task vector or a part of a model.
 
     A port, or a model whose card names its data set, is evaluated on that unless `data` is given, but never on the
@@ -99,13 +106,16 @@ def evaluate_model(
     keep_bfloat16_off_onednn(live.module)
     live.max_length = settings.max_length
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
-    result = partial(EvaluationRecord, name, measured.name, split, len(samples))
+    notices = class_notices(measured, samples)
+    result = partial(Evaluation, name, measured.name, split, len(samples))
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch)
-            return result("accuracy", value, PROBE, trained_on=len(training))
+            return result("accuracy", value, PROBE, trained_on=len(training), notices=tuple(notices))
         head = own_head(whole, holder, live, measured, settings)
-        return result(head.metric, head.measure(live, samples, settings.batch))
+        if settings.objective == "classification":
+            notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
+        return result(head.metric, head.measure(live, samples, settings.batch), notices=tuple(notices))
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:

@@ -276,7 +276,7 @@ def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | No
             "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
             "fit a head to the calibration samples with --probe",
         )
-    return _in_class_order(head, lineage.class_names, class_names)
+    return _in_class_order(head, lineage.source.origin.head_names, class_names)
 
 
 @dataclass(frozen=True)
@@ -321,13 +321,13 @@ def own_head(model: Model, holder: Model | Adapter, live: LiveModel, data: DataS
             raise UnsupportedModelError(
                 f"'{holder.name}' has no classification head", "measure it by a linear probe: --probe 100"
             )
-        return _in_class_order(head, holder.origin.class_names, names)
+        return _in_class_order(head, holder.origin.head_names, names)
     if data.labelled:
         return zero_shot_head(live, names, settings.templates)
     return ContrastHead()
 
 
-def _in_class_order(head: ClassHead, own: Sequence[str] | None, class_names: Sequence[str]) -> ClassHead:
+def _in_class_order(head: ClassHead, own: Sequence[str], class_names: Sequence[str]) -> ClassHead:
     """Sort a head's classes into the data set's order, by name if both have the same names."""
     if not class_names:
         raise ClassNamesError(
@@ -339,9 +339,11 @@ def _in_class_order(head: ClassHead, own: Sequence[str] | None, class_names: Seq
             f"the fine-tuned model tells {len(head.bias)} classes apart, and the data set has {len(class_names)}",
             "use data with the model's own classes",
         )
-    ours, theirs = _spelt_alike(own or (), class_names)
+    ours, theirs = _spelt_alike(own, class_names)
     if sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours):
         return head.in_order([ours.index(name) for name in theirs])
+    if only_count(own) or only_count(class_names):  # numbers only count: the first of them is the first class
+        return head
     shared = [name for name in theirs if name in ours and len(ours) == len(theirs)]
     moved = [name for name in shared if ours.index(name) != theirs.index(name)]
     if moved:
@@ -363,11 +365,21 @@ def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
     return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
 
 
-def class_order_notice(own: Sequence[str], class_names: Sequence[str]) -> list[str]:
-    """Return a notice if a head's classes have other names than the data set's, and are paired by order only."""
+def class_order_notice(own: Sequence[str], class_names: Sequence[str], sorts_classes: bool) -> list[str]:
+    """Return a notice if a head's classes have other names than the data set's, and are paired by order only.
+
+    Labels that are numbers say themselves which class of the head they mean, unless they are texts that were sorted.
+    """
     ours, theirs = _spelt_alike(own, class_names)
-    if not own or only_count(class_names) or sorted(ours) == sorted(theirs):
+    if sorted(ours) == sorted(theirs) or (not sorts_classes and (only_count(own) or only_count(class_names))):
         return []
+    if only_count(own):
+        pairs = [f"'{name}' is its class {number}" for number, name in enumerate(class_names)]
+        listed = ", ".join(pairs[:2] + (["..."] if len(pairs) > 3 else []) + pairs[2:][-1:])
+        return [
+            "The fine-tuned model does not name its classes, and the data set's were paired with them in sorted order: "
+            f"{listed}. --class-names gives another order."
+        ]
     first, other = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") for names in (own, class_names))
     return [
         f"The fine-tuned model's classes are called {first} and the data set's {other}: they were paired in this order."

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hf_bico.alignment.methods.training import Trained
-from hf_bico.data.draw import CalibrationDraw, repeat_notices
+from hf_bico.data.draw import CalibrationDraw, calibration_notices, class_notices, repeat_notices
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.model import Model
@@ -205,20 +205,12 @@ def _notices(
     notices += [*lineage_warnings(lineage), *tensor_notices(overlap)]
     if drawn is not None:
         measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
-        notices += repeat_notices(drawn, measured)
-        labels = {label for label in drawn.samples.labels if label >= 0}
-        drawn_classes, known = len(labels), len(drawn.data.class_names)
-        if drawn_classes == 1:
-            notices.append("All calibration samples are of one class.")
-        elif labels and drawn.split in drawn.data.parts and 2 * drawn_classes < min(known, len(drawn.samples)):
-            notices.append(
-                f"The samples are of {drawn_classes} of {known} classes, read from a part of the data set: see -k."
-            )
-        if len(set(drawn.data.class_names)) < known:
-            notices.append("Several classes have the same name and cannot be told apart.")
+        notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]
+        notices += class_notices(drawn.data, measured)
         if head_origin == "carried":
-            notices += class_order_notice(lineage.class_names, drawn.data.class_names)
-        notices += chance_notice(evaluation, known)
+            names, sorts = drawn.data.class_names, drawn.data.sorts_classes
+            notices += class_order_notice(lineage.source.origin.head_names, names, sorts)
+        notices += chance_notice(evaluation, len(drawn.data.class_names))
     if settings.evaluate and not evaluation and not result.held_back:
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason

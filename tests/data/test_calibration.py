@@ -134,6 +134,81 @@ def test_string_labels_are_sorted_classes() -> None:
     assert data.labels("train") == {i: [2, 0, 1][i % 3] for i in range(30)}
 
 
+def texts(*labels: str | None) -> list[dict[str, Any]]:
+    return [{"image": picture(i), "label": label} for i, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (("10", "9", "1", "0"), ("0", "1", "9", "10")),
+        (("12", "3", "7"), ("3", "7", "12")),
+        (("10.0", "9.0"), ("9.0", "10.0")),
+        (("1", "-1", "-10", "0"), ("-10", "-1", "0", "1")),
+        (("10", "01", "9", "1"), ("01", "1", "9", "10")),
+        (("9" * 5000, "10"), ("10", "9" * 5000)),
+        (("10", "9", "b"), ("10", "9", "b")),
+        (("class 10", "class 9"), ("class 10", "class 9")),
+        (("\u0661\u0660", "9"), ("9", "\u0661\u0660")),
+        (("\u00b2", "10", "9"), ("10", "9", "\u00b2")),
+    ],
+)
+def test_labels_that_are_all_numbers_are_sorted_by_number(labels: tuple[str, ...], names: tuple[str, ...]) -> None:
+    assert open_data(texts(*labels)).class_names == names
+
+
+def test_given_names_keep_their_order() -> None:
+    then = ("0", "1", "10", "2")  # as earlier versions sorted and recorded them
+    data = open_data(texts("0", "1", "2", "10"), Settings(class_names=then))
+    assert (data.class_names, data.labels("train")) == (then, {0: 0, 1: 1, 2: 3, 3: 2})
+
+
+def test_a_folder_of_images_keeps_the_order_of_datasets(tmp_path: Path) -> None:
+    for name in ("0", "2", "10"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        picture(int(name)).save(tmp_path / "train" / name / "0.png")
+    assert open_data(tmp_path).class_names == ("0", "10", "2")
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "names"),
+    [
+        (("Cat", "dog"), ("cat", "DOG"), ("Cat", "dog")),
+        (("cat ", "dog", "cat"), ("cat", " dog"), ("cat", "dog")),
+        ((" <=50K", " >50K"), (" <=50K.",), (" <=50K", " <=50K.", " >50K")),
+        (("a", "A"), ("a",), ("A", "a")),
+        (("cat", "", None, "  "), ("cat",), ("cat",)),
+        (("cat", "dog"), ("dog", "owl"), ("cat", "dog", "owl")),
+    ],
+)
+def test_spellings_of_one_class(train: Any, test: Any, names: tuple[str, ...]) -> None:
+    data = open_data({"train": texts(*train), "test": texts(*test)})
+    assert data.class_names == names
+    for split, labels in (("train", train), ("test", test)):
+        found = {row: names[label] for row, label in data.labels(split).items()}
+        assert found.keys() == {row for row, label in enumerate(labels) if label and label.strip()}
+        assert all(name.strip().lower() == labels[row].strip().lower() for row, name in found.items())
+        assert all(name == labels[row] for row, name in found.items() if labels[row] in names)
+
+
+def test_given_names_are_found_in_other_capitals_unless_two_would_do() -> None:
+    assert open_data(texts("Cat", "DOG "), Settings(class_names=["cat", "dog"])).labels("train") == {0: 0, 1: 1}
+    with pytest.raises(ClassNamesError, match="row 1 of split 'train' has the label 'CAt', outside of the 2 classes"):
+        open_data(texts("Cat", "CAt"), Settings(class_names=["cat", "Cat"])).labels("train")
+
+
+def test_folders_of_one_class_in_two_spellings(tmp_path: Path) -> None:
+    for split, names in (("train", ("Cat", "dog")), ("test", ("cat", "dog"))):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            picture(1).save(tmp_path / split / name / "0.png")
+    with pytest.raises(ClassNamesError, match="the class 'Cat' of split 'train' is called 'cat' in split 'test'"):
+        open_data(tmp_path)
+    (tmp_path / "train" / "cat").mkdir()
+    picture(2).save(tmp_path / "train" / "cat" / "0.png")
+    assert open_data(tmp_path).class_names == ("Cat", "cat", "dog"), "one split tells them apart"
+
+
 def test_numbers_without_names_ask_for_them() -> None:
     rows = [{"image": picture(i), "label": i % 3} for i in range(9)]
     with pytest.raises(ClassNamesError, match="numbers without names"):

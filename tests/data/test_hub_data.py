@@ -315,6 +315,18 @@ def test_classes_that_are_strings_are_all_found(hub: Hub, in_parts: None, monkey
     assert draw("user/x", Settings(n=3, class_names=NAMES)).data.class_names == tuple(NAMES)
 
 
+def test_strings_of_a_large_data_set_are_ordered_as_those_of_a_small_one(hub: Hub, in_parts: None) -> None:
+    files = {
+        f"{split}.parquet": parquet(table(split, labels, metadata={}).drop_columns("beside"))
+        for split, labels in (("train", ["10", "9", "", "1"] * 10), ("test", ["10 ", "9", None, "1"] * 10))
+    }
+    hub.create("user/x", type="dataset").commit(files)
+    drawn = draw("user/x", Settings(per_class=2))
+    assert drawn.data.class_names == ("1", "9", "10")
+    assert Counter(drawn.samples.labels) == dict.fromkeys(range(3), 2)
+    assert set(drawn.data.labels("test").values()) == {0, 1, 2}, "of those rows that were read"
+
+
 def test_the_card_names_configurations_and_types(hub: Hub, in_parts: None) -> None:
     card = CARD.format(
         "- config_name: small\n  data_files: [{split: train, path: a.parquet}]\n"

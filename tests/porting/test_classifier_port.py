@@ -421,6 +421,34 @@ def test_classes_are_known_by_their_names(name: str, case: Callable[[str], Case]
     assert (wanted - other[:, [1, 2, 0]]).abs().max() < 1e-4 * other.abs().max()
 
 
+def test_classes_of_a_loaded_module_are_known_by_their_names(case: Callable[[str], Case], tmp_path: Path) -> None:
+    found = case("vit")
+    turned = found.classifier(tmp_path / "turned", ("good", "bad", "fine"))
+    one = found.port(turned)
+    loaded = [
+        found.kind.headed.from_pretrained(turned),
+        *map(found.kind.bare.from_pretrained, (found.base, found.target)),
+    ]
+    other = found.port(loaded[0], base=loaded[1].double(), to=loaded[2].double())
+    wanted, head = (ported.form.head.tensors for ported in (one, other))
+    assert all((wanted[name] - head[name]).abs().max() < 1e-5 * wanted[name].abs().max() for name in wanted)
+
+
+def test_eval_says_that_only_their_order_pairs_classes_and_what_was_not_measured(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    found = case("vit")
+    unnamed = found.classifier(tmp_path / "unnamed", ("LABEL_0", "LABEL_1", "LABEL_2"))
+    assert evaluate_model(unnamed, [{**row, "label": NAMES.index(row["label"])} for row in found.rows]).notices == ()
+    rows = [row for row in found.rows if row["label"] == "good"]
+    assert evaluate_model(unnamed, {"train": found.rows, "test": rows}).notices == (
+        f"The {len(rows)} samples that were measured on are of 1 of 3 classes: the results say nothing about the "
+        "others.",
+        "The fine-tuned model does not name its classes, and the data set's were paired with them in sorted order: "
+        "'bad' is its class 0, 'fine' is its class 1, 'good' is its class 2. --class-names gives another order.",
+    )
+
+
 @pytest.mark.parametrize("name", TWO_LAYERS)
 def test_a_hidden_layer_that_the_target_has_no_room_for_is_refused(
     name: str, case: Callable[[str], Case], tmp_path: Path

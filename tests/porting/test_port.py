@@ -428,6 +428,7 @@ def test_bico_needs_data(scene: Scene) -> None:
         ({"templates": ["a photo"]}, "no place for the class name"),
         ({"device": "abacus"}, "no device 'abacus'"),
         ({"templates": "a {}"}, "templates is one string"),
+        ({"class_names": [0, 1, 2, 3]}, "class_names holds 0"),
         ({"n": 2.5}, "-n is 2.5"),
     ],
 )

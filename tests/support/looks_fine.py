@@ -10,6 +10,7 @@ from itertools import groupby
 import support.fine.adapters
 import support.fine.data
 import support.fine.files
+import support.fine.labels
 import support.fine.numbers
 import support.fine.texts
 import support.fine.weights  # noqa: F401

@@ -20,7 +20,7 @@ IMAGES = "Images"
 SPLITS = "Rows and splits"
 
 
-def _rows(stage: Stage) -> DatasetDict:
+def rows_of(stage: Stage) -> DatasetDict:
     return stage.once("rows", lambda: load_dataset(str(stage.data)))
 
 
@@ -32,7 +32,7 @@ def _relabelled(stage: Stage, relabel: Callable[[list[int]], list[int]], names: 
         columns = {"image": list(rows["image"]), "label": relabel(list(rows["label"]))}
         return Dataset.from_dict(columns, features=features)
 
-    return DatasetDict({split: one(rows) for split, rows in _rows(stage).items()})
+    return DatasetDict({split: one(rows) for split, rows in rows_of(stage).items()})
 
 
 def _shuffled(labels: list[int]) -> list[int]:
@@ -116,13 +116,13 @@ def other_classes(stage: Stage) -> Outcome:
     Refused(ClassNamesError, "row 0 of split 'train' has the label 9, outside of the 9 classes"),
 )
 def more_labels_than_names(stage: Stage) -> Outcome:
-    rows = [{"image": row["image"], "label": row["label"]} for row in _rows(stage)["train"].select(range(120))]
+    rows = [{"image": row["image"], "label": row["label"]} for row in rows_of(stage)["train"].select(range(120))]
     return stage.port(data=rows, class_names=CLASS_NAMES[:9])
 
 
 @case(LABELS, "a labelled data set", "all of it is of one class", Said("All calibration samples are of one class."))
 def one_class(stage: Stage) -> Outcome:
-    rows = _rows(stage)["train"]
+    rows = rows_of(stage)["train"]
     return stage.port(data=rows.select([i for i, label in enumerate(rows["label"]) if label == 3]))
 
 
@@ -202,7 +202,7 @@ def classes_that_overlap(stage: Stage) -> Outcome:
 
 
 def _redrawn(stage: Stage, redraw: Callable[[Pillow.Image], Pillow.Image]) -> list[dict[str, Any]]:
-    rows = _rows(stage)["train"]
+    rows = rows_of(stage)["train"]
     return [{"image": redraw(row["image"]), "label": CLASS_NAMES[row["label"]]} for row in rows]
 
 
@@ -267,7 +267,7 @@ def another_normalisation(stage: Stage) -> Outcome:
     Said("Of the 100 calibration samples only 20 are different."),
 )
 def duplicated_rows(stage: Stage) -> Outcome:
-    rows = _rows(stage)["train"].select(list(range(20)) * 6)
+    rows = rows_of(stage)["train"].select(list(range(20)) * 6)
     return stage.port(data=rows)
 
 
@@ -278,7 +278,7 @@ def duplicated_rows(stage: Stage) -> Outcome:
     Said("Of the 120 samples that were measured on, 100 were calibrated on."),
 )
 def leak_between_splits(stage: Stage) -> Outcome:
-    rows = _rows(stage)["train"].select(range(120))
+    rows = rows_of(stage)["train"].select(range(120))
     return stage.port(data=DatasetDict({"train": rows, "test": rows}), evaluate=True)
 
 
@@ -289,4 +289,4 @@ def leak_between_splits(stage: Stage) -> Outcome:
     Right(clean=Stage.clean, because="the rows that calibration used are left out of what is measured on"),
 )
 def one_split_for_both(stage: Stage) -> Outcome:
-    return stage.port(data=DatasetDict({"train": _rows(stage)["train"]}), evaluate=True)
+    return stage.port(data=DatasetDict({"train": rows_of(stage)["train"]}), evaluate=True)
