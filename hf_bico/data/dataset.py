@@ -8,10 +8,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from PIL import ExifTags, ImageOps
 from PIL.Image import DecompressionBombError
 
 from hf_bico.data.classes import UNLABELLED, is_label, numbers_by_label, sorted_names
@@ -206,9 +208,18 @@ class Samples:
             if hasattr(image, "load"):
                 _require_sane_size(image)
                 image.load()  # PIL decodes lazily: decode here, where the row is known
+                image = _upright(image)
         except _DECODING_ERRORS as error:
             raise _undecodable_image(index, error) from error
         return image
+
+
+def _upright(image: Any) -> Any:
+    """Turn an image as its EXIF orientation says; what `datasets` decodes is upright already."""
+    orientation = None
+    with suppress(SyntaxError, ValueError, struct.error):  # an EXIF block that cannot be read turns nothing
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    return image if orientation in (None, 1) else ImageOps.exif_transpose(image)
 
 
 def _row(rows: RowSequence, index: int) -> Any:

@@ -30,6 +30,7 @@ from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import class_order_notice, own_head
 from hf_bico.porting.planner import with_model_defaults
+from hf_bico.porting.reading import require_prepared
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import (
@@ -106,6 +107,7 @@ def evaluate_model(
     keep_bfloat16_off_onednn(live.module)
     live.max_length = settings.max_length
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
+    require_prepared([live], split, samples)
     notices = class_notices(measured, samples)
     result = partial(Evaluation, name, measured.name, split, len(samples))
     with changes.applied_to(live.module) if changes is not None else nullcontext():

@@ -77,6 +77,8 @@ class ModelPair:
     """The processes that share the work."""
     unchanged: bool = False
     """True if the task vector changes none of the pairs; then `pairs` are all pairs of the plan."""
+    shorter: str | None = None
+    """The name of the model that reads shorter texts than the other."""
 
     @classmethod
     def open(
@@ -130,7 +132,10 @@ class ModelPair:
     def use_common_length(self) -> None:
         """Truncate texts for both models at the shorter of their lengths, so that both read the same tokens."""
         if isinstance(self.source, TextModel) and isinstance(self.target, TextModel):
-            self.source.max_length = self.target.max_length = min(self.source.longest, self.target.longest)
+            source, target = self.source.longest, self.target.longest
+            if source != target:
+                self.shorter = (self.lineage.base if source < target else self.lineage.target).name
+            self.source.max_length = self.target.max_length = min(source, target)
 
     def leave_team(self) -> None:
         """Continue without the other processes: each has the whole change, and only the first evaluates it."""

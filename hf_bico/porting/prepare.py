@@ -25,7 +25,6 @@ from hf_bico.errors import (
     EmptyTaskVectorError,
     MissingProcessorError,
     TokenizersDifferError,
-    UnreadableSampleError,
     UnsuitableMethodError,
     UsageError,
 )
@@ -33,7 +32,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.families.base import TOKENIZER_FILES
 from hf_bico.models.families.pretrained import PretrainedModel, load_tokenizer
-from hf_bico.models.families.text_models import CausalModel, TextModel
+from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.models.model import Model
 from hf_bico.models.tokenization import no_template, pairable
@@ -43,6 +42,7 @@ from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
+from hf_bico.porting.reading import require_readable
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import AUTO, DEFAULT_MEASURED, Settings
@@ -62,6 +62,8 @@ class PreparedPort:
     heads: Heads | None = None
     held_out: tuple[str, Samples] | None = None
     """A split, and those of its samples to evaluate on."""
+    cut: tuple[int, int] = (0, 0)
+    """The number of calibration samples, and of held-out ones, that are too long to be read whole."""
     asked: Settings = field(default_factory=Settings)
     """The settings as they were given; those of the models have what "auto" stands for."""
 
@@ -159,9 +161,10 @@ def prepare(
     drawn = models.choose_samples(drawn)
     held_out = _held_out(drawn, method, settings)
     prepared = PreparedPort(models, method, drawn, held_out=held_out, asked=requested)
-    require_readable(models, drawn.split, drawn.samples)
-    if prepared.evaluates:
-        require_readable(models, *held_out)
+    loaded = (models.source, models.target)
+    cut = require_readable(loaded, drawn.split, drawn.samples)
+    cut_held_out = require_readable(loaded, *held_out) if prepared.evaluates else 0
+    prepared = replace(prepared, cut=(cut, cut_held_out))
     if settings.layers == "similarity":
         models = models.with_similar_blocks(drawn.samples)
     heads = make_heads(models, drawn.data.class_names, drawn)
@@ -279,20 +282,6 @@ def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: Calibrati
             f"every text of the column '{column}' is the name of its own class, such as '{texts[0][0]}'",
             "name the column that holds the texts with --text-column",
         )
-
-
-def require_readable(models: ModelPair, split: str, samples: Samples) -> None:
-    """Refuse a row that the loaded models tokenize differently, or that leaves one of them nothing to learn."""
-    source, target = models.source, models.target
-    if not isinstance(source, TextModel) or not isinstance(target, TextModel):
-        return
-    for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
-        pairable(source.tokenizer, target.tokenizer, items)
-        for model in (source, target):
-            try:
-                model.tokens(items)
-            except UnreadableSampleError as error:
-                raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
 
 
 def _with_carried_towers(

@@ -21,6 +21,7 @@ from hf_bico.porting.heads import class_order_notice, head_modules
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.planner import TEXT_TO_TEXT
 from hf_bico.porting.prepare import PreparedPort
+from hf_bico.porting.reading import reading_notices
 from hf_bico.porting.transfer import Judgement, TransferResult
 from hf_bico.reports.record import (
     CandidateRecord,
@@ -207,6 +208,7 @@ def _notices(
         measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
         notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]
         notices += class_notices(drawn.data, measured)
+        notices += reading_notices(prepared.models, drawn.samples, measured, prepared.cut)
         if head_origin == "carried":
             names, sorts = drawn.data.class_names, drawn.data.sorts_classes
             notices += class_order_notice(lineage.source.origin.head_names, names, sorts)

@@ -209,6 +209,28 @@ def test_folders_of_one_class_in_two_spellings(tmp_path: Path) -> None:
     assert open_data(tmp_path).class_names == ("Cat", "cat", "dog"), "one split tells them apart"
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_of_a_list_are_turned_as_datasets_turns_them(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "0.png", exif=exif)
+    options = Settings(class_names=["a"])
+    given = [{"image": Image.open(tmp_path / "0.png"), "label": "a"}]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    stored = datasets.Dataset.from_dict({"image": [str(tmp_path / "0.png")], "label": ["a"]}, features)
+    (one,), (other,) = (next(open_data(rows, options).samples("train", [0]).batches(1))[0] for rows in (given, stored))
+    assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert given[0]["image"].getexif().get(0x0112) == orientation, "the caller's image stays as it was"
+
+
+def test_an_image_whose_exif_block_is_broken_stays_as_it_is(tmp_path: Path) -> None:
+    picture(3).save(tmp_path / "0.png", exif=b"xx")
+    rows = [{"image": Image.open(tmp_path / "0.png"), "label": "a"}]
+    items, _ = next(open_data(rows).samples("train", [0]).batches(1))
+    assert items[0].size == (4, 4)
+
+
 def test_numbers_without_names_ask_for_them() -> None:
     rows = [{"image": picture(i), "label": i % 3} for i in range(9)]
     with pytest.raises(ClassNamesError, match="numbers without names"):

@@ -45,7 +45,8 @@ from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import make_heads, tuned_target_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.prepare import require_readable, training_samples
+from hf_bico.porting.prepare import training_samples
+from hf_bico.porting.reading import require_readable
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
@@ -268,7 +269,7 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
 
     def finished(drawn: CalibrationDraw) -> CalibrationDraw:
         chosen = models.choose_samples(drawn)
-        require_readable(models, chosen.split, chosen.samples)
+        require_readable((models.source, models.target), chosen.split, chosen.samples)
         return models.pseudo_label(chosen, heads or make_heads(models, data.class_names, chosen))
 
     draws = {draw: finished(drawn) for draw, drawn in draws.items()}
@@ -287,7 +288,7 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
         raise UsageError(
             f"a linear probe is fitted to labels, and '{data.name}' has none", f"use data with labels{other}"
         )
-    require_readable(models, split, samples)
+    require_readable((models.source, models.target), split, samples)
     prepared: Batched = samples
     if isinstance(models.target, ImageModel):
         prepared = PreparedSamples.by(models.target, samples, settings.batch, "cpu")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from posixpath import commonpath
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.errors import UnreadableSampleError, UnsupportedModelError
+from hf_bico.errors import MissingProcessorError, UnreadableSampleError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Site
 from hf_bico.utils.samples import Captioned
 
@@ -225,6 +226,15 @@ class ImageModel(LiveModel):
                 "use the processor that belongs to the model",
             )
         return batch
+
+    @cached_property
+    def black_and_white(self) -> Tensor | None:
+        """What its own preparation makes of a black and of a white image; None if it has none."""
+        from PIL import Image
+
+        with suppress(MissingProcessorError, UnreadableSampleError, UnsupportedModelError):
+            return self._prepared([Image.new("RGB", (64, 64), colour) for colour in ("black", "white")])
+        return None
 
     @property
     def preparation(self) -> object:

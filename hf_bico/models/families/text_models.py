@@ -32,10 +32,14 @@ class TextModel(PretrainedModel):
     def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
         return self._read(samples).rows
 
-    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
+    def cuts(self, sample: TextSample) -> bool:
+        """Return whether a sample has more tokens than are read of it."""
+        return bool(self._read([sample], self.longest + 1).mask.sum() > self.longest)
+
+    def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
         from hf_bico.models.tokenization import tokenise
 
-        batch = tokenise(self.tokenizer, samples, self.longest)
+        batch = tokenise(self.tokenizer, samples, longest or self.longest)
         model: Any = self.module
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
         # on a GPU, looking up a token without an embedding would end the process
@@ -145,9 +149,9 @@ class EncoderModel(TextModel):
 class SequenceModel(TextModel):
     """A loaded T5: an encoder, and a decoder if it is whole."""
 
-    def _read(self, samples: Sequence[TextSample]) -> TokenBatch:
+    def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
         """Read what the encoder gets: texts in T5's format, and prompts without their answers."""
-        return super()._read([_as_read(sample) for sample in samples])
+        return super()._read([_as_read(sample) for sample in samples], longest)
 
     @property
     def backbone(self) -> Any:

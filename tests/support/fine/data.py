@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
+from PIL import ExifTags
 from PIL import Image as Pillow
 
 from hf_bico.errors import ClassNamesError, UnreadableSampleError
@@ -239,6 +242,85 @@ def palette_images(stage: Stage) -> Outcome:
 )
 def deep_images(stage: Stage) -> Outcome:
     return _of(stage, lambda image: Pillow.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257))
+
+
+def _sideways(image: Pillow.Image) -> Pillow.Image:
+    """The same image as a camera stores it that was held sideways: turned, with a mark in its EXIF block."""
+    exif, file = Pillow.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 6
+    image.transpose(Pillow.Transpose.ROTATE_90).save(file, "PNG", exif=exif)
+    return Pillow.open(file)
+
+
+@case(
+    IMAGES,
+    "images of a list",
+    "they are stored sideways, and their EXIF orientation says so",
+    Right(clean=_plain, because="they are turned upright, as `datasets` turns the images of its rows"),
+)
+def images_stored_sideways(stage: Stage) -> Outcome:
+    return _of(stage, _sideways)
+
+
+def _values(image: Pillow.Image) -> torch.Tensor:
+    """The channels of an image, from 0 to 255."""
+    return torch.tensor(np.asarray(image.convert("RGB"))).permute(2, 0, 1).float()
+
+
+@case(IMAGES, "images", "they are tensors, prepared as both models prepare images", Right(clean=_plain))
+def prepared_tensors(stage: Stage) -> Outcome:
+    return _of(stage, lambda image: _values(image) / 127.5 - 1)
+
+
+@case(
+    IMAGES,
+    "images",
+    "they are tensors of 0 to 255",
+    Refused(
+        UnreadableSampleError,
+        "the image of row 747 of split 'train' is a tensor of values from 0 to 255, and the model takes values from "
+        "-1 to 1",
+    ),
+)
+def raw_tensors(stage: Stage) -> Outcome:
+    return _of(stage, _values)
+
+
+@case(
+    IMAGES,
+    "images",
+    "they are tensors of 0 to 1, which may be prepared, but hardly for these models",
+    Said(
+        "The images are tensors of values from 0 to 1, which both models read as they are; narrow prepares images to "
+        "-1 to 1; wide prepares images to -1 to 1."
+    ),
+)
+def unprepared_tensors(stage: Stage) -> Outcome:
+    return _of(stage, lambda image: _values(image) / 255)
+
+
+@case(
+    IMAGES,
+    "images",
+    "they are tensors of (height, width, channels)",
+    Refused(
+        UnreadableSampleError,
+        "the image of row 747 of split 'train' is a tensor of the shape (8, 8, 3), and the model takes (3, height, "
+        "width)",
+    ),
+)
+def tensors_with_channels_last(stage: Stage) -> Outcome:
+    return _of(stage, lambda image: (_values(image) / 127.5 - 1).permute(1, 2, 0))
+
+
+@case(
+    IMAGES,
+    "images",
+    "they are tensors, and one value is NaN",
+    Refused(UnreadableSampleError, "the image of row 747 of split 'train' holds NaN or infinite values"),
+)
+def tensors_with_nan(stage: Stage) -> Outcome:
+    return _of(stage, lambda image: (_values(image) / 127.5 - 1).index_fill(2, torch.tensor([3]), float("nan")))
 
 
 @case(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import BaseMismatchError, ColumnError, TokenizersDifferError, UnsupportedModelError
-from support.fine.cases import Outcome, Refused, Right, Said, Stage, case, rewrite
+from support.fine.cases import Outcome, Refused, Right, Said, Stage, case, reconfigure, rewrite
 from support.language_toys import fine_tuned, labelled_rows, sentences, write_decoder, write_encoder
 
 TEXTS = "Texts and language models"
@@ -122,6 +122,34 @@ def tied_weights_that_differ(stage: Stage) -> Outcome:
         folder / "model.safetensors", lambda state: {**state, "lm_head.weight": 2 * state["transformer.wte.weight"]}
     )
     return stage.port(**inputs)
+
+
+def _long_rows() -> list[dict[str, Any]]:
+    """Texts of which every other one is long."""
+    plain = list(dict.fromkeys(sentences(400)))
+    return [{"text": " ".join(plain[row : row + 1 + 3 * (row % 2)])} for row in range(len(plain) - 4)]
+
+
+@case(
+    TEXTS,
+    "a base that reads long texts",
+    "the target reads shorter ones, to which they are cut for both",
+    Said("14 of the 24 calibration samples were cut to 32 tokens, the most that target can read."),
+)
+def texts_cut_by_the_target(stage: Stage) -> Outcome:
+    inputs, folder = _with(stage, {**_decoders(stage), "data": _long_rows()}, "to")
+    reconfigure(folder / "config.json", max_position_embeddings=32)
+    return stage.port(**inputs)
+
+
+@case(
+    TEXTS,
+    "texts that both models can read",
+    "--max-length is shorter than many of them",
+    Said("24 of the 24 calibration samples were cut to 8 tokens, as --max-length asks."),
+)
+def texts_cut_by_an_option(stage: Stage) -> Outcome:
+    return stage.port(**{**_decoders(stage), "data": _long_rows(), "max_length": 8})
 
 
 def _encoders(stage: Stage) -> dict[str, Any]:
