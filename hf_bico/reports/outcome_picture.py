@@ -12,14 +12,13 @@ from math import ceil, floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from hf_bico.reports.pictures import BLUE, GRID, INK, RED, SKY, font
-from hf_bico.reports.record import LOSS, EvaluationRecord, Record
+from hf_bico.reports.record import ACCURACY, LOSS, EvaluationRecord, Record
 from hf_bico.reports.results import compared_entries, interval_of, is_trained, value_text
 
 if TYPE_CHECKING:
     from PIL import ImageDraw
 
 OUTCOME_FILE = "outcome.png"
-ACCURACY = "accuracy"
 MAX_POINTS = 100
 """No curve has so many: a record that says so is not drawn."""
 _LARGEST = 1e9

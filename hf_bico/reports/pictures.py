@@ -148,6 +148,7 @@ class HeatMap:
 
         values = np.full((len(self.rows), len(self.columns)), np.inf)
         cells: dict[tuple[int, int], list[float]] = {}
+        places = {block: column for column, block in enumerate(self.columns)}
         for row, sites in enumerate(self.rows.values()):
             outside = {_is_outside(site) for site in sites}
             depth = _depth(sites) if all(is_of_text_tower(site) for site in sites) else self.blocks
@@ -158,7 +159,7 @@ class HeatMap:
             for site in sites:
                 number = getattr(site, value)
                 if number is not None and isfinite(number):
-                    cell = (row, self.columns.index(block_of(site)))
+                    cell = (row, places[block_of(site)])
                     cells.setdefault(cell, []).append(min(max(number, 0.0), 1.0))
         for cell, numbers in cells.items():
             values[cell] = sum(numbers) / len(numbers)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hf_bico.errors import RecordError
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import VETO
-from hf_bico.utils.files import folder_name, from_plain, read_json, to_plain
+from hf_bico.utils.files import Within, folder_name, from_plain, read_json, to_plain
 from hf_bico.utils.samples import FilePart
 
 JOINED = "joined with others when loaded"
@@ -23,6 +24,23 @@ LOSS = "loss"
 """The metric of which less is better."""
 RECORD_SCHEMA = 2
 READ_SCHEMAS = (1, 2)
+JOBS = ("extract", "apply")
+"""What a change was made by."""
+ACCURACY = "accuracy"
+
+# bounds of what is read: a record may be a stranger's
+Count = Annotated[int, Within(0)]
+Amount = Annotated[float, Within(0)]
+Share = Annotated[float, Within(-0.05, 1.05)]
+"""With room for rounding."""
+Probability = Annotated[float, Within(0, 1)]
+_VALUES = {ACCURACY: Within(0, 1), LOSS: Within(0)}
+"""What a measurement of each metric can be."""
+_FEW, _MANY, _VERY_MANY = Within(0, 100), Within(0, 10_000), Within(0, 100_000)
+Texts = Annotated[list[str], _MANY]
+Digests = Annotated[dict[str, str], _MANY]
+Versions = Annotated[dict[str, str], _FEW]
+Notices = Annotated[list[str], _FEW]
 
 
 @dataclass(frozen=True)
@@ -35,14 +53,14 @@ class ModelRecord:
 
     id: str
     commit: str | None = None
-    sha256: dict[str, str] = field(default_factory=dict)
+    sha256: Digests = field(default_factory=dict)
     family: str | None = None
     kind: str | None = None
     peft_type: str | None = None
     base: ModelRecord | None = None
     license: str | None = None
     license_name: str | None = None
-    language: list[str] = field(default_factory=list)
+    language: Texts = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,20 +73,20 @@ class DataRecord:
 
     id: str
     split: str
-    n: int
+    n: Count
     sampling: str
     seed: int
     indices: list[int]
-    columns: dict[str, str]
+    columns: Annotated[dict[str, str], _FEW]
     labels: str
-    class_names: list[str]
+    class_names: Annotated[list[str], Within(0, 1_000_000)]
     commit: str | None = None
     config: str | None = None
-    per_class: int | None = None
-    max_download: int | None = None
-    max_length: int | None = None
+    per_class: Count | None = None
+    max_download: Count | None = None
+    max_length: Count | None = None
     chat_template: bool | None = None
-    parts: list[FilePart] = field(default_factory=list)
+    parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class ObjectiveRecord:
     """
 
     name: str
-    templates: list[str] | None = None
+    templates: Texts | None = None
     head: str | None = None
     loss: str | None = None
 
@@ -89,13 +107,13 @@ class ObjectiveRecord:
 class TrainingRecord:
     """Training of the target; `validation` is the accuracy on held-back samples."""
 
-    learning_rate: float
-    weight_decay: float
-    steps: int
-    samples: int
-    batch: int | None = None
-    warmup: int | None = None
-    validation: float | None = None
+    learning_rate: Amount
+    weight_decay: Amount
+    steps: Count
+    samples: Count
+    batch: Count | None = None
+    warmup: Count | None = None
+    validation: Probability | None = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +124,10 @@ class ReadoutRecord:
     """
 
     accepted: bool
-    before: float
-    left_out: float
+    before: Amount
+    left_out: Amount
     strength: float | None = None
-    copies: int | None = None
+    copies: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -123,9 +141,9 @@ class CurveRecord:
 
     alpha: float
     mean: float
-    error: float | None = None
-    accuracy: float | None = None
-    step: int | None = None
+    error: Amount | None = None
+    accuracy: Share | None = None
+    step: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,7 @@ class GainRecord:
     """The samples' mean gain by the change, and its standard error: a change without a clear one is held back."""
 
     mean: float
-    error: float | None = None
+    error: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +159,7 @@ class CandidateRecord:
     """A method that was tried for "auto", and the samples' mean gain by it."""
 
     method: str
-    alpha: float | list[float]
+    alpha: float | Annotated[list[float], _MANY]
     gain: float
     held_back: bool
 
@@ -159,21 +177,21 @@ class MethodRecord:
     """
 
     name: str
-    alpha: float | list[float]
-    layers: list[int]
+    alpha: float | Annotated[list[float], _MANY]
+    layers: Annotated[list[Count], _MANY]
     completion: str | None = None
     matching: str | None = None
-    steps: int | None = None
-    copies: int | None = None
+    steps: Count | None = None
+    copies: Count | None = None
     signs: str | None = None
     tower: str | None = None
     training: TrainingRecord | None = None
     readout: ReadoutRecord | None = None
     asked: str | None = None
     bold: bool | None = None
-    curve: list[CurveRecord] = field(default_factory=list)
+    curve: Annotated[list[CurveRecord], _MANY] = field(default_factory=list)
     veto: GainRecord | None = None
-    candidates: list[CandidateRecord] = field(default_factory=list)
+    candidates: Annotated[list[CandidateRecord], _FEW] = field(default_factory=list)
 
     @property
     def chosen_by_samples(self) -> bool:
@@ -194,18 +212,18 @@ class SiteRecord:
     name: str
     role: str
     source: str
-    shape_source: tuple[int, int]
-    shape_target: tuple[int, int]
-    energy: float
-    rank_in: int | None = None
-    rank_out: int | None = None
-    score_in: float | None = None
-    score_out: float | None = None
-    unseen: float | None = None
-    rank: int | None = None
-    kept: float | None = None
-    distance: float | None = None
-    cosine: float | None = None
+    shape_source: tuple[Count, Count]
+    shape_target: tuple[Count, Count]
+    energy: Share
+    rank_in: Count | None = None
+    rank_out: Count | None = None
+    score_in: Share | None = None
+    score_out: Share | None = None
+    unseen: Share | None = None
+    rank: Count | None = None
+    kept: Share | None = None
+    distance: Amount | None = None
+    cosine: Annotated[float, Within(-1.05, 1.05)] | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +232,7 @@ class LeftRecord:
 
     name: str
     reason: str
-    energy: float
+    energy: Share
 
 
 @dataclass(frozen=True)
@@ -227,13 +245,13 @@ class OutputRecord:
     """
 
     format: str
-    files: dict[str, str]
-    rounding_lost: float | None = None
+    files: Digests
+    rounding_lost: Amount | None = None
     repo: str | None = None
     revision: str | None = None
     rank: int | float | None = None
-    energy_kept: float | None = None
-    replaced: list[str] = field(default_factory=list)
+    energy_kept: Share | None = None
+    replaced: Annotated[list[str], _VERY_MANY] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -245,7 +263,7 @@ class OutlookRecord:
 
     value: float
     unit: str
-    error: float | None = None
+    error: Amount | None = None
 
     @property
     def is_clear(self) -> bool:
@@ -257,9 +275,9 @@ class OutlookRecord:
 class SourceLeadRecord:
     """How much more accurate the fine-tuned source is than the target, by the calibration samples' labels."""
 
-    source: float
-    target: float
-    error: float
+    source: Share
+    target: Share
+    error: Amount
 
     @property
     def is_clear(self) -> bool:
@@ -273,11 +291,11 @@ class EvaluationRecord:
     model: str
     data: str
     split: str
-    n: int
+    n: Count
     metric: str
     value: float
     protocol: str | None = None
-    trained_on: int | None = None
+    trained_on: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -285,13 +303,13 @@ class RunRecord:
     """Time, machine and versions of one run."""
 
     started: str
-    seconds: dict[str, float]
-    peak_memory: int
+    seconds: Annotated[dict[str, Amount], _FEW]
+    peak_memory: Count
     device: str
     dtype: str
-    batch_size: int
-    processes: int
-    versions: dict[str, str]
+    batch_size: Count
+    processes: Count
+    versions: Versions
 
 
 class _RecordBase(ABC):
@@ -328,17 +346,17 @@ class Record(_RecordBase):
     target: ModelRecord
     objective: ObjectiveRecord
     method: MethodRecord
-    sites: list[SiteRecord]
-    left: list[LeftRecord]
+    sites: Annotated[list[SiteRecord], Within(0, 20_000)]
+    left: Annotated[list[LeftRecord], _VERY_MANY]
     run: RunRecord
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Annotated[dict[str, Any], _FEW] = field(default_factory=dict)
     outlook: OutlookRecord | None = None
     source_lead: SourceLeadRecord | None = None
-    evaluation: list[EvaluationRecord] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    evaluation: Annotated[list[EvaluationRecord], _FEW] = field(default_factory=list)
+    notices: Notices = field(default_factory=list)
     schema: int = RECORD_SCHEMA
 
     @property
@@ -367,9 +385,9 @@ class LayerRecord:
     """
 
     name: str
-    energy: float
-    kept: float
-    rank: int | None = None
+    energy: Share
+    kept: Share
+    rank: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -377,8 +395,8 @@ class ArithmeticRecord:
     """Time and versions of one run without calibration."""
 
     started: str
-    seconds: float
-    versions: dict[str, str]
+    seconds: Amount
+    versions: Versions
 
 
 @dataclass(frozen=True)
@@ -388,16 +406,16 @@ class ChangeRecord(_RecordBase):
     hf_bico: str
     job: str
     """ "extract" or "apply"."""
-    parts: list[Summand]
+    parts: Annotated[list[Summand], Within(0, 1_000)]
     target: ModelRecord
     """The model that the change is for."""
     alpha: float
     output: OutputRecord
     run: ArithmeticRecord
     command: str | None = None
-    layers: list[LayerRecord] = field(default_factory=list)
-    left: list[LeftRecord] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    layers: Annotated[list[LayerRecord], _VERY_MANY] = field(default_factory=list)
+    left: Annotated[list[LeftRecord], _VERY_MANY] = field(default_factory=list)
+    notices: Notices = field(default_factory=list)
     schema: int = RECORD_SCHEMA
 
     @property
@@ -410,8 +428,8 @@ def read_record(folder: Path) -> Record:
     record = read_any(folder)
     if isinstance(record, Record):
         return record
-    again = f"do it again with: {record.command}" if record.command else "do it again"
-    raise RecordError(f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port", again)
+    cause = f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port"
+    raise RecordError(cause, "name what 'hf-bico port' wrote")
 
 
 def read_change_record(folder: Path) -> ChangeRecord:
@@ -440,9 +458,20 @@ def read_any(folder: Path) -> Record | ChangeRecord:
         )
     try:
         record: Record | ChangeRecord = from_plain(ChangeRecord if "job" in raw else Record, raw)
-        return _spelt_out(record) if isinstance(record, Record) else record
+        if isinstance(record, ChangeRecord):
+            _require_one_of(JOBS, record.job, "job")
+            return record
+        for entry in record.evaluation:
+            _require_one_of(tuple(_VALUES), entry.metric, "metric")
+            _VALUES[entry.metric].check(entry.value, entry.metric)
+        return _spelt_out(record)
     except TypeError as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' is not a record: {error}", "port again") from error
+
+
+def _require_one_of(known: Sequence[str], value: str, name: str) -> None:
+    if value not in known:
+        raise TypeError(f"'{name}' is {value[:60]!r}, and not one of: {', '.join(known)}")
 
 
 def _spelt_out(record: Record) -> Record:

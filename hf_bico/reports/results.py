@@ -43,6 +43,7 @@ SAFE_SAMPLES = 50
 MAX_ROLES = 24
 """Rows of a readable table or picture."""
 OTHER_ROLES = "other roles"
+OTHER_REASONS = "other reasons"
 _MAX_LABEL = 60
 _PATH = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -332,11 +333,15 @@ class Report:
         return sum(energy * unseen for energy, unseen in weighted) / total if total else None
 
     def left_by_reason(self) -> list[tuple[str, int, float]]:
-        """Return (reason, tensors, share of the energy), the largest first."""
+        """Return (reason, tensors, share of the energy), the largest first; the last for all beyond `MAX_ROLES`."""
         energies: dict[str, list[float]] = {}
         for entry in self.left:
             energies.setdefault(entry.reason, []).append(entry.energy)
-        return sorted(((reason, len(some), sum(some)) for reason, some in energies.items()), key=lambda row: -row[2])
+        rows = sorted(((reason, len(some), sum(some)) for reason, some in energies.items()), key=lambda row: -row[2])
+        more = rows[MAX_ROLES - 1 :]
+        if len(more) > 1:
+            rows[MAX_ROLES - 1 :] = [(OTHER_REASONS, sum(row[1] for row in more), sum(row[2] for row in more))]
+        return rows
 
     def summary(self) -> str:
         """Summarise in one line where the task vector's energy went."""

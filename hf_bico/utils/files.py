@@ -11,11 +11,12 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 MAX_FILE_BYTES = 16_000_000
 """Twice the index of a model with thousands of shards, ten times the largest cards."""
@@ -142,39 +143,96 @@ def to_plain(instance: Any) -> str:
     return json.dumps(_without_empty(asdict(instance)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+@dataclass(frozen=True)
+class Within:
+    """Bounds of a number, or of the length of a text, list or dictionary: `Annotated[float, Within(0, 1)]`."""
+
+    least: float
+    most: float = inf
+
+    def check(self, value: Any, name: str) -> None:
+        if isinstance(value, (str, list, dict)):
+            if len(value) > self.most:
+                what = "characters" if isinstance(value, str) else "entries"
+                raise TypeError(f"'{name}' has {len(value):,} {what}, more than {self.most:,}")
+        elif not self.least <= value <= self.most:
+            bounds = f"at least {self.least:g}" if self.most == inf else f"between {self.least:g} and {self.most:g}"
+            raise TypeError(f"'{name}' is {value}, and not {bounds}")
+
+
+_TEXT = Within(0, 100_000)
+"""Characters of a text in a data class: above any name, sentence or command line."""
+
+
 def from_plain(kind: Any, value: Any) -> Any:
-    """Build a data class from parsed JSON; a value of the wrong type is a TypeError that names the field."""
+    """Build a data class from parsed JSON; a value of the wrong type or out of bounds is a TypeError with its field."""
     try:
         return _build(kind, value, "record")
     except RecursionError:
         raise TypeError("it is nested too deeply") from None
 
 
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the types of a data class's fields, and those of its lists and dictionaries, which may be left out."""
+    hints = get_type_hints(kind, include_extras=True)
+    return hints, {name: bare for name, hint in hints.items() if (bare := _bare(hint)) in (list, dict)}
+
+
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
+
+
+@cache
+def _bare(kind: Any) -> Any:
+    """Return `list` for `Annotated[list[int], ...]`, and `int` for `int`."""
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return get_origin(kind) or kind
+
+
 def _build(kind: Any, value: Any, name: str) -> Any:
-    if is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        given = {field: _build(hint, value[field], field) for field, hint in hints.items() if field in value}
-        # `to_plain` leaves out empty lists and dictionaries
-        empty = {field: get_origin(hint)() for field, hint in hints.items() if get_origin(hint) in (list, dict)}
-        return kind(**{**empty, **given})  # type: ignore[operator]
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:
+    origin, inner = _parts(kind)
+    if origin is Annotated:
+        bounds = inner[1]
+        if type(value) in (list, dict):  # before its entries are built
+            bounds.check(value, name)
+        built = _build(inner[0], value, name)
+        bounds.check(built, name)
+        return built
+    if origin in (UnionType, Union):
+        if value is None and NoneType in inner:
+            return None
         # a rank is a whole number or a share, alpha a number or a list of them
-        kinds = [one for one in inner if type(value) in (one, get_origin(one))] or inner
-        return None if value is None and NoneType in inner else _build(kinds[0], value, name)
-    if kind is Any:
-        return value
+        fitting = [one for one in inner if type(value) is _bare(one)] or inner
+        return _build(fitting[0], value, name)
     if origin is list and isinstance(value, list):
+        if inner[0] is int and all(type(item) is int and abs(item) < _MAX_INT for item in value):
+            return value  # indices may be a million
         return [_build(inner[0], item, name) for item in value]
     if origin is dict and isinstance(value, dict):
-        return {key: _build(inner[1], item, name) for key, item in value.items()}
+        return {_scalar(str, key, name): _build(inner[1], item, name) for key, item in value.items()}
     if origin is tuple and isinstance(value, list) and len(value) == len(inner):
         return tuple(_build(one, item, name) for one, item in zip(inner, value, strict=True))
+    return _instance(kind, value) if isinstance(value, dict) and is_dataclass(kind) else _scalar(kind, value, name)
+
+
+def _instance(kind: Any, value: dict[str, Any]) -> Any:
+    hints, left_out = _fields(kind)
+    given = {field: _build(hint, value[field], field) for field, hint in hints.items() if field in value}
+    return kind(**{field: empty() for field, empty in left_out.items()} | given)
+
+
+def _scalar(kind: Any, value: Any, name: str) -> Any:
+    if kind is Any:
+        return value
     if kind is float and type(value) in (int, float) and abs(value) < 1e300:
         return float(value)
     if kind is int and type(value) is int and abs(value) < _MAX_INT:
         return value
     if kind not in (int, float) and isinstance(kind, type) and type(value) is kind:
+        if kind is str:
+            _TEXT.check(value, name)
         return value
     raise TypeError(f"'{name}' is {str(value)[:60]!r}")
 

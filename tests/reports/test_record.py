@@ -113,3 +113,18 @@ def test_the_first_schema_gives_a_card(tmp_path: Path) -> None:
     for wrong in ("Outlook", "None", "\n\n\n"):
         assert wrong not in card
     assert {file.name for file in tmp_path.iterdir()} == {"README.md", "bico.json", "alignment.png", "outcome.png"}
+
+
+def test_rounding_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    raw = json.loads(an_adapter_record().to_json())
+    raw["sites"][0] |= {
+        "score_in": 1.0000001,
+        "unseen": -1e-9,
+        "kept": 1.0000002,
+        "cosine": 1.0000001,
+        "energy": -1e-12,
+    }
+    raw["output"]["energy_kept"] = 1.0000001
+    raw["evaluation"][0]["value"], raw["evaluation"][1]["value"] = 0.0, 1.0
+    (tmp_path / "bico.json").write_text(json.dumps(raw))
+    assert read_record(tmp_path).sites[0].score_in == 1.0000001

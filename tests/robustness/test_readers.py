@@ -21,14 +21,20 @@ from hf_bico.models.deltas import read_delta
 from hf_bico.models.families.open_clip import OpenClip
 from hf_bico.models.families.pretrained import require_within
 from hf_bico.models.families.transformers_clip import TransformersClip
-from hf_bico.reports.record import read_any
+from hf_bico.reports.model_cards import write_card
+from hf_bico.reports.record import read_any, read_record
+from support import ROOT
+from support.bounds import within
 from support.fuzz import ending_of, run
 from support.fuzz_readers import READERS, Scenes, corpus, kind_of
 from support.mutations import change
+from support.records import an_adapter_record
 
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MUTATIONS = 50
 """Spoilt inputs of each reader in the test suite."""
+SECONDS, LARGEST_CARD = 30, 1_000_000
+"""Of the card of the largest record that is read, and its bytes."""
 
 scalars = (
     st.none()
@@ -178,3 +184,56 @@ def test_a_short_fuzzing_finds_nothing(scenes: Scenes, tmp_path: Path) -> None:
     report = run(scenes.reader, 60, 0, tmp_path, MUTATIONS)
     assert report.executions == MUTATIONS
     assert report.findings == [], report.text()
+
+
+def _many_sites(raw: Any) -> None:
+    site = {"shape_source": [1, 1], "shape_target": [1, 1], "energy": 0.0, "score_in": 1.0}
+    raw["method"]["layers"] = [0] * 512
+    places = ((f"blocks.{number % 500}.", f"role{number}") for number in range(20_000))
+    raw["sites"] = [{**site, "name": block + role, "role": role, "source": block + role} for block, role in places]
+
+
+def _many_reasons(raw: Any) -> None:
+    raw["left"] = [{"name": "a", "reason": f"reason {number}", "energy": 0.0} for number in range(50_000)]
+
+
+def _long_texts(raw: Any) -> None:
+    raw["notices"] = ["| <b> " * 1600] * 100
+    raw["run"]["versions"] = {f"{number:<9000}": "|" * 9000 for number in range(100)}
+    raw["data"]["columns"] = {f"{number:<9000}": "`" * 9000 for number in range(100)}
+    raw["objective"]["templates"] = ["{}" * 400] * 10_000
+
+
+def _long_lists(raw: Any) -> None:
+    raw["target"]["language"] = ["abc-abcdefgh"] * 10_000
+    raw["data"]["indices"] = [1] * 1_000_000
+    raw["data"]["parts"] = [{"file": "a", "row_groups": [1] * 1_000_000, "rows": 1}]
+    raw["evaluation"] *= 33
+    raw["method"]["alpha"] = [1.0] * 10_000
+
+
+def _many_classes(raw: Any) -> None:
+    raw["objective"]["head"] = "carried"
+    raw["data"]["class_names"] = ["\N{GREEK SMALL LETTER ALPHA}" * 70] * 100_000
+
+
+@pytest.mark.parametrize("grow", [_many_sites, _many_reasons, _long_texts, _long_lists, _many_classes])
+def test_the_largest_record_gives_a_small_card_soon(grow: Callable[[Any], None], tmp_path: Path) -> None:
+    raw = json.loads(an_adapter_record().to_json())
+    grow(raw)
+    (tmp_path / "bico.json").write_text(json.dumps(raw, ensure_ascii=False))
+    with within(SECONDS):
+        card = write_card(read_record(tmp_path), tmp_path)
+    assert card.stat().st_size < LARGEST_CARD
+
+
+def test_a_change_of_many_parts_gives_a_small_card_soon(tmp_path: Path) -> None:
+    raw = json.loads((ROOT / "model_cards" / "extracted-adapter" / "bico.json").read_text())
+    part = raw["parts"][0]
+    models = [{**part["model"], "license": f"{number:x>80}"} for number in range(1_000)]
+    raw |= {"job": "apply", "parts": [{**part, "weight": 0.1, "model": model} for model in models]}
+    raw["layers"] = [{"name": f"layer{number}.weight", "energy": 0.0, "kept": 1.0} for number in range(20_000)]
+    (tmp_path / "bico.json").write_text(json.dumps(raw))
+    with within(SECONDS):
+        card = write_card(read_any(tmp_path), tmp_path)
+    assert card.stat().st_size < LARGEST_CARD

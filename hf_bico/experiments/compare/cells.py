@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from math import inf, isfinite
 from statistics import fmean, stdev
 from typing import Any
 
 from hf_bico.errors import UsageError
+from hf_bico.reports.record import Count
 from hf_bico.settings import METHODS, MethodInfo, method_info
 from hf_bico.utils.text import near
 
 LOSS_PROTOCOL = "loss"
 """The protocol whose numbers are losses, not accuracies: less is better."""
+_MAX_LOSS = 1e300
 REFERENCE_LABELS = {
     "target": "target, zero-shot",
     "base": "source, before it was fine-tuned",
@@ -100,9 +103,9 @@ class CellKey:
     data: str
     method: str
     _: KW_ONLY
-    n: int | None = None
-    per_class: int | None = None
-    seed: int | None = None
+    n: Count | None = None
+    per_class: Count | None = None
+    seed: Count | None = None
     control: bool = False
     readout: bool = False
     protocol: str | None = None
@@ -163,7 +166,7 @@ class Cell(CellKey):
     held_back: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isfinite(self.value):
+        if not 0 <= self.value <= (_MAX_LOSS if self.is_loss else 1):
             raise ValueError(f"what was measured of {self.method} on {self.data} is {self.value}")
         if self.n is not None and self.per_class is not None:
             raise ValueError(f"{self.method} on {self.data} has both n and per_class")
@@ -240,18 +243,26 @@ class Order:
     methods: Sequence[str] = ()
     data_sets: Sequence[str] = ()
 
-    def of_method(self, method: str) -> tuple[int, int, float, str]:
-        for rank, names in enumerate((REFERENCES, self.methods)):
-            if method in names:
-                return rank, names.index(method), 0.0, ""
+    @cached_property
+    def _places(self) -> list[dict[str, int]]:
+        """The place of each reference, method, registered method, and data set."""
         registered = sorted(METHODS, key=lambda name: METHODS[name].row)
+        lists = (REFERENCES, self.methods, registered, self.data_sets)
+        return [{name: place for place, name in reversed(list(enumerate(names)))} for names in lists]
+
+    def of_method(self, method: str) -> tuple[int, int, float, str]:
+        references, methods, registered, _ = self._places
+        for rank, places in enumerate((references, methods)):
+            if method in places:
+                return rank, places[method], 0.0, ""
         name, alpha = split_method(method)
         if name in registered:
-            return 2, registered.index(name), inf if alpha is None else alpha, ""
+            return 2, registered[name], inf if alpha is None else alpha, ""
         return 3, 0, 0.0, method
 
     def of_data(self, data: str) -> tuple[int, str]:
-        return (self.data_sets.index(data), "") if data in self.data_sets else (len(self.data_sets), data)
+        places = self._places[3]
+        return (places[data], "") if data in places else (len(self.data_sets), data)
 
     def of_row(self, key: CellKey) -> tuple[Any, ...]:
         """Sort by `group`, then by method, the plain one before its variants."""

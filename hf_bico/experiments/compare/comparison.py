@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.experiments.compare.cells import (
@@ -30,7 +30,7 @@ from hf_bico.experiments.compare.cells import (
 from hf_bico.experiments.compare.picture import picture
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import read_text, write_file, write_files
-from hf_bico.utils.files import from_plain, parse_json
+from hf_bico.utils.files import Within, from_plain, parse_json
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
 
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value", "held_back")
@@ -39,6 +39,8 @@ _LONGEST_NAME = 60
 JSON_FILE = "comparison.json"
 RESULT_FILES = ("comparison.csv", JSON_FILE, "comparison.md", "comparison.png")
 _SCHEMA = 1
+_CELLS, _NAMES = Within(0, 1_000_000), Within(0, 1_000)
+"""What is read of a file."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,15 @@ class Comparison:
             if content["schema"] != _SCHEMA:
                 raise RecordError(f"the comparison's schema is {content['schema']}", "use a newer hf-bico")
             comparison = cls(
-                cells=tuple(from_plain(Cell, cell) for cell in content["cells"]),
-                refusals=tuple(from_plain(Refusal, refusal) for refusal in content["refusals"]),
-                methods=tuple(from_plain(list[str], content["methods"])),
-                data_sets=tuple(from_plain(list[str], content["data_sets"])),
+                cells=tuple(from_plain(Annotated[list[Cell], _CELLS], content["cells"])),
+                refusals=tuple(from_plain(Annotated[list[Refusal], _NAMES], content["refusals"])),
+                methods=tuple(from_plain(Annotated[list[str], _NAMES], content["methods"])),
+                data_sets=tuple(from_plain(Annotated[list[str], _NAMES], content["data_sets"])),
                 **{name: from_plain(str, content[name]) for name in ("title", "source", "target")},
                 about=from_plain(dict, content["about"]),
             )
+            rows = {replace(cell.key, data="", seed=None) for cell in comparison.cells}
+            _CELLS.check(len(rows) * len(comparison.data_sets), "the size of its table")
             comparison.to_json()  # raises if a mean or a deviation overflows
             return comparison
         except (ValueError, TypeError, KeyError, OverflowError) as error:

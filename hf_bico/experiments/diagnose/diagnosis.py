@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
@@ -21,11 +21,13 @@ from hf_bico.experiments.diagnose.findings import (
 )
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.reports.pictures import block_of, is_of_text_tower
-from hf_bico.reports.record import SiteRecord
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import atomic_folder, locked_folder, read_text, require_free, write_files
 from hf_bico.utils.files import from_plain, parse_json, to_plain
 from hf_bico.utils.text import format_table, markdown_table, plain
+
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 NOT_DEFINED = "n/a"
 JSON_FILE, MARKDOWN_FILE = "diagnosis.json", "diagnosis.md"
@@ -179,15 +181,14 @@ def block_rows(diagnosis: Diagnosis) -> list[list[str]]:
         "cosine aligned": by_place(diagnosis.inputs, lambda one: one.cosine_aligned),
     }
     scores = {"score in": "score_in", "score out": "score_out", "unseen": "unseen"}
-    sites_at: dict[SitePlace, list[SiteRecord]] = {}
-    for site in diagnosis.sites:
-        tower = TEXT_SIDE if is_of_text_tower(site) else ""
-        sites_at.setdefault(SitePlace(tower, block_of(site)), []).append(site)
+    towers = {True: TEXT_SIDE, False: ""}
+    sites_at = _grouped(diagnosis.sites, lambda site: SitePlace(towers[is_of_text_tower(site)], block_of(site)))
+    drifts_of = _grouped(drifts, lambda one: one.name)
+    inputs_at = _grouped(diagnosis.inputs, lambda one: one.place)
     rows = [["block", *columns, *scores, "energy", "Δdirection", "Δmagnitude"]]
-    for place in dict.fromkeys(one.place for one in diagnosis.inputs):
+    for place, own in inputs_at.items():
         sites = sites_at.get(place, [])
-        inputs = {one.source for one in diagnosis.inputs if one.place == place}
-        moved = [one for one in drifts if one.name in inputs]
+        moved = [drift for name in dict.fromkeys(one.source for one in own) for drift in drifts_of.get(name, [])]
         row = [place.label, *(_number(column.get(place)) for column in columns.values())]
         row += [_mean_text((getattr(site, name) for site in sites), name == "unseen") for name in scores.values()]
         row.append(_number(sum({site.source: site.energy for site in sites}.values()), percent=True))
@@ -196,14 +197,19 @@ def block_rows(diagnosis: Diagnosis) -> list[list[str]]:
     return rows
 
 
+def _grouped(items: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
+    groups: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def output_rows(diagnosis: Diagnosis) -> list[list[str]]:
     """Return a header, and a row for each block: the cosine of every model's outputs to the fine-tuned target's."""
     if not diagnosis.outputs:
         return []
-    means = {
-        model: by_place([one for one in diagnosis.outputs if one.model == model], lambda one: one.cosine)
-        for model in diagnosis.models
-    }
+    by_model = _grouped(diagnosis.outputs, lambda one: one.model)
+    means = {model: by_place(own, lambda one: one.cosine) for model, own in by_model.items()}
     places = list(dict.fromkeys(one.place for one in diagnosis.outputs))
     heads = ["target, pretrained" if model == UNTOUCHED_TARGET else method_label(model) for model in means]
     rows = [["outputs, block", *heads]]

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from hf_bico.models.layout import SitePair
-from hf_bico.reports.record import SiteRecord
+from hf_bico.reports.record import Amount, Count, SiteRecord, Versions
+from hf_bico.utils.files import Within
 
 UNTOUCHED_TARGET = "target"
 """The name of the untouched target among the models of `outputs`."""
+_MANY = Within(0, 50_000)
+"""Findings that are read of a file."""
 
 
 class SitePlace(NamedTuple):
@@ -98,15 +101,15 @@ class Cost:
     two products of each site.
     """
 
-    parameters: tuple[int, int]
-    rows: tuple[int, int]
-    a_pass: int
-    training: int
-    calibration: int
-    covariances: int
-    maps: int
-    products: int
-    seconds: dict[str, float] = field(default_factory=dict)
+    parameters: tuple[Count, Count]
+    rows: tuple[Count, Count]
+    a_pass: Annotated[int, Within(1)]
+    training: Count
+    calibration: Count
+    covariances: Count
+    maps: Count
+    products: Count
+    seconds: Annotated[dict[str, Amount], Within(0, 100)] = field(default_factory=dict)
 
 
 Finding = TypeVar("Finding", bound=_AtSite)
@@ -181,20 +184,20 @@ class DiagnosisData:
     target: str
     data: str
     split: str
-    samples: int
+    samples: Count
     method: str
     completion: str
-    inputs: list[InputLikeness]
-    sites: list[SiteRecord]
-    layers: list[int]
+    inputs: Annotated[list[InputLikeness], _MANY]
+    sites: Annotated[list[SiteRecord], _MANY]
+    layers: Annotated[list[Count], _MANY]
     cost: Cost
     fine_tuned: str | None = None
-    outputs: list[OutputLikeness] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
-    drift: list[Drift] = field(default_factory=list)
+    outputs: Annotated[list[OutputLikeness], _MANY] = field(default_factory=list)
+    checkpoints: Annotated[list[str], Within(0, 1_000)] = field(default_factory=list)
+    drift: Annotated[list[Drift], _MANY] = field(default_factory=list)
     seed: int = 0
     device: str = "cpu"
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
     schema: int = DIAGNOSIS_SCHEMA
 
     @property

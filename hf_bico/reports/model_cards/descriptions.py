@@ -5,8 +5,8 @@ Reads records; knows neither models nor losses.
 
 from __future__ import annotations
 
-from hf_bico.reports.outcome_picture import ACCURACY, ExpectedCurve, Outcome
-from hf_bico.reports.record import LOSS, DataRecord, MethodRecord, Record
+from hf_bico.reports.outcome_picture import ExpectedCurve, Outcome
+from hf_bico.reports.record import ACCURACY, LOSS, DataRecord, MethodRecord, Record
 from hf_bico.reports.results import is_trained
 from hf_bico.reports.verdict import alpha_sentence
 from hf_bico.settings import PREDICTING, allowed_errors

@@ -7,13 +7,14 @@ it has the right form. Only repos of the Hub are named.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
 from hf_bico.reports import results, verdict
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
-from hf_bico.reports.model_cards.sections import Licences, Usage, card_task, measured_task
+from hf_bico.reports.model_cards.sections import MAX_CLASSES, Licences, Usage, card_task, measured_task
 from hf_bico.reports.outcome_picture import OUTCOME_FILE, Outcome
 from hf_bico.reports.pictures import ALIGNMENT_FILE, record_panels
 from hf_bico.reports.record import EvaluationRecord, Record
@@ -73,7 +74,7 @@ class PortCard(Card):
         others = record.method.readout is not None or record.objective.head is not None
         return record.data is not None and (self.about.uses_samples or record.method.chosen_by_samples or others)
 
-    @property
+    @cached_property
     def report(self) -> Report:
         # a table of its own says what an adapter holds of each site
         sites = tuple(replace(site, rank=None, kept=None) for site in self.record.sites)
@@ -158,7 +159,7 @@ class PortCard(Card):
             return "no label enters the method"
         return {"dataset": of_data, "none": "no labels"}.get(data.labels)
 
-    @property
+    @cached_property
     def panels(self) -> str:
         """The values in the picture, as words; empty without a picture."""
         names = [name.replace("_", " ").replace("unseen", "unseen energy") for name in record_panels(self.record)]
@@ -208,11 +209,12 @@ def _usage(record: Record) -> Usage | None:
     templates = [text for text in record.objective.templates or () if len(text) <= 200]
     has_new_head = record.objective.head is not None
     examples = [name for name in names if 0 < len(name) <= 60][:5]
+    of_head = [clean(name, 60) for name in names] if len(names) <= MAX_CLASSES else names
     return Usage(
         output=record.output,
         target=record.target,
         task=card_task(record.target.family, record.objective, method_info(record.method.name).uses_loss),
-        class_names=[clean(name, 60) for name in names] if has_new_head else examples,
+        class_names=of_head if has_new_head else examples,
         template=(templates or DEFAULT_TEMPLATES)[0],
         has_new_head=has_new_head,
     )

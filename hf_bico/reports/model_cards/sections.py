@@ -31,6 +31,8 @@ from hf_bico.utils.text import clean
 
 _EXACT = "exact"
 _MAX_NAMED = 6
+MAX_CLASSES = 100
+"""Classes that a snippet lists; of more it says only how many there are."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,10 @@ class Usage:
     template: str = DEFAULT_TEMPLATES[0]
     has_new_head: bool = False
     """True if a classification head was written that the target lacks."""
+
+    @property
+    def lists_classes(self) -> bool:
+        return len(self.class_names) <= MAX_CLASSES
 
     @property
     def format(self) -> str:

