@@ -256,7 +256,9 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
 @click.argument("ported", shell_complete=complete_model)
 @folder_option("Keep the result in this folder.")
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
+@setting("max_download", help="Most to download of the data set, whatever the record says.")
 @setting("device")
+@setting("force", help="Go on although the base looks wrong.")
 @hub_options
 @output_options
 def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -269,6 +271,8 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
       hf-bico rerun user/vit-b16-plus-eurosat
     """
     with exit_on_error():
+        limits = read_settings({name: options.pop(name) for name in ("max_download", "device", "force")})
+        options |= {"max_download": limits.max_download, "device": limits.device, "force": limits.force}
         from hf_bico.porting.rerun import rerun as run
 
         reservation = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)

@@ -25,13 +25,23 @@ from hf_bico.errors import (
     EmptyRepoError,
     HubUnavailableError,
     NotCachedError,
+    RecordError,
     RepoError,
     RepoNotFoundError,
     RevisionNotFoundError,
     TokenError,
     WrongRepoTypeError,
 )
-from hf_bico.hub.references import HubReference, cached_repo, hub_repo, near_folder, near_open_clip, parse
+from hf_bico.hub.references import (
+    HubReference,
+    cached_repo,
+    hub_repo,
+    near_folder,
+    near_open_clip,
+    parse,
+    recorded_folder,
+    recorded_repo,
+)
 from hf_bico.hub.retries import LOG_IN, T, is_offline, request_errors, with_retries
 from hf_bico.utils import __version__
 from hf_bico.utils.text import did_you_mean, near
@@ -294,6 +304,17 @@ class RepoFiles:
     @property
     def commit(self) -> str | None:
         return None if self.repo is None else self.repo.commit
+
+    def recorded(self, name: str, commit: str | None) -> str | Path:
+        """Return what a record in this place names: a repo at its commit or, unless it is from the Hub, a folder."""
+        if commit is not None:
+            return recorded_repo(name, commit)
+        if self.repo is not None or cached_repo(self.folder) is not None:  # a stranger's, who names no folder here
+            raise RecordError(
+                f"'{self.name}' was made from '{name}', a folder on its author's machine",
+                "name what to use yourself: --data of 'hf-bico eval', or a new 'hf-bico port'",
+            )
+        return recorded_folder(name)
 
     def fetch(self, names: Iterable[str], downloaded: DownloadCallback | None = None) -> None:
         """Download these files into `folder`."""

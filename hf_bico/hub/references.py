@@ -26,6 +26,7 @@ _HUB_ADDRESS = re.compile(
     rf"(?P<id>(?:{_OWNER}/)?{_PART})(?:/tree/(?P<revision>{_REVISION}?))?/?"
 )
 _CACHED = re.compile(r"(?:models|datasets)--(?P<id>.+)/snapshots/(?P<revision>[0-9a-f]{40})")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_ID = 96
 
 RepoName = tuple[str, str]
@@ -89,6 +90,13 @@ def is_repo_id(text: str) -> bool:
     if named is None or named["revision"] is not None or len(text) > _MAX_ID:
         return False
     return "--" not in text and ".." not in text and not text.endswith(".git")
+
+
+def recorded_repo(name: str, commit: str) -> str:
+    """Return the reference of a repo at the commit that a record names; never of a folder that is called alike."""
+    if not is_repo_id(name) or not _COMMIT.fullmatch(commit):
+        raise RecordError(f"'{name}' at '{commit}' is no commit of a Hub repo", "name what to use yourself")
+    return f"hf-hub:{name}@{commit}"
 
 
 def recorded_folder(name: str) -> Path:

@@ -19,7 +19,7 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
 from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub, RepoFiles, locate
-from hf_bico.hub.references import HubReference, hub_reference, recorded_folder
+from hf_bico.hub.references import hub_reference
 from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
@@ -189,8 +189,7 @@ def _known_data(place: RepoFiles | None, record: Record | None) -> Any:
     if place is None:
         raise DataUnknownError("no data was given", "name a data set")
     if record is not None and record.data is not None:
-        id, commit = record.data.id, record.data.commit
-        return recorded_folder(id) if commit is None else HubReference(id, commit)
+        return place.recorded(record.data.id, record.data.commit)
     named = data_of(read_metadata(place.folder, place.name), place.name)
     if isinstance(named, LineageError):
         cause = named.cause.replace("no calibration data was given", "no data to measure on was given")

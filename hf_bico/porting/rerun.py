@@ -14,16 +14,23 @@ from typing import Any
 from hf_bico.data.columns import format_text_columns
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, locate
-from hf_bico.hub.references import recorded_folder
 from hf_bico.porting.planner import plan
 from hf_bico.porting.port import run_port
-from hf_bico.reports.record import DataRecord, MethodRecord, ModelRecord, Record, read_record
+from hf_bico.reports.record import DataRecord, MethodRecord, Record, read_record
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
-from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, Settings
+from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, OPTIONS, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.text import size_text
+
+MOST = {
+    **{"path_steps": 100, "augment": 100, "batch_size": 1_024, "calibration_batch": 1_024, "max_length": 2**17},
+    **{"train_steps": 100_000, "train_batch": 8_192, "warmup": 100_000, "eval_samples": 1_000_000, "rank": 2**16},
+    "class_names": 2_000_000,
+}
+"""The most that a record may ask for of each option; of class names, as often as there are templates."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,16 @@ def rerun(
     folder: str | Path | None = None,
     overwrite: bool = False,
     device: str = "auto",
+    max_download: int | str = DEFAULT_DOWNLOAD,
+    force: bool = False,
     token: str | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
 ) -> Rerun:
     """Repeat the port that the record of a folder or Hub repo describes; keep the result in `folder`, if given.
+
+    A record may be a stranger's: what costs more than `max_download`, or looks as if the base was wrong, is refused
+    unless it is asked for here (`force`), whatever the record says.
 
     >>> hf_bico.rerun("user/vit-b16-plus-eurosat").same  # doctest: +SKIP
     """
@@ -64,12 +76,13 @@ def rerun(
     then = read_record(place.folder)
     if then.output is None:
         raise RecordError(f"{RECORD_FILE} of '{place.name}' does not say what was written", "port again")
-    settings, source, target = _settings(then, place.name, device), then.source, then.target
+    limits = Settings.of({"device": device, "max_download": max_download, "force": force})
+    settings, source, target = _settings(then, place.name, limits), then.source, then.target
     planned = plan(
-        _reference(source),
-        _reference(target),
-        base=None if source.base is None else _reference(source.base),
-        data=None if then.data is None else _reference(then.data),
+        place.recorded(source.id, source.commit),
+        place.recorded(target.id, target.commit),
+        base=None if source.base is None else place.recorded(source.base.id, source.base.commit),
+        data=None if then.data is None else place.recorded(then.data.id, then.data.commit),
         hub=hub,
         allow_pickle=allow_pickle,
     )
@@ -91,13 +104,8 @@ def rerun(
     return Rerun(files, replaced, _differences(then, now))
 
 
-def _reference(entry: ModelRecord | DataRecord) -> str | Path:
-    """Return what to open: a repo at its commit, or a folder."""
-    return recorded_folder(entry.id) if entry.commit is None else f"{entry.id}@{entry.commit}"
-
-
-def _settings(record: Record, name: str, device: str) -> Settings:
-    """Return the settings of the port that gave a record."""
+def _settings(record: Record, name: str, limits: Settings) -> Settings:
+    """Return the settings of the port that gave a record, within the `limits` of who repeats it."""
     if record.command is None:
         raise RecordError(
             f"'{name}' was made from models, rows or an objective that were passed from Python",
@@ -114,13 +122,13 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         "batch_size": _typed_batch(record.command),
         "calibration_batch": record.run.batch_size,
         "dtype": record.run.dtype,
-        "device": device,
+        "device": limits.device,
         "format": record.output.format if record.output else None,
         "rank": record.output.rank if record.output else None,
         "evaluate": bool(record.evaluation),
         "evaluation": "zero-shot" if protocols <= {None} else "probe" if len(protocols) == 1 else "both",
         "control": any(entry.model == "control" for entry in record.evaluation),
-        "force": True,  # what was let through then
+        "force": limits.force,
     }
     if record.evaluation:  # what is measured on may not be trained on
         options["eval_samples"] = max(1, *(entry.n for entry in record.evaluation))
@@ -128,11 +136,52 @@ def _settings(record: Record, name: str, device: str) -> Settings:
         options["templates"] = record.objective.templates
     if record.data is not None:
         options |= _sampling(record.data)
+        options["max_download"] = _allowed_download(record.data, name, limits.max_download)
     try:
         options |= _method_options(record.method, record.data.n if record.data else 0)
-        return Settings(**options)
+        settings = Settings(**options)
     except UsageError as error:
         raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
+    _require_affordable(options, name)
+    if record.data is not None:
+        _require_listed(record.data, name)
+    return settings
+
+
+def _allowed_download(data: DataRecord, name: str, most: int) -> int:
+    """Return the recorded limit, by which row groups were chosen; refuse one above that of who repeats the port."""
+    if data.max_download is None:
+        return min(DEFAULT_DOWNLOAD, most)
+    if data.max_download > most:
+        raise RecordError(
+            f"{RECORD_FILE} of '{name}' asks for up to {size_text(data.max_download)} of its data set, and "
+            f"--max-download is {size_text(most)}",
+            f"allow it with --max-download {data.max_download}",
+        )
+    return data.max_download
+
+
+def _require_affordable(options: dict[str, Any], name: str) -> None:
+    """Refuse numbers that no honest record has, and that would cost without bound."""
+    counts = {option: value for option, value in options.items() if type(value) is int}
+    counts["class_names"] = len(options.get("class_names") or ()) * max(1, len(options.get("templates", ())))
+    for option, most in MOST.items():
+        if counts.get(option, 0) > most:
+            raise RecordError(
+                f"{RECORD_FILE} of '{name}' asks for {counts[option]:,} as {OPTIONS[option].typed_as(option)}, and "
+                f"{most:,} is the most that is repeated",
+                "run the port yourself, with what you can afford",
+            )
+
+
+def _require_listed(data: DataRecord, name: str) -> None:
+    """Refuse more samples than are listed, which the file's size bounds."""
+    if data.n != len(data.indices) or (data.per_class or 0) > data.n:
+        of_each = "" if data.per_class is None else f", {data.per_class:,} of each class,"
+        raise RecordError(
+            f"{RECORD_FILE} of '{name}' speaks of {data.n:,} samples{of_each} and lists {len(data.indices):,}",
+            "port again",
+        )
 
 
 def _typed_batch(command: str) -> int | None:
@@ -179,7 +228,6 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         # of a large data set, earlier versions told what was read here
         "sampling": "random" if data.sampling == "row groups" else data.sampling,
         "labels": "auto" if data.labels == "none" else data.labels,
-        "max_download": data.max_download or DEFAULT_DOWNLOAD,
         "image_column": data.columns.get("image"),
         "label_column": data.columns.get("label"),
         "caption_column": data.columns.get("caption"),
@@ -204,4 +252,4 @@ def _differences(then: Record, now: Record) -> list[str]:
         *((name, version, now.run.versions.get(name)) for name, version in then.run.versions.items()),
     )
     others = [f"{what} are others" for what, old, new in inputs if old != new]
-    return others + [f"{what} was {old}, is {new}" for what, old, new in surroundings if old != new]
+    return others + [f"{what[:40]} was {str(old)[:80]}, is {new}" for what, old, new in surroundings if old != new]

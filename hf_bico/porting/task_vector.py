@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
 from hf_bico.hub.client import Hub, HubRepo, RepoFiles, locate
 from hf_bico.hub.push import Pushed, PushOptions, require_pushable
-from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo
+from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, recorded_repo
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.writing import BaseName, Fitted, fit_adapter, write_adapter
@@ -269,7 +269,7 @@ class TaskVector(Deltas):
         name, commit = self.about.get("base"), self.about.get("base_commit")
         if not name or not commit:
             raise BaseUnknownError("this task vector lies over a local model", "name that model with --base")
-        return f"{name}@{commit}"
+        return recorded_repo(str(name), str(commit))
 
     @translate_errors()
     def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:

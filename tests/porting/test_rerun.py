@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
 
 import hf_bico
 from hf_bico.alignment import memory
-from hf_bico.errors import RecordError, RepoNotFoundError
+from hf_bico.cli.main import main
+from hf_bico.errors import ImplausibleTaskVectorError, RecordError, RepoError, RepoNotFoundError
 from hf_bico.hub.push import PushOptions
 from hf_bico.hub.references import recorded_folder
 from hf_bico.porting import rerun
@@ -222,4 +227,119 @@ def test_a_record_that_was_tampered_with_is_refused(hub: Hub, tmp_path: Path, ch
     record = json.loads((folder / "bico.json").read_text())
     (folder / "bico.json").write_text(json.dumps(change(record)))
     with pytest.raises(RecordError, match=message):
+        hf_bico.rerun(folder, device="cpu")
+
+
+# A stranger's record
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("data", "max_download"), 2**62, "allow it with --max-download 4611686018427387904"),
+        (("data", "n"), 10**12, "speaks of 1,000,000,000,000 samples and lists 9"),
+        (("data", "per_class"), 10**12, "1,000,000,000,000 of each class, and lists 9"),
+        (("data", "indices"), [], "speaks of 9 samples and lists 0"),
+        (("data", "max_length"), 10**12, "asks for 1,000,000,000,000 as --max-length"),
+        (("data", "class_names"), ["a"] * 900_000, "asks for 2,700,000 as --class-names"),
+        (("method", "steps"), 10**9, "asks for 1,000,000,000 as --path-steps"),
+        (("method", "copies"), 10**9, "asks for 1,000,000,000 as --augment"),
+        (("run", "batch_size"), 999_999_999, "asks for 999,999,999 as calibration_batch"),
+        (("command",), "hf-bico port a --batch-size 999999999", "asks for 999,999,999 as --batch-size"),
+        (("output", "rank"), 10**9, "asks for 1,000,000,000 as --rank"),
+        (("evaluation", 0, "n"), 10**12, "asks for 1,000,000,000,000 as --eval-samples"),
+        (("method", "training", "steps"), 10**9, "asks for 1,000,000,000 as --train-steps"),
+        (("method", "training", "batch"), 10**9, "asks for 1,000,000,000 as --train-batch"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_a_record_cannot_ask_for_work_without_bound(
+    hub: Hub, tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    publish(hub, tmp_path / "scene")
+    folder = port(n=9, templates=["{}", "a {}.", "the {}."]).save(tmp_path / "out")
+    record = json.loads((folder / "bico.json").read_text())
+    if "training" in path:
+        training = {"learning_rate": 0.1, "weight_decay": 0.1, "steps": 2, "samples": 9, "batch": 5, "warmup": 1}
+        record["method"] |= {"name": "finetune", "training": training}
+    if path[-1] == "rank":
+        record["output"]["format"] = "adapter"
+    inner = record
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (folder / "bico.json").write_text(json.dumps(record))
+    hub.clear_log()
+    with pytest.raises(RecordError) as caught:
+        hf_bico.rerun(folder, device="cpu")
+    assert message in str(caught.value)
+    assert hub.log == [], "it is refused before any request"
+
+
+def test_a_larger_download_than_usual_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:
+    publish(hub, tmp_path / "scene")
+    folder = port(n=9, max_download=3_000_000_000).save(tmp_path / "out")
+    with pytest.raises(RecordError, match=r"up to 3 GB of its data set, and --max-download is 2 GB"):
+        hf_bico.rerun(folder, device="cpu")
+    assert hf_bico.rerun(folder, device="cpu", max_download="3GB").same
+
+
+def test_what_force_let_through_is_not_let_through_again_unasked(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path / "scene")
+    weights = "open_clip_model.safetensors"
+    state = load_file(scene.tuned / weights)
+    generator = torch.Generator().manual_seed(0)
+    towers = {name: tensor for name, tensor in state.items() if name.startswith("visual.")}
+    alien = {name: tensor.std() * torch.randn(tensor.shape, generator=generator) for name, tensor in towers.items()}
+    save_file(state | alien, scene.tuned / weights)
+    hub.repo(SOURCE).commit({weights: (scene.tuned / weights).read_bytes()})
+    folder = port(n=9, force=True, evaluate=False).save(tmp_path / "out")
+    with pytest.raises(ImplausibleTaskVectorError, match="insist with --force"):
+        hf_bico.rerun(folder, device="cpu")
+    assert hf_bico.rerun(folder, device="cpu", force=True).same
+    refused = CliRunner().invoke(main, ["rerun", str(folder), "--device", "cpu"])
+    assert refused.exit_code == 1
+    assert "insist with --force" in refused.stderr
+    assert CliRunner().invoke(main, ["rerun", str(folder), "--device", "cpu", "--force"]).exit_code == 0
+
+
+@pytest.mark.parametrize("part", ["source", "base", "target", "data"])
+@pytest.mark.parametrize("where", ["repo", "snapshot", "snapshot of a repo that is gone"])
+def test_a_record_of_the_hub_reads_no_local_folder(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, where: str
+) -> None:
+    """Not even one that has the right name and the right content."""
+    publish(hub, tmp_path)
+    saved = port(n=9, evaluate=False).save(tmp_path / "out", repo=REPO)
+    push_folder(saved, REPO, ANY)
+    record = json.loads((saved / "bico.json").read_text())
+    entry = record["source"]["base"] if part == "base" else record[part]
+    entry["id"] = {"source": "tuned", "data": "pictures"}.get(part, part)
+    del entry["commit"]
+    hub.repo(REPO).commit({"bico.json": json.dumps(record)})
+    monkeypatch.chdir(tmp_path)
+    place = REPO if where == "repo" else snapshot_download(REPO)
+    if where == "snapshot of a repo that is gone":
+        del hub.repos["model", REPO]
+    with pytest.raises(RecordError, match=f"'{entry['id']}', a folder on its author's machine"):
+        hf_bico.rerun(place, device="cpu")
+    if part == "data":
+        with pytest.raises(RecordError, match="'pictures', a folder on its author's machine"):
+            hf_bico.evaluate_model(place, device="cpu")
+
+
+@pytest.mark.parametrize("id_", ["tuned", "./tuned", "local-dir:tuned", "../tuned"])
+def test_a_recorded_repo_is_no_folder_that_is_called_alike(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, id_: str
+) -> None:
+    scene = publish(hub, tmp_path)
+    commit = "ab" * 20
+    scene.tuned.rename(tmp_path / f"tuned@{commit}")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path if id_ != "../tuned" else tmp_path / "here")
+    folder = port(n=9, evaluate=False).save(tmp_path / "out")
+    record = json.loads((folder / "bico.json").read_text())
+    record["source"] |= {"id": id_, "commit": commit}
+    (folder / "bico.json").write_text(json.dumps(record))
+    with pytest.raises(RepoError if id_ == "tuned" else RecordError):
         hf_bico.rerun(folder, device="cpu")
