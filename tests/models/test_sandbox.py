@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from hf_bico.errors import DeviceError
-from hf_bico.models.adapters.config import require_quick
+from hf_bico.models.adapters.patterns import require_quick
 from hf_bico.models.sandbox import Sandbox
 from hf_bico.models.tokenization import render_chat
 from support.language_toys import text_tokenizer
@@ -60,7 +60,7 @@ def test_where_it_cannot_be_started_no_file_is_blamed(monkeypatch: pytest.Monkey
     else:
         monkeypatch.setattr("hf_bico.models.sandbox._LOOP", "raise SystemExit")
     with pytest.raises(DeviceError, match="no second Python can be started"):
-        require_quick({"target_modules": "a.*"}, ["a"], "an adapter")
+        require_quick(["a.*"], ["a"], "an adapter")
     monkeypatch.setattr("hf_bico.models.tokenization._renderers", [])
     with pytest.raises(DeviceError, match="no second Python can be started"):
         render_chat(text_tokenizer(chat=True), [{"role": "user", "content": "hello"}], answering=False)

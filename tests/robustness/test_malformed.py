@@ -31,7 +31,7 @@ def _in_scene(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(good)
     monkeypatch.delenv("HF_BICO_DEBUG", raising=False)
     # what does not end is given up sooner than for users, whose machines may be busy
-    monkeypatch.setattr("hf_bico.models.adapters.config.EXPRESSION_SECONDS", 1.0)
+    monkeypatch.setattr("hf_bico.models.adapters.patterns.EXPRESSION_SECONDS", 1.0)
     monkeypatch.setattr("hf_bico.models.tokenization.TEMPLATE_SECONDS", 2.0)
 
 

@@ -1,20 +1,18 @@
 """Read `adapter_config.json`: the kind of adapter, and whether its meaning is known; refuse anything else by name.
 
-Regular expressions in it may never end: they are tried in a sandbox first, by the engine that will match them. Reads
-one small file; no torch, no peft.
+Reads one small file; no torch, no peft.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
-from hf_bico.models.sandbox import Sandbox
+from hf_bico.models.adapters.patterns import Patterns, is_name
 from hf_bico.utils.files import read_object
 
 LORA = "LORA"
@@ -27,6 +25,11 @@ BY_PEFT = (
 
 MERGE = "merge it with PeftModel.merge_and_unload(), save the model, and port that with --base"
 
+_MOST_NAMES = 100_000
+"""Above any list of layers: 60 blocks with three layers in each of 128 experts have 23,040."""
+_MOST_BY_PEFT, _MOST_EXPRESSIONS_BY_PEFT = 5_000, 400
+"""peft tries every entry with every module: more than layers in any dense model, and fewer than the expressions that
+Python keeps compiled."""
 # fields of a LoRA's configuration that the reader honours, or that matter only in training
 _KNOWN_FIELDS = frozenset(
     (
@@ -78,6 +81,8 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     called = f"'{name}' is an adapter of the type {kind}"
     if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
         raise UnsupportedAdapterError(f"{called}, which changes no weights", "train a LoRA instead")
+    if kind in (LORA, *BY_PEFT):
+        _require_few(raw, kind, name)
     if kind in BY_PEFT:
         return AdapterConfig(kind, base_class=_base_class(raw), raw=raw)
     if kind != LORA:
@@ -115,6 +120,25 @@ def _require_known(raw: Mapping[str, Any], name: str) -> None:
             raise UnsupportedAdapterError(f"'{name}' is a LoRA with '{field_name}', which is not known here", MERGE)
 
 
+def _require_few(raw: Mapping[str, Any], kind: str, name: str) -> None:
+    """Refuse lists that would be matched for minutes."""
+    sizes = {field_name: len(value) for field_name, value in raw.items() if isinstance(value, list | dict)}
+    most = _MOST_NAMES if kind == LORA else _MOST_BY_PEFT
+    crowded = [one for one in sizes if sizes[one] > most]
+    expressions = [one for one in sizes if one.endswith("_pattern") or one == "modules_to_save"]
+    if kind == "ADALORA":  # the ranks of all layers, which are looked up
+        expressions = [one for one in expressions if one != "rank_pattern"]
+    if kind != LORA and sum(sizes[one] for one in expressions) > _MOST_EXPRESSIONS_BY_PEFT:
+        crowded += expressions
+    if crowded:
+        largest = max(crowded, key=lambda one: sizes[one])
+        raise AdapterError(
+            f"the configuration of '{name}' ({kind}) lists {sizes[largest]:,} names in '{largest}', more than can be "
+            "matched in good time",
+            MERGE,
+        )
+
+
 def _base_class(raw: Mapping[str, Any]) -> str:
     mapping = raw.get("auto_mapping")
     return str(mapping.get("base_model_class", "")) if isinstance(mapping, dict) else ""
@@ -132,56 +156,29 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-EXPRESSION_SECONDS = 5.0
-"""The limit for all names of a model: real adapters take milliseconds."""
-_PLAIN = re.compile(r"[\w.\- ]*")
-_MATCH = """
-import re
-
-def answer(question):
-    expressions, names = question
-    for expression in expressions:
-        try:
-            pattern = re.compile(expression)
-        except (re.error, OverflowError, RecursionError):
-            continue  # reported when it is used
-        for name in names:
-            pattern.match(name), pattern.fullmatch(name)
-"""
+_FEW_LAYERS = 10
 
 
-def require_quick(raw: Mapping[str, Any], names: Iterable[str], called: str) -> None:
-    """Refuse a configuration whose expressions take too long to match these names."""
-    expressions = _expressions(raw)
-    if not expressions:
-        return
-    with Sandbox(_MATCH, "-I", "-S") as sandbox:  # isolated: none of the user's packages or settings are loaded
-        try:
-            sandbox.ask([expressions, list(names)], EXPRESSION_SECONDS)
-            return
-        except TimeoutError:
-            problem = f"cannot be matched within {EXPRESSION_SECONDS:g} seconds"
-        except (EOFError, OSError, ValueError):
-            problem = "cannot be matched"
-    raise AdapterError(
-        f"an expression in the configuration of '{called}' {problem}", "list the names of the modules there instead"
-    )
-
-
-def _expressions(raw: Mapping[str, Any]) -> list[str]:
-    """List what peft, or this tool after it, matches with names; without names that are no expressions."""
-    layers = _texts(raw.get("layers_pattern"))
+def expressions_of(raw: Mapping[str, Any]) -> list[str]:
+    """List the expressions that peft, or this tool after it, matches with names one by one."""
+    texts = _texts(raw.get("layers_pattern"))
+    layers = [text for text in texts if len(texts) > _FEW_LAYERS or not is_name(text)]
+    whole = [raw[name] for name in ("target_modules", "exclude_modules") if isinstance(raw.get(name), str)]
+    by_ending = {name: Patterns(_texts(raw[name])) for name in raw if name.endswith("_pattern")}
+    by_ending.pop("layers_pattern", None)
     return [
-        *(text for name in ("target_modules", "exclude_modules") for text in _texts(raw.get(name), lists=False)),
+        *(text for text in whole if not is_name(text)),
         *(rf"(?:^|.*\.){text}\.(\d+)\." for text in layers),
         *(rf"(?:^|.*?\.){text}\.(\d+)\." for text in layers),
         *(rf".*\.{text}\.(\d+)\." for text in layers),
-        *(rf"(^|.*\.){text}($|\..*)" for text in _texts(raw.get("modules_to_save"))),
-        *(rf"(.*\.)?({text})$" for name in ("rank_pattern", "alpha_pattern") for text in _texts(raw.get(name))),
+        *Patterns(_texts(raw.get("modules_to_save")), inside=True).expressions,
+        *(expression for patterns in by_ending.values() for expression in patterns.expressions),
+        # two types of adapters put no bracket round what they match
+        *(rf".*\.{text}$" for name in by_ending for text in _texts(raw[name]) if not is_name(text)),
     ]
 
 
-def _texts(value: Any, *, lists: bool = True) -> list[str]:
-    """Return the expressions in a text, a list of texts or the keys of a mapping."""
-    values = [value] if isinstance(value, str) else list(value) if lists and isinstance(value, list | dict) else []
-    return [text for text in values if isinstance(text, str) and _PLAIN.fullmatch(text) is None]
+def _texts(value: Any) -> list[str]:
+    """Return a text, the texts of a list, or the keys of a mapping."""
+    values = [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []
+    return [text for text in values if isinstance(text, str)]

@@ -5,9 +5,9 @@ Matching needs names and shapes alone; torch is imported when a change is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import sqrt
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,7 +18,7 @@ from hf_bico.errors import (
     NonFiniteWeightsError,
     UnsupportedAdapterError,
 )
-from hf_bico.models.adapters.config import MERGE, AdapterConfig, require_quick
+from hf_bico.models.adapters.config import MERGE, AdapterConfig, expressions_of
 from hf_bico.models.adapters.lora_names import (
     OTHER_BASE,
     AdapterKeys,
@@ -29,6 +29,7 @@ from hf_bico.models.adapters.lora_names import (
     require_targeted,
     tensors_of,
 )
+from hf_bico.models.adapters.patterns import BROKEN, Patterns, require_quick
 from hf_bico.models.checkpoints import Checkpoint, LazyMapping, non_float_tensors
 from hf_bico.models.families.base import Shapes
 from hf_bico.models.name_matching import Overlap, reinitialised_head
@@ -142,13 +143,14 @@ def changes_of(
     keys = read_keys(adapter.shapes, called)
     _require_pairs(keys, adapter.shapes, called)
     _refuse_ignored(keys, config, called)
-    parameters = [name for module in keys.lora for name in parameters_of(module, config.target_parameters)]
-    require_quick(config.raw, [*keys.lora, *parameters], called)
     places = places_of(keys, adapter.shapes, base.shapes, config.base_class, called)
+    parameters = _target_parameters(keys, places, base.shapes, config)
+    names = [*keys.lora, *(name for found in parameters.values() for name in found)]
+    require_quick(expressions_of(config.raw), names, called)
     lora = _Lora(adapter.shapes, config, base.shapes, called, is_transposed)
     entries: dict[str, Entry] = {}
     for module, layers in keys.lora.items():
-        entries |= lora.entries(module, places[module], layers)
+        entries |= lora.entries(module, places[module], layers, parameters[module])
     require_targeted(keys.lora, config.raw, called)
     shapes = {name: adapter.shapes[key] for name, key in keys.whole.items()}
     replaced = {name: places[name] for name in keys.whole if name in places}
@@ -162,6 +164,18 @@ def changes_of(
     if not config.lora_bias:  # peft does not read them then
         extra += [layer.b_bias for layers in keys.lora.values() for layer in layers if layer.b_bias is not None]
     return AdapterChanges(adapter, base, dict(sorted(entries.items())), Overlap(extra=tuple(extra)), called)
+
+
+def _target_parameters(
+    keys: AdapterKeys, places: Mapping[str, str], base: Shapes, config: AdapterConfig
+) -> dict[str, list[str]]:
+    """Return the parameters of each module with LoRA layers that the configuration targets."""
+    own: dict[str, list[str]] = {}
+    for tensor in base:
+        module, _, name = tensor.rpartition(".")
+        own.setdefault(module, []).append(name)
+    targets = frozenset(config.target_parameters)
+    return {module: parameters_of(module, own.get(places[module], ()), targets) for module in keys.lora}
 
 
 def require_floats(adapter: Checkpoint, called: str, counting: str | None = None) -> None:
@@ -208,10 +222,10 @@ class _Lora:
     called: str
     is_transposed: IsTransposed
 
-    def entries(self, module: str, place: str, layers: list[LoraKeys]) -> dict[str, Entry]:
-        """Return the changes by the layers of one module."""
+    def entries(self, module: str, place: str, layers: list[LoraKeys], parameters: list[str]) -> dict[str, Entry]:
+        """Return the changes by the layers of one module; `parameters` of it are targets themselves."""
         found: dict[str, Entry] = {}
-        targets = tensors_of(module, place, layers, self.adapter, self.base, self.config.target_parameters, self.called)
+        targets = tensors_of(module, place, layers, self.adapter, self.base, parameters, self.called)
         for layer, target in zip(layers, targets, strict=True):
             scaling = self._scaling(target.pattern_name, self.adapter[layer.a][0])
             # the weight of an embedding is the transposed product, that of a parameter never
@@ -228,23 +242,32 @@ class _Lora:
 
     def _scaling(self, name: str, rank: int) -> float:
         """Return alpha over the rank, or over its root; the configured rank must be that of the tensors."""
-        stated = self._by_pattern(self.config.rank_pattern, name, self.config.rank)
+        stated = self._by_pattern(self._ranks, self.config.rank_pattern, name, self.config.rank)
         if stated != rank:
             raise AdapterError(
                 f"'{name}' of '{self.called}' has rank {rank}, and its configuration says {stated}",
                 "save the adapter again",
             )
-        alpha = self._by_pattern(self.config.alpha_pattern, name, self.config.alpha)
+        alpha = self._by_pattern(self._alphas, self.config.alpha_pattern, name, self.config.alpha)
         return float(alpha) / (sqrt(rank) if self.config.root_scaled else rank)  # rsLoRA divides by the root
 
-    def _by_pattern(self, patterns: Mapping[str, float], name: str, otherwise: float) -> float:
+    @cached_property
+    def _ranks(self) -> Patterns:
+        return Patterns(self.config.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> Patterns:
+        return Patterns(self.config.alpha_pattern)
+
+    def _by_pattern(self, patterns: Patterns, values: Mapping[str, float], name: str, otherwise: float) -> float:
         """Return the value of the first pattern that fits the name's end, as peft looks it up."""
         try:
-            return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
-        except (re.error, OverflowError, RecursionError) as error:
+            first = patterns.first(name)
+        except BROKEN as error:
             raise AdapterError(
                 f"a pattern in the configuration of '{self.called}' is broken: {error}", "save the adapter again"
             ) from error
+        return otherwise if first is None else values[first]
 
 
 def _require_shape(called: str, name: str, have: tuple[int, ...], want: tuple[int, ...] | None) -> None:

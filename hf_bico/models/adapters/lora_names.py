@@ -7,13 +7,14 @@ are silently ignored by peft, and refused here. Works on names and shapes; no to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from hf_bico.errors import AdapterError, BaseMismatchError, UnsupportedAdapterError
 from hf_bico.models.adapters.config import MERGE, PEFT_PREFIX
+from hf_bico.models.adapters.patterns import BROKEN, Patterns, endings
 from hf_bico.models.families.base import Shapes
 from hf_bico.models.name_matching import align_names
 
@@ -104,17 +105,16 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def parameters_of(module: str, targets: Iterable[str]) -> list[str]:
-    """Return the full names of a module's own parameters that are among `target_parameters`.
+def parameters_of(module: str, own: Iterable[str], targets: Set[str]) -> list[str]:
+    """Return the full names of a module's `own` parameters that are among `target_parameters`.
 
     peft takes a target for every parameter whose name equals it, or ends with it after a dot.
 
-    >>> parameters_of("visual", ["proj", "attn.in_proj_weight"])
+    >>> parameters_of("visual", ["proj", "class_embedding"], {"proj", "attn.in_proj_weight"})
     ['visual.proj']
     """
-    split = (target.rpartition(".") for target in targets)
-    names = (name for path, _, name in split if not path or f".{module}".endswith(f".{path}"))
-    return list(dict.fromkeys(f"{module}.{name}" for name in names))
+    names = (f"{module}.{name}" for name in own)
+    return [name for name in names if not targets.isdisjoint(endings(name))]
 
 
 # a part of the tower's prefix, by a word in the name of its class
@@ -189,11 +189,10 @@ class Target:
 
 
 def tensors_of(
-    module: str, place: str, layers: list[LoraKeys], adapter: Shapes, base: Shapes, targets: Iterable[str], called: str
+    module: str, place: str, layers: list[LoraKeys], adapter: Shapes, base: Shapes, parameters: list[str], called: str
 ) -> list[Target]:
-    """Return what each layer of a module changes."""
-    parameters = {name: place + name[len(module) :] for name in parameters_of(module, targets)}
-    candidates = [Target(tensor, name, True) for name, tensor in parameters.items() if tensor in base]
+    """Return what each layer of a module changes; `parameters` are those of it that are targets themselves."""
+    candidates = [Target(place + name[len(module) :], name, True) for name in parameters]
     packed = f"{place.removesuffix('.out_proj')}.in_proj_weight" in base
     if packed and (not candidates or place.endswith(".out_proj")):
         raise UnsupportedAdapterError(
@@ -219,8 +218,9 @@ def tensors_of(
 def require_targeted(modules: Iterable[str], raw: Mapping[str, Any], called: str) -> None:
     """Refuse factors of a module that the configuration does not target."""
     try:
-        missed = [module for module in modules if not _is_targeted(module, raw)]
-    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        targets = _Targets(raw)
+        missed = [module for module in modules if not targets.include(module)]
+    except (*BROKEN, TypeError) as error:
         raise AdapterError(
             f"what '{called}' targets cannot be read from its configuration: {error}", "save the adapter again"
         ) from error
@@ -231,33 +231,47 @@ def require_targeted(modules: Iterable[str], raw: Mapping[str, Any], called: str
         )
 
 
-def _is_targeted(module: str, raw: Mapping[str, Any]) -> bool:
-    if parameters_of(module, [str(target) for target in raw.get("target_parameters") or ()]):
-        return True
-    targets = raw.get("target_modules")
-    if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
-        return True  # old files have no targets, and names do not show which layers are linear
-    if raw.get("exclude_modules") and _matches(module, raw["exclude_modules"]):
-        return False
-    if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in raw.get("modules_to_save") or ()):
-        return False
-    return _matches(module, targets) and _in_layers(module, raw, exact=module in targets)
+class _Targets:
+    """The modules that a configuration targets; its lists are read once."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        targets = raw.get("target_modules")
+        # old files have no targets, and names do not show which layers are linear
+        self._all = targets is None or (isinstance(targets, str) and targets.lower() == "all-linear")
+        self._targets = _Names(() if targets is None else targets)
+        self._excluded = _Names(raw.get("exclude_modules") or ())
+        self._saved = Patterns(map(str, raw.get("modules_to_save") or ()), inside=True)
+        paths = (str(target).rpartition(".")[0] for target in raw.get("target_parameters") or ())
+        self._parameters = frozenset(paths)  # empty for a parameter of any module
+        layers, named = raw.get("layers_to_transform"), raw.get("layers_pattern")
+        self._layers = None if layers in (None, []) else frozenset([layers] if isinstance(layers, int) else layers)
+        # the number of the outermost list that fits; older releases took the innermost one
+        patterns = [named] if isinstance(named, str) else list(named or ())
+        ways = [rf"(?:^|.*{lazy}\.){one}\.(\d+)\." for one in patterns for lazy in ("?", "")]
+        self._ways = [re.compile(way) for way in ways or (r".*?\.[^.]*\.(\d+)\.", r".*\.[^.]*\.(\d+)\.")]
+
+    def include(self, module: str) -> bool:
+        if "" in self._parameters or not self._parameters.isdisjoint(endings(module)) or self._all:
+            return True
+        if self._excluded.match(module) or self._saved.first(module) is not None:
+            return False
+        return self._targets.match(module) and self._in_layers(module)
+
+    def _in_layers(self, module: str) -> bool:
+        if self._layers is None or self._targets.expression is not None or module in self._targets.names:
+            return True
+        found = (match for way in self._ways if (match := way.match(module)))
+        return any(int(match[1]) in self._layers for match in found)
 
 
-def _matches(module: str, targets: Any) -> bool:
-    """Match a text as an expression for whole names, a list as whole names or their ends."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+class _Names:
+    """A text as an expression for whole names, or a list of whole names and their ends."""
 
+    def __init__(self, given: Any) -> None:
+        self.expression = re.compile(given) if isinstance(given, str) else None
+        self.names = frozenset() if isinstance(given, str) else frozenset(map(str, given))
 
-def _in_layers(module: str, raw: Mapping[str, Any], exact: bool) -> bool:
-    layers, patterns = raw.get("layers_to_transform"), raw.get("layers_pattern")
-    if layers in (None, []) or exact or isinstance(raw.get("target_modules"), str):
-        return True
-    named = [patterns] if isinstance(patterns, str) else list(patterns or ())
-    # the number of the outermost list that fits; older releases took the innermost one
-    ways = [[rf"(?:^|.*?\.){one}\.(\d+)\.", rf"(?:^|.*\.){one}\.(\d+)\."] for one in named]
-    ways = ways or [[r".*?\.[^.]*\.(\d+)\.", r".*\.[^.]*\.(\d+)\."]]
-    found = {int(match[1]) for way in ways for one in way if (match := re.match(one, module))}
-    return bool(found & set([layers] if isinstance(layers, int) else layers))
+    def match(self, module: str) -> bool:
+        if self.expression is not None:
+            return self.expression.fullmatch(module) is not None
+        return not self.names.isdisjoint(endings(module))

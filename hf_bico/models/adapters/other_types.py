@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.errors import AdapterError, UnsupportedAdapterError
-from hf_bico.models.adapters.config import MERGE, PEFT_PREFIX, AdapterConfig, require_quick
+from hf_bico.models.adapters.config import MERGE, PEFT_PREFIX, AdapterConfig, expressions_of
 from hf_bico.models.adapters.lora import require_finite, require_floats
 from hf_bico.models.adapters.lora_names import without_wrappers
+from hf_bico.models.adapters.patterns import require_quick
 from hf_bico.models.checkpoints import LIBRARY_ERRORS, Checkpoint
 from hf_bico.models.name_matching import align_names
 from hf_bico.runtime.turns import library_turn
@@ -34,7 +35,7 @@ def changes_by_peft(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     require_floats(adapter, called, counting=_INDICES)
-    require_quick(config.raw, [name for name, _ in module.named_modules()], called)
+    require_quick(expressions_of(config.raw), [name for name, _ in module.named_modules()], called)
     _require_small(config, adapter, called)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     tensors = {name: adapter.tensor(name) for name in adapter.shapes}
@@ -87,7 +88,8 @@ def _loaded(folder: Path, tensors: dict[str, Tensor], module: nn.Module, config:
             set_peft_model_state_dict(model, dict(tensors))
             read = get_peft_model_state_dict(model, save_embedding_layers=False)
     except _REFUSALS as error:
-        raise AdapterError(f"peft cannot read '{called}' ({config.kind}) over its base: {error}", remedy) from error
+        reason = " ".join(str(error).split())[:300]  # peft lists all targets
+        raise AdapterError(f"peft cannot read '{called}' ({config.kind}) over its base: {reason}", remedy) from error
     lost = [name for name in tensors if name not in read] + [name for name in read if name not in tensors]
     if lost:
         raise AdapterError(f"'{lost[0]}' of '{called}' ({config.kind}) does not fit the layers of its base", remedy)
