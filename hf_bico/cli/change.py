@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_bico.cli.options import (
     folder_option,
     hub_options,
     last_name,
+    output_folder,
     output_options,
     setting,
 )
@@ -29,6 +29,7 @@ from hf_bico.errors import UsageError
 from hf_bico.reports.record import read_change_record
 from hf_bico.runtime.output import reserved
 from hf_bico.settings import FORMATS, read_rank, require_rank
+from hf_bico.utils.text import command_line, typed_path
 
 overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 
@@ -53,7 +54,7 @@ def extract(finetuned: str, rank: str | None, output: str | None, **options: Any
     """
     with exit_on_error():
         adapter_rank = None if rank is None else read_rank(rank)
-        folder = Path(output or f"{last_name(finetuned)}-adapter").expanduser()
+        folder = output_folder(output, f"{last_name(finetuned)}-adapter")
         _run("extract", finetuned, folder, rank=adapter_rank, **options)
 
 
@@ -96,7 +97,7 @@ def apply(vectors: tuple[str, ...], rank: str | None, weights: str | None, outpu
         if require_rank(adapter_rank) is not None and options["format"] != "adapter":
             raise UsageError(f"--rank was given with --format {options['format']}", "use --rank with --format adapter")
         factors = None if weights is None else _numbers(weights, len(vectors))
-        folder = Path(output or f"{last_name(vectors[0])}-applied").expanduser()
+        folder = output_folder(output, f"{last_name(vectors[0])}-applied")
         _run("apply", vectors, folder, weights=factors, rank=adapter_rank, **options)
 
 
@@ -124,4 +125,4 @@ def _run(job: str, given: Any, folder: Path, overwrite: bool, as_json: bool, qui
             click.echo(f"Notice: {notice}", err=True)
     else:
         print_change(record, folder)
-        click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
+        click.echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")

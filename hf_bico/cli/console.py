@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +37,7 @@ from hf_bico.reports.verdict import (
     outlook_sentence,
 )
 from hf_bico.utils.progress import Progress, silent
-from hf_bico.utils.text import BETTER, WORSE, Line, Table, format_table, size_text
+from hf_bico.utils.text import BETTER, WORSE, Line, Table, command_line, format_table, size_text, typed_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,7 +128,7 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     click.echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
     click.echo(f"\nWritten to {folder}")
     if not pushing and not is_worse(record):
-        click.echo(f"Next: hf-bico push {shlex.quote(str(folder))} REPO")
+        click.echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")
 
 
 def _marks(record: Record) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,13 +15,13 @@ import click
 
 from hf_bico.cli.console import show_stages
 from hf_bico.cli.exit import HELD_BACK, exit_on_error
-from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_options
+from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_folder, output_options
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.reports.record import read_record
 from hf_bico.settings import AUTO_METHODS
-from hf_bico.utils.text import format_table
+from hf_bico.utils.text import command_line, format_table, typed_path
 
 SIZE, DRAWS = 100, 3
 SHOWN_METHODS = "naive@1,theseus@1,bico@1,bico,bico-path"
@@ -31,10 +30,10 @@ PORTS_BY = AUTO_METHODS[0]
 
 
 @click.command(cls=SectionedHelp, short_help="The whole job on two small models, made on the spot.")
-@click.argument("folder", default="hf-bico-demo", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", default="hf-bico-demo", type=click.Path(file_okay=False))
 @RUNNING.option("--seed", default=0, show_default=True, help="Of the models' training, and of the data's order.")
 @output_options
-def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
+def demo(folder: str, seed: int, as_json: bool, quiet: bool) -> None:
     """Show the whole job on two small models, made on the spot: no account, no download, one or two minutes.
 
     Trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
@@ -52,13 +51,14 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
         from hf_bico.experiments.demo.digits import EASY_TASK, SHIFTED_TASKS
         from hf_bico.experiments.demo.world import build
 
+        place = output_folder(folder, folder)
         ending.interrupted = "the same command goes on from what is made"
         hard, easy = SHIFTED_TASKS[0].name, EASY_TASK.name
         if not silent:
-            click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {folder}")
+            click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {place}")
         with show_stages(silent) as progress:
-            build(folder, seed=seed, tasks=[hard, easy], progress=progress)
-        with chdir(folder):
+            build(place, seed=seed, tasks=[hard, easy], progress=progress)
+        with chdir(place):
             hf_bico = partial(_run, silent)
             hf_bico("plan", *_models(hard))
             written = hf_bico("port", *_models(hard), "-n", str(SIZE), "-o", "ported", "--overwrite")
@@ -72,13 +72,13 @@ def demo(folder: Path, seed: int, as_json: bool, quiet: bool) -> None:
                 hf_bico("compare", *_models(task), *references, *grid, "-o", f"compared-{task}")
             if written:
                 hf_bico("card", "ported")
-        _print_results(folder, seed, [hard, easy], written, as_json, quiet)
+        _print_results(place, seed, [hard, easy], written, as_json, quiet)
 
 
 def _run(silent: bool, *words: str) -> bool:
     """Print a command line, unless silent, and run it; return False for a port that was held back."""
     if not silent:
-        click.secho(f"\n$ hf-bico {shlex.join(words)}", bold=True)
+        click.secho(f"\n$ hf-bico {command_line(words)}", bold=True)
     group = click.get_current_context().find_root().command
     try:
         group.main([*words, *(["-q"] if silent else [])], prog_name="hf-bico", standalone_mode=False)
@@ -112,9 +112,9 @@ def _print_results(folder: Path, seed: int, tasks: list[str], written: bool, as_
         click.echo("  ported/README.md                  the model card, made from the record ported/bico.json")
         click.echo("  ported/alignment.png              how well each layer was lined up")
     click.echo(f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side")
-    again = shlex.join(["hf-bico", "port", *_models(tasks[0])])
+    again = command_line(["hf-bico", "port", *_models(tasks[0])])
     click.echo(
-        f"\nTry next:\n{_activation()}  cd {shlex.quote(str(folder))}\n"
+        f"\nTry next:\n{_activation()}  {command_line(['cd', typed_path(folder)])}\n"
         f"  {again} --method bico --alpha 1 -o as-in-the-paper\n"
         f"  {again} --rank 8 -o adapter"
     )
@@ -139,7 +139,7 @@ def _activation() -> str:
     script = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("hf-bico") or not script.is_file():
         return ""
-    return f"  . {shlex.quote(os.path.relpath(script))}\n"
+    return f"  {command_line(['.', os.path.relpath(script)])}\n"
 
 
 def _side_by_side(comparisons: Mapping[str, Comparison]) -> str:

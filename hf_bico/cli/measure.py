@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -26,6 +25,7 @@ from hf_bico.cli.options import (
     hub_options,
     last_name,
     lineage_options,
+    output_folder,
     output_options,
     read_methods,
     read_settings,
@@ -95,7 +95,7 @@ def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> 
         own: dict[str, Any] = {name: options.pop(name) for name in ("seeds", "train_target")}
         own |= {name: _by_task(options.pop(name), name) for name in ("source_of", "target_of", "data_of")}
         settings = read_settings(options)
-        folder = Path(output or "reproduced").expanduser()
+        folder = output_folder(output, "reproduced")
         paper.table(table)  # refuses a mistyped name before the slow imports
         from hf_bico.experiments.reproduce.run import Job, estimate, run_job
 
@@ -205,7 +205,7 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
         settings = read_settings(options)
         job["methods"] = None if methods is None else read_methods(methods, with_alphas=True)
         job |= {"n": _numbers(n, "-n"), "per_class": _numbers(per_class, "-k")}
-        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-compared").expanduser()
+        folder = output_folder(output, f"{last_name(source)}-to-{last_name(target)}-compared")
         from hf_bico.experiments.compare.run import compare as run
 
         ending.interrupted = "nothing was measured yet"
@@ -296,7 +296,7 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
     with exit_on_error():
         methods = read_methods(options.pop("methods"))
         settings = read_settings(options)
-        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}-diagnosed").expanduser()
+        folder = output_folder(output, f"{last_name(source)}-to-{last_name(target)}-diagnosed")
         from hf_bico.experiments.diagnose.diagnosis import Diagnosis, require_own, seconds_line
 
         require_own(folder, overwrite)

@@ -6,7 +6,7 @@ Options of a port are built from their declaration in `hf_bico.settings`; those 
 from __future__ import annotations
 
 import inspect
-import shlex
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_model
-from hf_bico.errors import UsageError
+from hf_bico.errors import OutputError, UsageError
 from hf_bico.experiments.compare.cells import ALL, read_row, split_method
+from hf_bico.runtime.output import require_writable
 from hf_bico.settings import AUTO, AUTO_METHODS, OPTIONS, Settings, option_methods, read_lines
-from hf_bico.utils.text import near
+from hf_bico.utils.text import command_line, is_unicode, near, typed_path
 
 if TYPE_CHECKING:
     from hf_bico.hub.push import PushOptions
@@ -269,8 +270,21 @@ def typed_line(command: str, leave_out: Sequence[str]) -> str:
         if isinstance(value, bool):
             words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
         else:
-            words += [str(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
-    return shlex.join(words)
+            words += [typed_path(value)] if isinstance(parameter, click.Argument) else [parameter.opts[0], str(value)]
+    return command_line(words)
+
+
+def output_folder(typed: str | None, default: str) -> Path:
+    """Return the folder to write into; refuse one that cannot be made, before any work."""
+    path = os.path.expanduser(typed) if typed else default
+    if typed and path == typed and typed.startswith("~"):
+        raise OutputError(f"whose home '{typed}' is in is not known", "write the folder without ~")
+    folder = Path(path)
+    if not is_unicode(path):
+        raise OutputError(f"'{path}' is no text in UTF-8", "choose another folder")
+    if not os.path.exists(folder):
+        require_writable(folder)
+    return folder
 
 
 def last_name(reference: str) -> str:

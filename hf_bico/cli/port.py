@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -31,6 +31,7 @@ from hf_bico.cli.options import (
     hub_options,
     last_name,
     lineage_options,
+    output_folder,
     output_options,
     push_options,
     read_push,
@@ -45,8 +46,9 @@ from hf_bico.reports.record import ModelRecord, Record, read_record
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
-from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart, reserved
+from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart, require_writable, reserved
 from hf_bico.settings import AUTO, Settings, method_info
+from hf_bico.utils.text import command_line, typed_path
 
 if TYPE_CHECKING:
     from hf_bico.hub.client import Hub
@@ -104,7 +106,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
             return
         if not is_first_process():  # which prints, writes and pushes
             push_to, quiet = None, True
-        folder = Path(output or f"{last_name(source)}-to-{last_name(target)}").expanduser()
+        folder = output_folder(output, f"{last_name(source)}-to-{last_name(target)}")
         digest = None if push_to is None or push.overwrite else _written_digest(folder)
         if push_to is not None and digest is None:
             push_to = require_pushable(push_to, push, hub)
@@ -164,6 +166,8 @@ def _port(
     if own_checkpoint:  # so that a long training can be resumed
         settings = replace(settings, checkpoint=f"{destination.folder}.training")
         ending.interrupted = "the same command goes on with the training"
+    if settings.checkpoint is not None and not os.path.exists(settings.checkpoint):
+        require_writable(Path(settings.checkpoint))
     from hf_bico.porting.port import run_port  # slow: it comes after the checks of what was typed
 
     with console.progress_bars_and_text(silent) as (progress, write):
@@ -236,7 +240,7 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
       hf-bico plan user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico plan my-finetune --base model-A --to model-B --memory 8GB
     """
-    command = ["hf-bico", "port", source]
+    command = ["hf-bico", "port", typed_path(source)]
     values = {"to": target, **options}
     for name in ("base", "to", "data", "format", "rank", "memory", "batch_size"):
         command += [f"--{name.replace('_', '-')}", str(values[name])] if values[name] else []
@@ -249,7 +253,7 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         planned = make_plan(source, target, hub=Hub(options.pop("token")), **where)
         settings = read_settings(options)
         planned = planned.in_format(settings.format, settings.rank).within(_limits(settings))
-        _print_plan(planned, as_json, quiet, shlex.join(command))
+        _print_plan(planned, as_json, quiet, command_line(command))
 
 
 @click.command(cls=SectionedHelp, short_help="Repeat a port from its record, and compare the weights.")
@@ -275,9 +279,10 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
         options |= {"max_download": limits.max_download, "device": limits.device, "force": limits.force}
         from hf_bico.porting.rerun import rerun as run
 
-        reservation = nullcontext() if output is None else reserved(Path(output).expanduser(), overwrite)
+        folder = None if output is None else output_folder(output, output)
+        reservation = nullcontext() if folder is None else reserved(folder, overwrite)
         with reservation, console.progress_bars(quiet or as_json) as progress:
-            again = run(ported, folder=output, overwrite=overwrite, progress=progress, **options)
+            again = run(ported, folder=folder, overwrite=overwrite, progress=progress, **options)
         if as_json:
             click.echo(json.dumps({"same": again.same, **vars(again)}))
         elif not quiet or not again.same:

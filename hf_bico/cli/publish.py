@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +13,7 @@ from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
 from hf_bico.errors import RepoNotFoundError
 from hf_bico.reports.record import read_any
+from hf_bico.utils.files import expanded
 
 
 @click.command(cls=SectionedHelp, short_help="Write the model card of a result again.")
@@ -29,7 +29,7 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
     with exit_on_error():
         from hf_bico.reports.model_cards import write_card
 
-        path = Path(folder).expanduser()
+        path = expanded(folder)
         if not path.is_dir():
             raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
         file = write_card(read_any(path), path)
@@ -61,7 +61,7 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
         from hf_bico.porting.publish import push_folder
 
         ending.interrupted = f"look at {repo} before you push again"
-        pushed = push_folder(Path(folder).expanduser(), repo, PushOptions(**options), Hub(token))
+        pushed = push_folder(expanded(folder), repo, PushOptions(**options), Hub(token))
         if as_json:
             click.echo(json.dumps(vars(pushed)))
         elif not quiet:

@@ -7,7 +7,6 @@ for a failed push. Knows no records: `porting.publish` reads those.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from hf_bico.hub.client import MAIN, Hub, translate_hub_errors
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
 from hf_bico.hub.retries import LOG_IN, RETRIED, is_offline, request_errors, with_retries
 from hf_bico.utils.files import sha256_of
+from hf_bico.utils.text import command_line, typed_path
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -418,10 +418,10 @@ def push_command(folder: Path, repo_id: str, options: PushOptions) -> str:
         "--overwrite": options.overwrite,
         "--force": options.force,
     }
-    words = ["hf-bico", "push", str(folder), repo_id, *(flag for flag, given in flags.items() if given)]
+    words = ["hf-bico", "push", typed_path(folder), repo_id, *(flag for flag, given in flags.items() if given)]
     for option, value in (("--revision", options.revision), ("--message", options.message)):
         words += [option, value] if value else []
-    return shlex.join(words)
+    return command_line(words)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_bico.errors import RecordError, RepoNotFoundError
 from hf_bico.utils.files import expanded
-from hf_bico.utils.text import near
+from hf_bico.utils.text import is_unicode, near
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _OWNER = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
@@ -131,6 +131,8 @@ def near_folder(text: str) -> str | None:
 
 def _local(text: str, what: str, files: bool) -> Path:
     path = expanded(text)
+    if not is_unicode(path.name):  # records and cards are in UTF-8
+        raise RepoNotFoundError(f"{what}: the name '{path.name}' is no text in UTF-8", "rename it")
     if os.path.isdir(path) or (files and os.path.isfile(path)):  # pathlib raises on long names
         return path.resolve()
     if os.path.isfile(path):

@@ -5,7 +5,6 @@ Does not run anything.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -42,6 +41,7 @@ from hf_bico.reports.record import (
 )
 from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, option_methods, read_lines
 from hf_bico.utils import __version__
+from hf_bico.utils.text import command_line, typed_path
 
 UNNAMED_LOSS = (
     "cross-entropy of the answers' tokens, label words where there are classes, through each model's own decoder; the "
@@ -284,7 +284,7 @@ def typed_reference(model: Model | Adapter) -> str:
     """Return what to type for a model: its Hub id, with the requested revision, or the folder's name."""
     repo = None if model.place is None else model.place.repo
     revision = None if repo is None else repo.requested.revision
-    return model.name if revision is None else f"{model.name}@{revision}"
+    return typed_path(model.name) if revision is None else f"{model.name}@{revision}"
 
 
 def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
@@ -311,7 +311,7 @@ def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
         known = settings.method in option_methods(name) and value is not None
         if (name in _SPELT and known) or (option.recorded and known and value != usual[name]):
             words += [option.typed_as(name), *_typed(option, value)]
-    return shlex.join(words)
+    return command_line(words)
 
 
 def _typed(option: Option, value: Any) -> list[str]:

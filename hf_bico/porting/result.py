@@ -6,7 +6,6 @@ Does not know how a change was computed.
 from __future__ import annotations
 
 import copy
-import shlex
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -47,7 +46,7 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import atomic_folder, require_apart
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
-from hf_bico.utils.text import markdown_table, plain
+from hf_bico.utils.text import command_line, markdown_table, plain
 
 AnyRecord = TypeVar("AnyRecord", Record, ChangeRecord)
 
@@ -253,7 +252,7 @@ def make_change_record(
         alpha=alpha,
         output=_output_record(form, {}),
         run=ArithmeticRecord(started.isoformat(timespec="seconds"), seconds, installed_versions()),
-        command=None if command is None else shlex.join(["hf-bico", job, *command]),
+        command=None if command is None else command_line(["hf-bico", job, *command]),
         layers=layers,
         left=left,
         notices=[*notices, *rounding_notices(form.rounding_lost, form.format)],

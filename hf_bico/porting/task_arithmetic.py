@@ -39,6 +39,7 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import require_rank
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.text import typed_path
 
 VectorReference: TypeAlias = str | Path | TaskVector
 _NO_BASE = (LineageError, BaseMismatchError, HubUnavailableError, NotCachedError)
@@ -154,7 +155,7 @@ def _command(
 ) -> list[str]:
     """Return the command line that does the same, with Hub ids as they were given and names of folders."""
     typed = [str(name) if part.model.commit else part.model.id for name, part in zip(named, parts, strict=True)]
-    words = [*typed, "--to", typed_reference(target)]
+    words = [*map(typed_path, typed), "--to", typed_reference(target)]
     if any(part.weight != 1.0 for part in parts):
         words += ["--weights", ",".join(f"{part.weight!r}" for part in parts)]
     words += ["--alpha", f"{alpha!r}"] if alpha != 1.0 else []

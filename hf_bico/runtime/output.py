@@ -5,7 +5,9 @@ Knows folders; not their content.
 
 from __future__ import annotations
 
+import errno
 import glob
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from hf_bico.errors import OutputError, OutputExistsError, RecordError
 from hf_bico.utils.files import read_bytes
@@ -27,6 +28,12 @@ MAX_RESULT_BYTES = 256_000_000
 _SCRATCH = ".hf-bico-"
 """Scratch folders beside FOLDER are named .FOLDER.hf-bico-RANDOM."""
 _ASIDE = "old"
+_LONG_NAME = 140
+"""Bytes that a name may have: common file systems allow 255, encrypted ones 143."""
+_RANDOM = 8
+"""Letters that mkdtemp adds to a prefix."""
+_LONGEST_INNER = "x" * 60
+"""Stands for the files that are written into a folder, of which none has a longer name."""
 _LOCK_TIMEOUT = 0.3
 """Seconds: long enough for a run that is just ending to release its lock."""
 
@@ -39,16 +46,17 @@ def locked_folder(folder: Path, size: int | None = None, waits: bool = False) ->
     """
     require_writable(folder)
     path = Path(os.path.realpath(folder))  # one lock, and one scratch folder, by whatever link it is named
+    new_parents = [parent for parent in path.parents if not parent.exists()]
     try:
-        new_parents = [parent for parent in path.parents if not parent.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_name(f".{path.name}.lock"), is_singleton=True)
+        lock = FileLock(beside(path, ".lock"), is_singleton=True)
         lock.acquire(timeout=-1 if waits else _LOCK_TIMEOUT)
     except Timeout:
         raise OutputError(
             f"another run is writing into '{folder}'", "wait for it, or choose another folder with -o"
         ) from None
     except OSError as error:
+        _remove_empty(new_parents)
         raise OutputError(f"'{folder}' cannot be written: {error.strerror}", "choose another folder") from error
     try:
         if lock.lock_counter == 1:
@@ -56,25 +64,53 @@ def locked_folder(folder: Path, size: int | None = None, waits: bool = False) ->
             require_room(path.parent, size)
         yield
     finally:
-        _release(lock, new_parents)
+        _release(lock)
+        _remove_empty(new_parents)
 
 
-def _release(lock: FileLock, new_parents: list[Path]) -> None:
-    """Release the lock; delete its file, and the folders made for it that are still empty."""
+def _release(lock: FileLock) -> None:
+    """Release the lock, and delete its file."""
     with suppress(OSError):
         if lock.lock_counter == 1:
             os.unlink(lock.lock_file)  # before the release: a waiting process then sees that the file is gone
     lock.release()
+
+
+def _remove_empty(new_parents: list[Path]) -> None:
+    """Delete the folders made for a lock that are still empty, from the innermost one."""
     for parent in new_parents:
         with suppress(OSError):  # not empty: it has the result
             parent.rmdir()
 
 
+def beside(folder: Path, suffix: str) -> Path:
+    """Return the path of a hidden file or folder beside this one; a long name is hashed, so that there is room."""
+    name, encoded = folder.name, os.fsencode(folder.name)
+    if len(encoded) + len(suffix) + _RANDOM >= _LONG_NAME:
+        name = hashlib.sha256(encoded).hexdigest()
+    return folder.with_name(f".{name}{suffix}")
+
+
 def require_writable(folder: Path) -> None:
-    """Refuse a path whose nearest existing parent is not writable."""
-    parent = next(path for path in folder.absolute().parents if os.path.exists(path))  # pathlib raises on long names
+    """Refuse a path that is too long, or whose nearest existing parent is not writable."""
+    path = Path(os.path.abspath(folder))
+    parent = next((parent for parent in path.parents if os.path.exists(parent)), None)  # pathlib raises on long names
+    if parent is None:
+        raise OutputError(f"'{folder}' is the root of all folders", "choose another folder")
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
+    for name in path.relative_to(parent).parts:
+        _require_short(parent / name, f"the name '{name}' is too long for a file system")
+    inside, count = beside(path, _SCRATCH) / _ASIDE / _LONGEST_INNER, len(os.fsencode(path))
+    _require_short(inside, f"the path to '{path.name}' is too long: {count:,} bytes")
+
+
+def _require_short(path: Path, cause: str) -> None:
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise OutputError(cause, "choose a shorter one") from error
 
 
 def require_room(
@@ -92,7 +128,7 @@ def require_room(
 
 def scratch_beside(folder: Path) -> Path:
     """Make a hidden folder on the same disk; if this run is killed, the next one deletes it."""
-    return Path(tempfile.mkdtemp(prefix=f".{folder.name}{_SCRATCH}", dir=folder.parent))
+    return Path(tempfile.mkdtemp(prefix=beside(folder, _SCRATCH).name, dir=folder.parent))
 
 
 def put_in_place(new: Path, folder: Path) -> None:
@@ -116,7 +152,7 @@ def put_in_place(new: Path, folder: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete the scratch folders of killed runs; restore an old result that one had moved aside."""
-    pattern = glob.escape(f".{folder.name}{_SCRATCH}") + "?" * 8
+    pattern = glob.escape(beside(folder, _SCRATCH).name) + "?" * _RANDOM
     for left in folder.parent.glob(pattern):
         if (left / _ASIDE).is_dir() and not folder.exists():
             (left / _ASIDE).rename(folder)
@@ -131,8 +167,8 @@ def require_free(folder: Path, overwrite: bool, replaced: Collection[str] = ()) 
     if not os.path.exists(folder):  # pathlib raises on long names
         require_writable(folder)
         return
-    if os.path.samefile(folder, os.curdir):  # replaced, it would leave this process in a deleted folder
-        raise OutputExistsError(f"'{folder}' is the current folder", "name a new folder inside of it")
+    if Path.cwd().is_relative_to(folder.resolve()):  # it is moved aside when it is replaced
+        raise OutputExistsError(f"'{folder}' is the folder that this runs in, or above it", "choose another folder")
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else {""}
     if not names:
         return
@@ -166,6 +202,8 @@ def reserved(
 @contextmanager
 def atomic_folder(folder: Path, overwrite: bool = False, replaced: Collection[str] = ()) -> Iterator[Path]:
     """Yield a scratch folder to write into; it becomes `folder` at the end, and is deleted on failure."""
+    from safetensors import SafetensorError
+
     with reserved(folder, overwrite, replaced=replaced):
         place = Path(os.path.realpath(folder))  # a link stays, and what it names is written
         try:

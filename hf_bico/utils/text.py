@@ -5,11 +5,14 @@ Knows nothing of records, cards or commands.
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -192,6 +195,40 @@ def size_text(count: float) -> str:
             break
         count /= 1000
     return f"{count:.3g} {unit}"
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Join words to one line that a POSIX shell reads as these words; control characters become escapes of printf.
+
+    >>> print(command_line(["rm", "it's", "a\\nb"]))
+    rm 'it'"'"'s' "$(printf 'a\\012b')"
+    """
+    return " ".join(shlex.quote(word) if word.isprintable() else _by_printf(word) for word in words)
+
+
+def _by_printf(word: str) -> str:
+    escaped = re.sub(rb"[^\w/.]", lambda found: b"\\%03o" % found[0][0], os.fsencode(word)).decode("ascii")
+    return f"\"$(printf '{escaped}')\""
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written in UTF-8: a file's name need not be one.
+
+    >>> is_unicode("ü"), is_unicode(os.fsdecode(b"\\xff"))
+    (True, False)
+    """
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def typed_path(path: Path | str) -> str:
+    """Return what to type for a folder: a name that begins with a dash would be taken for an option.
+
+    >>> typed_path("-rf")
+    './-rf'
+    """
+    text = str(path)
+    end = "/" if text.endswith("\n") else ""  # which $(...) would cut off
+    return f"./{text}{end}" if text.startswith("-") else f"{text}{end}"
 
 
 def machine_memory() -> int:
