@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.retries import is_offline
-from hf_bico.runtime.turns import library_turn
+from hf_bico.runtime.turns import changed_together
 from hf_bico.utils.files import read_card_metadata, require_sound_json
 from hf_bico.utils.text import size_text
 
@@ -210,10 +210,9 @@ def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
 
 def _builder(folder: Path, name: str, config: str | None, cache: Path | None = None) -> Any:
     import datasets
-    from huggingface_hub.utils import logging
 
     try:
-        with _quiet(logging):  # no warning about a card without metadata
+        with _quiet_hub():  # no warning about a card without metadata
             return datasets.load_dataset_builder(str(folder), config, cache_dir=None if cache is None else str(cache))
     except ValueError:
         _choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
@@ -339,7 +338,7 @@ def readable(name: str) -> Iterator[None]:
 
     format_errors = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
     try:
-        with _quiet(datasets.logging), no_progress_bars():
+        with _quiet_datasets(), no_progress_bars():
             yield
     except (datasets.exceptions.DatasetsError, *READ_ERRORS, *format_errors) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
@@ -350,29 +349,43 @@ def readable(name: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
     """Silence a library's log: we report its failures ourselves."""
-    with library_turn():
-        before = logging.get_verbosity()
-        logging.set_verbosity(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.set_verbosity(before)
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
+@changed_together
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    from datasets import logging
+
+    yield from _quiet(logging)
+
+
+@changed_together
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    from huggingface_hub.utils import logging
+
+    yield from _quiet(logging)
+
+
+@changed_together
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Hide the progress bars of `datasets` inside."""
     import datasets
 
-    with library_turn():
-        if datasets.are_progress_bars_disabled():
-            yield
-            return
-        datasets.disable_progress_bars()
-        try:
-            yield
-        finally:
-            datasets.enable_progress_bars()
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

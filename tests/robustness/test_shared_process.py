@@ -311,7 +311,7 @@ def test_two_threads_do_not_write_one_folder(tmp_path: Path) -> None:
     [lambda: readable("data"), _silenced_logging, lambda: bounded({})],
     ids=["the log of datasets", "the root logger", "torch's initialisation"],
 )
-def test_threads_take_turns_where_a_library_is_silenced(part: Callable[[], AbstractContextManager[None]]) -> None:
+def test_threads_may_silence_a_library_at_the_same_time(part: Callable[[], AbstractContextManager[None]]) -> None:
     """The first to come is the first to leave: each would put back what it found."""
     before = process_state()
     inside, beside = Event(), Event()

@@ -20,7 +20,7 @@ from hf_bico.models.families.clip import WHOLE_MODEL, ClipFamily
 from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.models.families.pretrained import CANNOT_BUILD, TooLargeError, bounded, loadable
 from hf_bico.models.layout import Axis, Site, count_heads
-from hf_bico.runtime.turns import library_turn
+from hf_bico.runtime.turns import changed_together
 from hf_bico.utils.files import folder_name
 
 if TYPE_CHECKING:
@@ -382,19 +382,19 @@ class OpenClip(ClipFamily):
         return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": own}}))
 
 
+@changed_together
 @contextmanager
 def _silenced_logging() -> Iterator[None]:
     """Silence what open_clip says on the root logger, such as that a model without weights is random."""
     nowhere = logging.NullHandler()  # without any handler, Python would give the root logger one for good
-    with library_turn():
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        logging.root.addHandler(nowhere)
-        try:
-            yield
-        finally:
-            logging.root.removeHandler(nowhere)
-            logging.disable(before)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    logging.root.addHandler(nowhere)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(nowhere)
+        logging.disable(before)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
