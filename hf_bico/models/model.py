@@ -6,7 +6,7 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,7 @@ from hf_bico.models.checkpoints import (
 from hf_bico.models.families import all_families, family_of
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
-from hf_bico.models.families.pretrained import require_within
+from hf_bico.models.families.pretrained import PROCESSOR_FILES, require_within
 from hf_bico.models.layout import Layout
 from hf_bico.utils.files import sha256_of
 
@@ -90,12 +90,17 @@ class OpenedRepo:
         """The files beside the weights that may be needed, the configuration first."""
         return ()
 
+    @property
+    def config_names(self) -> Sequence[str]:
+        """Those of them that say what the weights mean."""
+        return self.side_names[:1]
+
     def needed(self, beside: bool = True) -> list[str]:
-        """List the weight files with all files `beside` them, or with the configuration alone."""
+        """List the weight files with all files `beside` them, or with the configurations alone."""
         if self.place is None or self.weights is None:
             return []
         index = () if self.weights.index is None else (self.weights.index,)
-        sides = self.side_names if beside else self.side_names[:1]
+        sides = self.side_names if beside else self.config_names
         return [name for name in (*sides, *index, *self.weights.names) if name in self.place.sizes]
 
     def fetched(self, downloaded: DownloadCallback | None = None, beside: bool = True) -> Self:
@@ -171,6 +176,22 @@ class Model(OpenedRepo):
     @property
     def side_names(self) -> Sequence[str]:
         return self.family.side_names
+
+    @property
+    def config_names(self) -> Sequence[str]:
+        known = (self.family.config_file, *PROCESSOR_FILES)
+        return [name for name in self.side_names if name in known]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its configuration, as its file or the loaded module has it; empty without one."""
+        return self.family.config_of(self.module) if self.folder is None else self.family.read_config(self.folder)
+
+    @property
+    def filled_config(self) -> Mapping[str, Any]:
+        """Its configuration with the library's defaults; a loaded module shows what it has itself."""
+        config = self.config
+        return self.family.filled(config) if config and self.folder is not None else config
 
     def load(self, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None) -> LiveModel:
         """Load the model; a module that the caller loaded is used as it is."""

@@ -17,12 +17,20 @@ import torch
 from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
-from hf_bico.errors import DataNotFoundError, DataUnknownError, LineageError, SampleCountError, UsageError
+from hf_bico.errors import (
+    BaseMismatchError,
+    DataNotFoundError,
+    DataUnknownError,
+    LineageError,
+    SampleCountError,
+    UsageError,
+)
 from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.hub.references import hub_reference
 from hf_bico.hub.repo_metadata import data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
@@ -223,6 +231,9 @@ def _open(
     if base is None:
         return tuned, None, tuned.name, tuned
     whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
+    mismatch = other_function(config_differences(tuned, whole), tuned.name, whole.name)
+    if mismatch is not None:
+        raise BaseMismatchError(mismatch.cause, "name the model that was fine-tuned, or measure it without a base")
     return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name, tuned
 
 

@@ -6,13 +6,14 @@ Asks the Hub and reads small files, and weights only where a folder holds two mo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import (
+    BaseMismatchError,
     BaseUnknownError,
     DataUnknownError,
     EmptyRepoError,
@@ -28,6 +29,8 @@ from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, h
 from hf_bico.hub.repo_metadata import RepoMetadata, base_of, data_of, read_metadata
 from hf_bico.models.adapters.adapter import Adapter, is_peft_model
 from hf_bico.models.checkpoints import WEIGHT_FILES, FileCheckpoint, holds_layout, is_adapter
+from hf_bico.models.configurations import brief, config_differences, difference_notices, other_function
+from hf_bico.models.families.pretrained import PROCESSOR_FILES
 from hf_bico.models.layout import Layout
 from hf_bico.models.model import Model, ModelReference, OpenedRepo
 from hf_bico.reports.record import EvaluationRecord
@@ -40,8 +43,12 @@ SAME_ENERGY, SAME_ROUNDED = 1e-6, 5e-4
 on the small worlds of three seeds rounding moved them by up to 1.3e-4, and fine-tuning by 2.6e-3 and more."""
 _MOST_PARENTS = 4
 _NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
-_PREPROCESSING = (("open_clip_config.json", "preprocess_cfg"), ("preprocessor_config.json", None))
-_NORMALISED_BY = ("mean", "std", "image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor")
+_PREPARED_BY = (
+    *("mean", "std", "interpolation", "resize_mode", "fill_color"),  # open_clip
+    *("image_mean", "image_std", "do_normalize", "do_rescale", "rescale_factor", "resample"),
+    *("do_resize", "size", "do_center_crop", "crop_size", "do_pad", "pad_size"),
+)
+"""The fields of either library that change the images which a model is given."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class Lineage:
     """Why no data set is known."""
     notices: tuple[str, ...] = ()
     """Sentences for the user, such as that a quantised base was replaced."""
+    other_function: BaseMismatchError | None = None
+    """Why the fine-tuned model computes something else than its base would with the same weights."""
 
     @property
     def models(self) -> tuple[Model | Adapter, Model, Model]:
@@ -92,6 +101,11 @@ class Lineage:
     def restricted(self) -> list[str]:
         """Names of the inputs that are private, gated, or on this machine only."""
         return [*(repo.id for repo in self._hub_repos if repo.restricted), *([LOCAL[1]] if self._is_local else [])]
+
+    def require_same_function(self, force: bool) -> None:
+        """Refuse, without `force`, a fine-tuned model that computes something else than its base."""
+        if self.other_function is not None and not force:
+            raise self.other_function
 
     @property
     def _is_local(self) -> bool:
@@ -135,11 +149,14 @@ def resolve(
     first = Model.open(start, "the base", library, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
+    found = config_differences(tuned, first) if isinstance(tuned, Model) else []
+    notices += [*difference_notices(found, tuned.name), *_other_preparation(tuned, first)]
     if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
         notices.append("The target is the base itself.")
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
     notices += [f"'{repo.requested.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
-    return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)))
+    refusal = other_function(found, tuned.name, first.name)
+    return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)), refusal)
 
 
 def open_source(source: ModelReference | RepoFiles, library: str, hub: Hub, allow_pickle: bool) -> Model | Adapter:
@@ -276,7 +293,7 @@ def chance_notice(evaluation: Iterable[EvaluationRecord], classes: int) -> list[
 
 def lineage_warnings(lineage: Lineage) -> list[str]:
     """Return warnings from the downloaded files: two models in one folder, other preprocessing than the base's."""
-    return [notice for notice in (*map(_two_models, lineage.models), _other_normalisation(lineage)) if notice]
+    return [*filter(None, map(_two_models, lineage.models)), *_other_preparation(lineage.source, lineage.base)]
 
 
 def _two_models(model: OpenedRepo) -> str | None:
@@ -301,25 +318,35 @@ def _two_models(model: OpenedRepo) -> str | None:
     return f"{model.name} holds two different models: {WEIGHT_FILES[used]}, which was used, and {other}."
 
 
-def _other_normalisation(lineage: Lineage) -> str | None:
-    """Return a notice if the fine-tuned model normalises images differently from its base, whose way is used."""
-    if not isinstance(lineage.source, Model):
-        return None
-    for file, section in _PREPROCESSING:
-        own, base = (_preprocessing(model.folder, file, section) for model in (lineage.source, lineage.base))
-        for name in _NORMALISED_BY:
-            if name in own and name in base and own[name] != base[name]:
-                return (
-                    f"{lineage.source.name} prepares images with {name} {own[name]} and its base with {base[name]}, "
-                    "which was used for both."
-                )
-    return None
+def _other_preparation(tuned: Model | Adapter, base: Model) -> list[str]:
+    """Return a notice for each way in which the fine-tuned model prepares images otherwise than its base."""
+    if not isinstance(tuned, Model) or _preparation(tuned, tuned.config) == _preparation(base, base.config):
+        return []
+    own, other = _preparation(tuned, tuned.filled_config), _preparation(base, base.filled_config)
+    return [
+        f"{tuned.name} prepares images with {name} {brief(own[name])} and its base with {brief(other[name])}, "
+        "which is used for both."
+        for name in _PREPARED_BY
+        if name in own and name in other and not _is_alike(own[name], other[name])
+    ]
 
 
-def _preprocessing(folder: Path | None, file: str, section: str | None) -> dict[str, object]:
+def _preparation(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a model's files say that images are prepared; empty if they do not, or are not here."""
     try:
-        content = {} if folder is None else read_object(folder / file)
+        content = config.get("preprocess_cfg")
+        if content is None and model.folder is not None:
+            content = read_object(model.folder / PROCESSOR_FILES[0])
     except (OSError, ValueError):
         return {}  # it has none, or loading the model reports it
-    part = content if section is None else content.get(section)
-    return part if isinstance(part, dict) else {}
+    known = content.items() if isinstance(content, Mapping) else ()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in known}
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Compare two values; a size may be one number, two, or numbers with names."""
+    if type(one) is type(other) or not any(isinstance(value, list | dict) for value in (one, other)):
+        return bool(one == other)
+    sides = (value.values() if isinstance(value, dict) else value for value in (one, other))
+    first, second = (set(map(str, side)) if isinstance(side, Iterable) else {str(side)} for side in sides)
+    return first == second

@@ -73,12 +73,14 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""
         lineage, base, target = self.lineage, *self.lineage.layouts
+        refusal = lineage.other_function
         rows = [
             ("source", _known(lineage.source)),
             ("base", _known(lineage.base)),
             ("target", _known(lineage.target)),
             ("data", _data(lineage)),
             *(("note", notice) for notice in lineage.notices),
+            *([] if refusal is None else [("refused", f"without --force: {refusal.cause}")]),
             ("blocks", f"{base.blocks} -> {target.blocks}, taken from {list(self.blocks)}"),
         ]
         if base.tokens is not None and target.tokens is not None:

@@ -174,6 +174,7 @@ def prepare(
 def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     """Refuse what cannot be done with these models, this data and these settings, before any large download."""
     lineage, name = planned.lineage, settings.method
+    lineage.require_same_function(settings.force)
     # which towers of a CLIP a fine-tuned model changed is known once it is read
     method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
     chooses = settings.finds_alpha and not isinstance(method, Trainer)

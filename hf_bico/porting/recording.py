@@ -203,7 +203,8 @@ def _notices(
     if head_origin == "carried":
         layers = head_modules(lineage.base).layers
         overlap = replace(overlap, extra=tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers))
-    notices += [*lineage_warnings(lineage), *tensor_notices(overlap)]
+    notices += [notice for notice in lineage_warnings(lineage) if notice not in notices]
+    notices += tensor_notices(overlap)
     if drawn is not None:
         measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
         notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]

@@ -25,6 +25,7 @@ from hf_bico.hub.client import Hub, locate
 from hf_bico.hub.references import is_hub_id
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
+from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.deltas import finite_number
 from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
@@ -260,6 +261,7 @@ def extract(
         command += ["--rank", str(rank)] if rank is not None else []
         command += ["--everything"] if everything else []
     notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
+    notices += difference_notices(config_differences(source, start), source.name) if isinstance(source, Model) else []
     record = make_change_record(
         "extract",
         [Summand(source_record(source, start))],

@@ -31,6 +31,7 @@ from hf_bico.models.checkpoints import (
     digest_of,
     is_adapter,
 )
+from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
 from hf_bico.models.low_rank import Change, Factors
 from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
@@ -396,6 +397,9 @@ class FineTune:
         source = locate(reference, what, hub) if isinstance(reference, str | Path) else reference
         tuned = open_source(source, base.family.library, hub, allow_pickle).fetched()
         try:
+            found = config_differences(tuned, base) if isinstance(tuned, Model) else []
+            if (mismatch := other_function(found, tuned.name, base.name)) is not None:
+                raise mismatch
             vector = TaskVector.over(tuned, base)
         except BaseMismatchError as error:
             raise BaseMismatchError(

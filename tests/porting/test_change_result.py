@@ -173,7 +173,7 @@ def test_apply_to_another_model_than_the_vector_was_made_for(scene: Scene, tmp_p
         (["apply", "LORA", "--to", "BASE", "--weights", "1,2"], 2, "--weights is '1,2'", "1 numbers"),
         (["apply", "LORA", "--to", "BASE", "--alpha", "nan"], 2, "a weight or alpha is nan", "finite"),
         (["apply", "LORA", "--to", "BASE", "--rank", "4"], 2, "--rank was given with --format full", "adapter"),
-        (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "hf-bico extract tuned --base base"),
+        (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "name what 'hf-bico port' wrote"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

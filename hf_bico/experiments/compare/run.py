@@ -151,6 +151,8 @@ class _Work:
         settings, watch = grid.settings, Stopwatch(progress)
         first = with_blocks(plans[0], settings.layers)
         device = choose_device(settings.device)
+        for planned in plans:
+            planned.lineage.require_same_function(settings.force)
         require_projection(first, settings)
         require_device_map(settings, device)
         with watch("sample"):

@@ -122,6 +122,15 @@ class Family(ABC):
                 f"'{file.name}' in '{folder_name(folder)}' cannot be read: {error}", "copy the file again"
             ) from error
 
+    def config_of(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return the configuration of a loaded model; empty if it has none."""
+        config: Any = getattr(module, "config", None)
+        return config.to_dict() if hasattr(config, "to_dict") else {}
+
+    def filled(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a configuration with the library's defaults for what it leaves out, where the library reads it."""
+        return config
+
     @abstractmethod
     def skeleton(self, folder: Path) -> nn.Module:
         """Build the model's modules without weights, on the meta device, named as `load` names them."""

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -226,6 +227,8 @@ class OpenClipModel(ClipModel):
 
 _HEAD_WIDTH = 64
 """open_clip's default."""
+_NORM = {"eps": 1e-5}
+"""torch's default."""
 _BOUNDED: set[str] = set()
 """Configurations with shapes of weights that passed the check of their size; a fine-tune and its base share one."""
 
@@ -293,6 +296,37 @@ class OpenClip(ClipFamily):
         """Attentional pooling reads the residual stream in other ways, which are not followed here."""
         pooled = any(name.startswith(f"{root}attn_pool") for name in shapes)
         return () if pooled else super().residual(shapes, root, blocks)
+
+    def config_of(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return what a loaded model shows of its configuration, which open_clip does not keep with it."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        root = self.vision_prefix(shapes) or ""
+        visual: Any = module.get_submodule(root.removesuffix("."))
+        block = visual.transformer.resblocks[0]
+        shown = {"image_size": getattr(visual, "image_size", None), "head_width": getattr(block.attn, "head_dim", None)}
+        gelu = type(getattr(block.mlp, "gelu", None)).__name__
+        model = {"quick_gelu": gelu == "QuickGELU", "vision_cfg": shown | _shown(visual, "pool_type")}
+        if self.text_sites(shapes, root):
+            whole: Any = module.get_submodule(root.removesuffix("visual.").removesuffix("."))
+            text = getattr(whole, "text", whole)
+            heads = getattr(text.transformer.resblocks[0].attn, "num_heads", None)
+            model["text_cfg"] = {"heads": heads} | _shown(text, "pool_type" if text is not whole else "text_pool_type")
+        return {"model_cfg": model}
+
+    def filled(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        from open_clip import CLIPTextCfg, CLIPVisionCfg
+        from open_clip.transform import PreprocessCfg
+
+        model = _section(config, "model_cfg")
+        parts = {"vision_cfg": CLIPVisionCfg(), "text_cfg": CLIPTextCfg()}
+        towers = {name: {**asdict(usual), **model[name]} for name, usual in parts.items() if _section(model, name)}
+        for tower in towers.values():
+            tower["act_kwargs"] = json.dumps(tower["act_kwargs"] or {}, sort_keys=True)
+            tower["norm_kwargs"] = {**_NORM, **_section(tower, "norm_kwargs")}
+        prepared = {**asdict(PreprocessCfg()), **_section(config, "preprocess_cfg")}
+        prepared.pop("size")  # open_clip takes the model's
+        usual = {"quick_gelu": False} if model else {}
+        return {**config, "model_cfg": {**usual, **model, **towers}, "preprocess_cfg": prepared}
 
     def skeleton(self, folder: Path) -> nn.Module:
         import torch
@@ -380,6 +414,12 @@ class OpenClip(ClipFamily):
         attention = module.get_submodule(f"{self.vision_prefix(shapes) or ''}transformer.resblocks.0.attn")
         own = {"image_size": getattr(visual, "image_size", None), "head_width": getattr(attention, "head_dim", None)}
         return OpenClipModel(module, self.layout(shapes, config or {"model_cfg": {"vision_cfg": own}}))
+
+
+def _shown(tower: Any, pooling: str) -> dict[str, Any]:
+    norm = tower.transformer.resblocks[0].ln_1
+    known = {"pool_type": getattr(tower, pooling, None), "norm_kwargs": {"eps": getattr(norm, "eps", None)}}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 @changed_together

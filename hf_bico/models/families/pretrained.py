@@ -6,6 +6,7 @@ Knows the library; not what a model is for, nor its sites.
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,6 +332,20 @@ class PretrainedFamily(Family):
     @abstractmethod
     def model_class(self, folder: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
         """Return the class that runs a folder's model, its configuration, and the class's options."""
+
+    def filled(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING
+
+        kind = str(config.get("model_type"))
+        if kind not in CONFIG_MAPPING:
+            return config
+        try:
+            read = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config)))
+            known: Mapping[str, Any] = type(read)().to_dict()
+        except (*CANNOT_BUILD, StrictDataclassError):
+            return config  # loading the model reports it
+        return {name: value for name, value in read.to_dict().items() if name in known or value is not None}
 
     def skeleton(self, folder: Path) -> nn.Module:
         name, config, options = self.model_class(folder)

@@ -329,7 +329,7 @@ def tensors_with_nan(stage: Stage) -> Outcome:
     "it normalises images otherwise than its base",
     Said(
         "narrow-inverted prepares images with mean [0.0, 0.0, 0.0] and its base with [0.5, 0.5, "
-        "0.5], which was used for both."
+        "0.5], which is used for both."
     ),
 )
 def another_normalisation(stage: Stage) -> Outcome:
