@@ -29,8 +29,11 @@ from hf_bico.cli.console import is_plain
 from hf_bico.errors import BicoError, ProcessLostError, UsageError
 from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
 from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
+from hf_bico.runtime.limits import require_address_space
 
 FAILED, WRONG, HELD_BACK, STOPPED, TERMINATED = 1, 2, 3, 130, 143
+LIGHT_COMMANDS = ("plan", "card", "push", "completion")
+"""The commands that load no model."""
 DISTRIBUTED_COMMANDS = ("port", "plan")
 """The commands that several processes can run together."""
 LAUNCHER_ENDED = "another process of this job, or its launcher, has ended"
@@ -81,6 +84,8 @@ def exit_on_error() -> Iterator[Ending]:
     _running.append(ending)
     try:
         _quiet_libraries()
+        if context is not None and context.info_name not in LIGHT_COMMANDS and len(_running) == 1:
+            require_address_space()
         yield ending
     except BaseException as error:
         if len(_running) > 1 or not _is_handled(error):
@@ -140,8 +145,7 @@ def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoRetu
     closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
     if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or is_debugging():
         raise error
-    if not isinstance(error, BicoError):
-        error = as_bico_error(error)
+    error = as_bico_error(error)
     if _reports(error):
         print_error(error)
     if as_json:

@@ -5,6 +5,7 @@ Knows files, configurations and splits; not what is in the rows. No code of a re
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -16,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
-from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError
+from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError, OutputError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.retries import is_offline
 from hf_bico.runtime.turns import changed_together
@@ -95,13 +97,13 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
         used = None
         if path.is_file():
             require_sound_json([path])
-            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path))
+            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), cache_dir=_cache())
         elif saved:
             loaded = datasets.load_from_disk(str(path))
         else:
             if (path / "README.md").exists():  # refuse a card that `datasets` would never finish reading
                 read_card_metadata(path / "README.md", MAX_CARD_BYTES)
-            builder = _builder(path.resolve(), name, config)
+            builder = _builder(path.resolve(), name, config, _cache())
             if foreign:
                 _files_of(builder, path.resolve(), name)
             require_sound_json(Path(str(file)) for files in builder.config.data_files.values() for file in files)
@@ -180,7 +182,7 @@ def _declared_files(repo: HubRepo, names: Sequence[str], config: str | None) -> 
         for name in metadata:
             shutil.copyfile(source / name, folder / name)
         try:
-            builder = _builder(folder, repo.id, config, Path(scratch) / "cache")
+            builder = _builder(folder, repo.id, config, str(Path(scratch) / "cache"))
         except datasets.exceptions.FileNotFoundDatasetsError:
             return None  # the card names files of another format
         splits = _files_of(builder, folder, repo.id)
@@ -204,16 +206,35 @@ def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
 
     with readable(files.repo.id):
         paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
-        loaded = datasets.load_dataset("parquet", data_files=paths)
+        loaded = datasets.load_dataset("parquet", data_files=paths, cache_dir=_cache())
     return {str(split): _with_images(rows) for split, rows in loaded.items()}, files.config
 
 
-def _builder(folder: Path, name: str, config: str | None, cache: Path | None = None) -> Any:
+def _cache() -> str | None:
+    """Return the folder for `datasets` to write into: None for its own, or a temporary one if that is not writable."""
+    import datasets
+
+    return _writable_cache(str(datasets.config.HF_DATASETS_CACHE))
+
+
+@cache
+def _writable_cache(own: str) -> str | None:
+    try:
+        os.makedirs(own, exist_ok=True)
+        tempfile.TemporaryFile(dir=own).close()
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="hf-bico-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # what is read stays mapped into memory until then
+        return folder
+    return None
+
+
+def _builder(folder: Path, name: str, config: str | None, cache: str | None) -> Any:
     import datasets
 
     try:
         with _quiet_hub():  # no warning about a card without metadata
-            return datasets.load_dataset_builder(str(folder), config, cache_dir=None if cache is None else str(cache))
+            return datasets.load_dataset_builder(str(folder), config, cache_dir=cache)
     except ValueError:
         _choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
         raise
@@ -310,7 +331,7 @@ def decode_image(value: Any, folder: Path) -> Any:
 
     if isinstance(value, dict) and value.get("bytes") is None:
         path = Path(os.path.normpath(str(value.get("path"))))
-        allowed = (folder, folder.resolve(), Path(datasets.config.EXTRACTED_DATASETS_PATH))
+        allowed = (folder, folder.resolve(), Path(_cache() or datasets.config.EXTRACTED_DATASETS_PATH))
         if not any(path.is_relative_to(parent) for parent in allowed):
             raise ValueError("it is not in the data set, but somewhere else")
     return datasets.Image().decode_example(value) if isinstance(value, dict) else value
@@ -342,10 +363,23 @@ def readable(name: str) -> Iterator[None]:
             yield
     except (datasets.exceptions.DatasetsError, *READ_ERRORS, *format_errors) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        _require_own_cache(cause or error)
         reason = str(cause or error).splitlines()[0] if str(cause or error) else type(error).__name__
         raise DataNotFoundError(
             f"'{name}' cannot be read as a data set: {reason}",
             "give a folder with one sub-folder of images a class, or parquet, JSON or CSV files",
+        ) from error
+
+
+def _require_own_cache(error: BaseException) -> None:
+    """Raise another error for one that is of the cache, and not of the data: it may hold folders of another user."""
+    import datasets
+
+    file = error.filename if isinstance(error, OSError) else None
+    if isinstance(file, str) and Path(file).is_relative_to(datasets.config.HF_DATASETS_CACHE):
+        raise OutputError(
+            f"'{file}' of the cache cannot be used: {error.strerror}",  # type: ignore[attr-defined]
+            "set HF_HOME to another folder",
         ) from error
 
 

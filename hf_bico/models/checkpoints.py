@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.errors import BrokenWeightsError, OutputError, PickledWeightsError, WeightsNotFoundError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.runtime.turns import job_turn
 from hf_bico.utils.files import folder_name, read_object, sha256_of
@@ -381,14 +381,20 @@ def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence
     """Write the same weights as one safetensors file, with the files `beside` it, into a cached folder."""
     from huggingface_hub import constants
 
-    from hf_bico.runtime.output import atomic_folder, locked_folder
+    from hf_bico.runtime.output import atomic_folder, locked_folder, require_writable
 
     sides = [name for name in beside if (folder / name).is_file()]
     digests = sha256_of(folder / name for name in (*names, *sides))
     key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
     converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
+    if converted.is_dir():  # maybe in a cache that may only be read
+        return converted
+    try:
+        require_writable(converted)
+    except OutputError as error:
+        raise OutputError(error.cause, "set HF_HOME to another folder") from error
     with locked_folder(converted, waits=True):
-        if converted.is_dir():
+        if converted.is_dir():  # by another process
             return converted
         # clones: safetensors refuses tensors that share memory
         tensors = {key: value.clone() for name in names for key, value in _tensors(folder / name).items()}

@@ -32,14 +32,25 @@ from hf_bico.errors import (
     UnforeseenError,
     UnreadableSampleError,
 )
+from hf_bico.runtime.limits import RAISE_LIMIT, address_limit
 from hf_bico.utils import __version__
+from hf_bico.utils.text import size_text
 
 DEBUG = "HF_BICO_DEBUG"
 _PACKAGE = Path(__file__).parent.parent
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DISK_FULL_ERRNO = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_WORDS = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)", "File too large")
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "failed to map segment from shared object",
+    "std::bad_alloc",
+)
+_NO_THREAD = "can't start new thread"
+_OPEN_FILES_ERRNO = (errno.EMFILE, errno.ENFILE)
 _MAX_MESSAGE = 300
 _SITE_PACKAGES = Path(sysconfig.get_path("purelib")).name
 _LOADERS: dict[str, tuple[type[BicoError], str]] = {
@@ -56,6 +67,8 @@ Translation = tuple[type[BicoError], str, str]
 
 _MORE_MEMORY = "use a smaller --batch-size, --memory, --device cpu, or a machine with more"
 _MEMORY = (MemoryExhaustedError, "the memory ran out", _MORE_MEMORY)
+_THREADS = (DeviceError, "this machine gives no further thread", "close other programs, or raise 'ulimit -u'")
+_FILES = (DeviceError, "too many files are open", "close other programs, or raise the limit with 'ulimit -n 4096'")
 _PROCESSES = (ProcessLostError, "the processes of this job lost each other", "start the job again")
 _WEIGHTS = (BrokenWeightsError, "a weight file cannot be read", "copy or download the model again")
 _PICKLE = (PickledWeightsError, "a pickled file holds more than tensors", "save the model again as safetensors")
@@ -66,6 +79,7 @@ _HUB = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
 _DATA = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
 _MODEL = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
 _IMAGE = (UnreadableSampleError, "an image cannot be decoded", "remove it from the data set")
+_NO_TEMPORARY = (OutputError, "temporary files can be written nowhere", "set TMPDIR to a folder that is writable")
 _FULL_DISK = (OutputError, "the disk is full", "free some space, then run the same command again")
 
 _BY_CLASS: dict[str, Translation] = {
@@ -103,8 +117,11 @@ def translate_errors() -> Iterator[None]:
     """
     try:
         yield
-    except BicoError:
-        raise
+    except BicoError as error:
+        known = as_bico_error(error)
+        if known is error:
+            raise
+        raise known from error
     except BaseException as error:
         if not is_failure(error) or is_debugging() or _is_callers(error):
             raise
@@ -122,7 +139,14 @@ def is_debugging() -> bool:
 
 
 def as_bico_error(error: BaseException) -> BicoError:
-    """Translate a library's error."""
+    """Translate a library's error; one of ours stays, unless it is due to a limit on the memory of this process."""
+    limit = address_limit()
+    if limit is not None and (short := _memory_failure(error)):
+        message = next(iter(str(short).strip().splitlines()), type(short).__name__)[:_MAX_MESSAGE]
+        cause = f"the {size_text(limit)} that this process may address are too little: {message}"
+        return MemoryExhaustedError(cause, RAISE_LIMIT)
+    if isinstance(error, BicoError):
+        return error
     message = next(iter(str(error).strip().splitlines()), "")[:_MAX_MESSAGE]
     if translation := _translation(error):
         kind, cause, remedy = translation
@@ -139,13 +163,29 @@ def as_bico_error(error: BaseException) -> BicoError:
     )
 
 
+def _memory_failure(error: BaseException | None) -> BaseException | None:
+    """Return the first error behind this one that says that memory, or a thread's, is not given; None if none does."""
+    while error is not None and not isinstance(error, MemoryExhaustedError):
+        words = (*_MEMORY_WORDS, _NO_THREAD)
+        if isinstance(error, MemoryError) or any(word in str(error) for word in words):
+            return error.__cause__ if isinstance(error, BicoError) and error.__cause__ is not None else error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _translation(error: BaseException) -> Translation | None:
     """Look an error up by its errno, its words or its class."""
+    if isinstance(error, OSError) and error.errno in _OPEN_FILES_ERRNO:
+        return _FILES
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return _NO_TEMPORARY
     has_no_room = isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNO
     if has_no_room or any(words in str(error) for words in _DISK_FULL_WORDS):
         return _FULL_DISK
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS):
+    if isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _MEMORY_WORDS):
         return _MEMORY
+    if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+        return _THREADS
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
     known = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), None)
     if known is not None or not isinstance(error, OSError):

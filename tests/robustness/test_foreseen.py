@@ -37,6 +37,31 @@ def too_much_of_python() -> None:
     bytearray(2**62)
 
 
+def too_large_a_stack() -> None:
+    import threading
+
+    before = threading.stack_size(2**46)
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+
+
+def too_many_files() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        open("/dev/null").close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def a_library_without_room() -> None:
+    raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+
 def out_of_the_device() -> None:
     import torch
 
@@ -130,6 +155,17 @@ def no_room() -> None:
         file.write("x")
 
 
+def no_temporary() -> None:
+    import tempfile
+    from unittest.mock import patch
+
+    with (
+        patch.object(tempfile, "tempdir", None),
+        patch.object(tempfile, "_candidate_tempdir_list", lambda: ["/no/such"]),
+    ):
+        tempfile.mkdtemp()
+
+
 def no_file() -> None:
     Path("/no/such/file").read_text()
 
@@ -144,6 +180,9 @@ RAISED: dict[str, tuple[Callable[..., None], type[errors.BicoError]]] = {
     "torch, a device": (a_device_that_failed, errors.DeviceError),
     "torch, other processes": (a_process_that_is_gone, errors.ProcessLostError),
     "Python's memory": (too_much_of_python, errors.MemoryExhaustedError),
+    "a thread": (too_large_a_stack, errors.DeviceError),
+    "open files": (too_many_files, errors.DeviceError),
+    "an import": (a_library_without_room, errors.MemoryExhaustedError),
     "safetensors": (broken_safetensors, errors.BrokenWeightsError),
     "torch's unpickler": (evil_pickle, errors.PickledWeightsError),
     "transformers, a file": (no_config, errors.ModelError),
@@ -156,6 +195,7 @@ RAISED: dict[str, tuple[Callable[..., None], type[errors.BicoError]]] = {
     "jinja2": (no_template, errors.DataError),
     "yaml": (no_yaml, errors.ModelError),
     "a full disk": (no_room, errors.OutputError),
+    "temporary files": (no_temporary, errors.OutputError),
     "a missing file": (no_file, errors.OutputError),
     "rights": (no_right, errors.OutputError),
 }

@@ -1,10 +1,11 @@
-"""Where a command writes: names of every length and kind, and the lines that it suggests, pasted into a shell."""
+"""Where a command runs: names of every length and kind, the lines that it suggests, and how much memory it may have."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from hf_bico.cli.main import main
 from hf_bico.hub.push import PushOptions, push_command
 from hf_bico.reports.record import read_any
 from hf_bico.runtime.output import RECORD_FILE
+from hf_bico.utils.text import command_line
+from support import forks
 from support.hub import Hub
 from support.scenes import Scene, make_scene
 
@@ -140,6 +143,43 @@ def test_a_model_whose_name_is_no_text_is_told_before_any_work(scene: Scene, her
         "Error: the fine-tuned model: the name '?' is no text in UTF-8",
     )
     assert not (here / "out").exists()
+
+
+# memory
+
+LITTLE_MEMORY = """
+import resource, sys
+with open("/proc/self/statm") as statm:
+    taken = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken, resource.RLIM_INFINITY))
+from hf_bico.cli.main import main
+from hf_bico.runtime import limits
+limits._ENOUGH = 0  # in which the libraries can be loaded: they are
+main(sys.argv[1:], prog_name="hf-bico")
+"""
+
+
+def test_too_small_an_address_space_is_told_before_any_work(scene: Scene, here: Path) -> None:
+    """There OpenBLAS and torch end their process, or say that a library cannot be loaded."""
+    words = ["extract", str(scene.tuned), "--base", str(scene.base), "-o", "out"]
+    line = f"ulimit -v 400000; exec {command_line([sys.executable, '-m', 'hf_bico', *words])}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    cause, remedy = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert cause.startswith("Error: the 410 MB that this process may address are too little to load torch: ")
+    assert remedy == "Remedy: raise the limit with 'ulimit -v unlimited', or start it where there is none"
+    assert list(here.iterdir()) == []
+
+
+def test_an_address_space_that_is_used_up_leaves_nothing(scene: Scene, here: Path) -> None:
+    """Whatever reader meets it, and whatever that makes of it."""
+    words = ["port", *scene.arguments, "--method", "theseus", "--alpha", "1", "--no-eval", "-o", "out"]
+    done = forks.run(*words, code=LITTLE_MEMORY)
+    cause, remedy = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "that this process may address are too little: " in cause
+    assert "ulimit -v" in remedy
+    assert list(here.iterdir()) == []
 
 
 # suggested lines

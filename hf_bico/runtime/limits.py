@@ -1,0 +1,44 @@
+"""Limits that the system sets on this process: how much memory it may address. Knows no job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hf_bico.errors import DeviceError, MemoryExhaustedError
+from hf_bico.utils.text import size_text
+
+_ENOUGH = 2**34
+"""Bytes in which the libraries can be loaded on every machine."""
+_LIBRARIES = "import hf_bico.porting.port, datasets, transformers"
+RAISE_LIMIT = "raise the limit with 'ulimit -v unlimited', or start it where there is none"
+
+
+def address_limit() -> int | None:
+    """Return the bytes that this process may address (ulimit -v); None if there is no limit."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_address_space() -> None:
+    """Refuse a limit within which the libraries cannot be loaded.
+
+    Tried in a second process, because some of them print a line of their own and end theirs.
+    """
+    limit = address_limit()
+    if limit is None or limit >= _ENOUGH:
+        return
+    try:
+        tried = subprocess.run([sys.executable, "-c", _LIBRARIES], capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise DeviceError(f"no second Python can be started: {error.strerror}", "close other programs") from error
+    if tried.returncode != 0:
+        said = next(reversed(tried.stderr.strip().splitlines()), "it ends at once")
+        raise MemoryExhaustedError(
+            f"the {size_text(limit)} that this process may address are too little to load torch: {said[:200]}",
+            RAISE_LIMIT,
+        )
