@@ -20,13 +20,15 @@ from hf_bico.data.classes import UNLABELLED, is_label, numbers_by_label, sorted_
 from hf_bico.data.columns import STRING, Columns, RowSequence, column, column_kinds, read_messages, undecoded
 from hf_bico.data.loading import READ_ERRORS, decode_image
 from hf_bico.data.sampling import draw_order
-from hf_bico.errors import ClassNamesError, ColumnError, UnreadableSampleError
+from hf_bico.errors import ClassNamesError, ColumnError, MemoryExhaustedError, UnreadableSampleError
 from hf_bico.hub.client import HubRepo
 from hf_bico.utils.samples import Answered, Captioned, Chat, FilePart, Text, TextSample
 
 MAX_PIXELS = 90_000_000
 """PIL warns of decompression bombs at about as many."""
 MAX_ASPECT_RATIO = 200
+_FREE_PIXELS, _BYTES_PER_PIXEL = 2**28, 8
+"""What a batch may have without a look at the memory, and what preparing it takes beside the images themselves."""
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
 """Names that data sets use for the roles of chat templates."""
 _DECODING_ERRORS = (*READ_ERRORS, DecompressionBombError, struct.error, SyntaxError, zlib.error)
@@ -173,7 +175,11 @@ class Samples:
     def batches(self, size: int) -> Iterator[tuple[list[Any], list[int]]]:
         """Yield (items, labels), `size` at a time; an item is an image, a captioned image or a text sample."""
         for start in range(0, len(self), size):
-            items = [self._item(index) for index in self.indices[start : start + size]]
+            items, pixels = list[Any](), 0
+            for index in self.indices[start : start + size]:
+                items.append(self._item(index))
+                pixels += _pixels(items[-1])
+                _require_memory(len(items), pixels)
             yield items, list(self.labels[start : start + size])
 
     def first(self, count: int) -> Samples:
@@ -245,6 +251,26 @@ def _require_sane_size(image: Any) -> None:
         raise ValueError(f"it is {width} x {height} pixels")
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(f"it is {width:,} x {height:,} pixels, too large or too narrow")
+
+
+def _pixels(item: Any) -> int:
+    image = getattr(item, "image", item)  # of a captioned one
+    return image.width * image.height if hasattr(image, "getbands") else 0
+
+
+def _require_memory(images: int, pixels: int) -> None:
+    """Refuse a batch of images that, decoded and prepared together, take more memory than there is."""
+    if pixels <= _FREE_PIXELS:
+        return
+    import torch
+
+    from hf_bico.runtime.environment import available_memory
+
+    if _BYTES_PER_PIXEL * pixels > available_memory(torch.device("cpu")):
+        raise MemoryExhaustedError(
+            f"{images} images of {pixels:,} pixels in all do not fit into memory together",
+            "use a smaller --batch-size, or smaller images",
+        )
 
 
 def _integer(label: Any) -> int:

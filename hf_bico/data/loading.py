@@ -6,40 +6,42 @@ Knows files, configurations and splits; not what is in the rows. No code of a re
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import re
 import shutil
-import tarfile
 import tempfile
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
+from hf_bico.data.declarations import METADATA_FILES, choose_config, matching, read_declared, read_metadata
+from hf_bico.data.unpacking import UNPACKING_ERRORS, UnpackedSize, unpacked
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError, OutputError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.retries import is_offline
 from hf_bico.runtime.turns import changed_together
-from hf_bico.utils.files import read_card_metadata, require_sound_json
+from hf_bico.utils.files import require_sound_csv, require_sound_json
 from hf_bico.utils.text import size_text
 
 SMALL_REPO = 64_000_000
 """Repos of up to so many bytes are fetched whole, and then work offline."""
-MAX_CARD_BYTES = 4_000_000
-"""A card may declare the columns of hundreds of configurations."""
 CONVERTED = "refs/convert/parquet"
 """The revision of the Hub's own parquet copy of a data set."""
 _PARALLEL_REQUESTS = 16
-_METADATA_FILES = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 _FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 """The builder of `datasets` for a single file."""
+_FOREIGN_FORMATS = ("parquet", "arrow", "json", "csv", "text", "xml", "conll", "imagefolder", "webdataset")
+"""Those builders of `datasets` of which it is known what they unpack; any may be used on one's own files."""
 _NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
+_OWN_FIELDS = ("name", "version", "data_dir", "data_files", "description")
+"""What a builder's configuration says beside how to read files."""
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
 
 READ_ERRORS = (
@@ -73,21 +75,13 @@ class ParquetFiles:
     features: Any = None
 
 
-def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bool = False) -> OpenedData:
-    """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors.
-
-    The card of a `foreign` folder may not name files outside of it.
-    """
+def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
+    """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors."""
     import datasets
 
-    saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
+    saved = _is_saved(item.name for item in path.iterdir()) if path.is_dir() else False
     if config is not None and (saved or path.is_file()):
         raise DataNotFoundError(f"'{name}' has no configurations", "leave --config out")
-    if saved and foreign:
-        raise DataNotFoundError(
-            f"'{name}' was written by save_to_disk, which may name files elsewhere",
-            "use one in parquet",
-        )
     if path.is_file() and path.suffix not in _FORMATS:
         raise DataNotFoundError(
             f"'{name}' is a file, and none of: {', '.join(_FORMATS)}",
@@ -96,23 +90,47 @@ def open_folder(path: Path, name: str, config: str | None = None, *, foreign: bo
     with readable(name):
         used = None
         if path.is_file():
-            require_sound_json([path])
+            _require_sound(_FORMATS[path.suffix], [path])
             loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), cache_dir=_cache())
         elif saved:
             loaded = datasets.load_from_disk(str(path))
         else:
-            if (path / "README.md").exists():  # refuse a card that `datasets` would never finish reading
-                read_card_metadata(path / "README.md", MAX_CARD_BYTES)
+            read_metadata(path)  # refuse a card that `datasets` would never finish reading
             builder = _builder(path.resolve(), name, config, _cache())
-            if foreign:
-                _files_of(builder, path.resolve(), name)
-            require_sound_json(Path(str(file)) for files in builder.config.data_files.values() for file in files)
-            builder.download_and_prepare()
-            loaded, used = _without_split_labels(builder.as_dataset()), builder.config.name
+            used = builder.config.name
+            files = {str(split): list(map(Path, some)) for split, some in builder.config.data_files.items()}
+            loaded = _prepared(builder, files)
+    return _splits_of(loaded, name), named_config(used)
+
+
+def _is_saved(names: Iterable[str]) -> bool:
+    return not {"dataset_dict.json", "state.json"}.isdisjoint(names)
+
+
+def _prepared(builder: Any, files: Mapping[str, Sequence[Path]]) -> Any:
+    """Return all splits that a builder makes of these files."""
+    _require_sound(builder.name, (file for some in files.values() for file in some))
+    builder.download_and_prepare()
+    return _without_split_labels(builder.as_dataset())
+
+
+def _require_sound(reader: str, files: Iterable[Path]) -> None:
+    """Raise ValueError for texts that crash their reader, or that it would never finish."""
+    for file in files:
+        kind = reader if reader in ("json", "csv") else _FORMATS.get(file.suffix)  # images may have such metadata
+        check = {"json": require_sound_json, "csv": require_sound_csv}.get(kind or "")
+        if check is not None and file.is_file():
+            for name, _, stream in unpacked(file):
+                check(name, stream)
+
+
+def _splits_of(loaded: Any, name: str) -> dict[str, Any]:
+    import datasets
+
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     if not splits:
         raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
-    return {str(split): _with_images(rows) for split, rows in splits.items()}, named_config(used)
+    return {str(split): _with_images(rows) for split, rows in splits.items()}
 
 
 def _without_split_labels(splits: Any) -> Any:
@@ -133,7 +151,7 @@ def _without_split_labels(splits: Any) -> Any:
 def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
     """Fetch a repo through the cache, without scripts and pickles, and open it as a folder."""
     data = _data_files(repo)
-    names = [*(name for name in _METADATA_FILES if name in repo.files), *data]
+    names = [*(name for name in METADATA_FILES if name in repo.files), *data]
     size = repo.to_download(names)
     if size > limit:
         raise DownloadTooLargeError(
@@ -141,16 +159,99 @@ def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
             f"allow more with --max-download, or use the Hub's parquet copy: --data {repo.id}@{CONVERTED}",
         )
     _require_all_shards(repo, data)
+    if _is_saved(data):
+        raise DataNotFoundError(
+            f"'{repo.id}' was written by save_to_disk, which may name files elsewhere",
+            "use one in parquet",
+        )
     folder = fetch(repo, names)
     converted = _converted_files(repo, data, config)
-    if converted is not None:
-        return _open_parquet(folder, converted)
     try:
-        return open_folder(folder, repo.id, config, foreign=True)
+        with readable(repo.id):
+            if converted is not None:
+                found = _FoundFiles("parquet", converted.config or "default", converted.splits)
+            else:
+                found = _find_files(repo.id, data, folder, config)
+            return _splits_of(_open_found(repo, folder, found, limit), repo.id), named_config(found.config)
     except DataNotFoundError as error:
         if error.__cause__ is not None and _scripts(repo):
             raise _no_data(repo) from error
         raise
+
+
+@dataclass(frozen=True)
+class _FoundFiles:
+    """The files of one configuration by split, and how to read them."""
+
+    reader: str
+    """The builder of `datasets`."""
+    config: str
+    splits: Mapping[str, Sequence[str]]
+    features: Any = None
+    sizes: Any = None
+    """The rows of each split, if the card declares them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    declared: bool = False
+    """True if the card names the files of each split."""
+
+
+def _open_found(repo: HubRepo, folder: Path, found: _FoundFiles, limit: int) -> Any:
+    """Open the files of a stranger's data set, after a look at what they unpack to."""
+    import datasets
+
+    names = [name for some in found.splits.values() for name in some]
+    size = UnpackedSize(repo.id, sum(repo.files[name] for name in names), limit)
+    for name in names:
+        if found.reader != "imagefolder" or PurePosixPath(name).suffix.lower() in (".zip", *_FORMATS):
+            size.add_file(folder / name)
+    files = {split: [folder / name for name in some] for split, some in found.splits.items()}
+    data_files = {
+        split: datasets.data_files.DataFilesList(list(map(str, some)), [(repo.commit,)] * len(some))
+        for split, some in files.items()
+    }
+    options = {"name": found.config, "data_files": data_files, **found.options}
+    builder = datasets.load_dataset_builder(found.reader, cache_dir=_cache(), **options)
+    builder.info.features = found.features or builder.info.features
+    builder.info.splits = builder.info.splits or found.sizes
+    return _prepared(builder, files)
+
+
+def _find_files(name: str, names: Sequence[str], source: Path, config: str | None) -> _FoundFiles:
+    """Return the files that `datasets` finds by their names and by what was checked of the card in `source`.
+
+    It sees a folder of empty files, but for archives: unlike its own view of the Hub, that needs no network, is pinned
+    to one commit, and holds nothing that a pattern could find beside the repo's own files.
+    """
+    declared = read_declared(source, name, config)
+    with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch:
+        folder = Path(scratch).resolve() / "repo"
+        placed = {file: file for file in names}
+        patterns: dict[str, str] = {}
+        if declared.splits:
+            matched = {split: matching(names, some) for split, some in declared.splits.items()}
+            patterns = {split: f"{number}/**" for number, (split, some) in enumerate(matched.items()) if some}
+            placed = {f"{number}/{file}": file for number, some in enumerate(matched.values()) for file in some}
+        for place, file in placed.items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            if file.lower().endswith(".zip") and (source / file).is_file():
+                (folder / place).symlink_to((source / file).resolve())
+            else:
+                (folder / place).touch()
+        if not placed:
+            raise FileNotFoundError("the card names no file of the repo")
+        declared.write(folder, patterns)
+        builder = _builder(folder, name, declared.config or config, str(Path(scratch) / "cache"))
+        if builder.name not in _FOREIGN_FORMATS:
+            raise ValueError(f"files of the format '{builder.name}' are only read from a folder of your own")
+        splits = {
+            str(split): [placed[Path(str(file)).relative_to(folder).as_posix()] for file in files]
+            for split, files in builder.config.data_files.items()
+        }
+        given = (one for one in fields(builder.config) if one.name not in _OWN_FIELDS)
+        options = {one.name: getattr(builder.config, one.name) for one in given}
+        options = {key: value for key, value in options.items() if value != getattr(type(builder.config), key)}
+        info, used = builder.info, builder.config.name
+        return _FoundFiles(builder.name, used, splits, info.features, info.splits, options, bool(declared.splits))
 
 
 def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:
@@ -166,27 +267,14 @@ def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:
 
 
 def _declared_files(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
-    """Return the files that `datasets` finds by their names and the card.
-
-    It sees a folder of empty files: unlike its own view of the Hub, that needs no network and is pinned to one commit.
-    """
-    import datasets
-
-    metadata = [name for name in _METADATA_FILES if name in repo.files]
-    source = fetch(repo, metadata)
-    with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch, readable(repo.id):
-        folder = Path(scratch).resolve() / "repo"
-        for name in (*metadata, *names):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
-        for name in metadata:
-            shutil.copyfile(source / name, folder / name)
+    """Return the files that `datasets` finds by their names and the card."""
+    source = fetch(repo, [name for name in METADATA_FILES if name in repo.files])
+    with readable(repo.id):
         try:
-            builder = _builder(folder, repo.id, config, str(Path(scratch) / "cache"))
-        except datasets.exceptions.FileNotFoundDatasetsError:
+            found = _find_files(repo.id, names, source, config)
+        except FileNotFoundError:
             return None  # the card names files of another format
-        splits = _files_of(builder, folder, repo.id)
-        return ParquetFiles(repo, named_config(builder.config.name), splits, builder.info.features)
+        return ParquetFiles(repo, named_config(found.config), found.splits, found.features)
 
 
 def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) -> ParquetFiles | None:
@@ -197,17 +285,8 @@ def _converted_files(repo: HubRepo, names: Sequence[str], config: str | None) ->
         if match is None:
             return None
         configs.setdefault(match["config"], {}).setdefault(match["split"], []).append(name)
-    config = _choose_config(repo.id, list(configs), config)
+    config = choose_config(repo.id, list(configs), config)
     return ParquetFiles(repo, named_config(config), configs[config])
-
-
-def _open_parquet(folder: Path, files: ParquetFiles) -> OpenedData:
-    import datasets
-
-    with readable(files.repo.id):
-        paths = {split: [str(folder / name) for name in names] for split, names in files.splits.items()}
-        loaded = datasets.load_dataset("parquet", data_files=paths, cache_dir=_cache())
-    return {str(split): _with_images(rows) for split, rows in loaded.items()}, files.config
 
 
 def _cache() -> str | None:
@@ -236,20 +315,8 @@ def _builder(folder: Path, name: str, config: str | None, cache: str | None) -> 
         with _quiet_hub():  # no warning about a card without metadata
             return datasets.load_dataset_builder(str(folder), config, cache_dir=cache)
     except ValueError:
-        _choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
+        choose_config(name, datasets.get_dataset_config_names(str(folder)), config)
         raise
-
-
-def _choose_config(name: str, configs: Sequence[str], config: str | None) -> str:
-    """Return the requested configuration, else the default or the only one."""
-    listed = ", ".join(configs[:20]) + (", ..." if len(configs) > 20 else "")
-    if config is not None and config not in configs:
-        raise DataNotFoundError(
-            f"'{name}' has no configuration '{config}'", f"use one of these with --config: {listed}"
-        )
-    if config is None and len(configs) > 1 and "default" not in configs:
-        raise DataNotFoundError(f"'{name}' has several configurations", f"choose one with --config: {listed}")
-    return config or ("default" if "default" in configs else configs[0])
 
 
 def named_config(config: str | None) -> str | None:
@@ -257,23 +324,10 @@ def named_config(config: str | None) -> str | None:
     return None if config == "default" else config
 
 
-def _files_of(builder: Any, folder: Path, name: str) -> dict[str, list[str]]:
-    """Return the data files by split, relative to the folder; refuse a card that names others."""
-    splits: dict[str, list[str]] = {}
-    for split, files in builder.config.data_files.items():
-        for file in (Path(os.path.normpath(str(file))) for file in files):
-            if not file.is_relative_to(folder):
-                raise DataNotFoundError(
-                    f"the card of '{name}' names a file outside of the repo: '{file}'", "use another data set"
-                )
-            splits.setdefault(str(split), []).append(file.relative_to(folder).as_posix())
-    return splits
-
-
 def _data_files(repo: HubRepo) -> list[str]:
     """Return the names of the files that may hold data; refuse a repo without any."""
     visible = [name for name in repo.files if "/." not in f"/{name}" and PurePosixPath(name).suffix]
-    names = [name for name in visible if name not in _METADATA_FILES and not name.lower().endswith(_NOT_DATA)]
+    names = [name for name in visible if name not in METADATA_FILES and not name.lower().endswith(_NOT_DATA)]
     if not names:
         raise _no_data(repo)
     return names
@@ -328,13 +382,19 @@ def image_features(features: Any) -> Any:
 def decode_image(value: Any, folder: Path) -> Any:
     """Decode an image of a Hub data set from bytes or a file of the repo; refuse any other path or address."""
     import datasets
+    from PIL import Image
 
-    if isinstance(value, dict) and value.get("bytes") is None:
-        path = Path(os.path.normpath(str(value.get("path"))))
-        allowed = (folder, folder.resolve(), Path(_cache() or datasets.config.EXTRACTED_DATASETS_PATH))
-        if not any(path.is_relative_to(parent) for parent in allowed):
+    if not isinstance(value, dict):
+        return value
+    source: Any = None if value.get("bytes") is None else io.BytesIO(value["bytes"])
+    if source is None:
+        source = Path(os.path.normpath(str(value.get("path"))))
+        if not any(source.is_relative_to(parent) for parent in (folder, folder.resolve())):
             raise ValueError("it is not in the data set, but somewhere else")
-    return datasets.Image().decode_example(value) if isinstance(value, dict) else value
+    with Image.open(source) as image:
+        if image.format == "EPS":
+            raise ValueError("it is a program in PostScript, which Ghostscript would run")
+    return datasets.Image().decode_example(value)
 
 
 def fetch(repo: HubRepo, names: Sequence[str]) -> Path:
@@ -357,7 +417,7 @@ def readable(name: str) -> Iterator[None]:
     import pyarrow
     import yaml
 
-    format_errors = (pyarrow.ArrowException, zipfile.BadZipFile, tarfile.TarError, yaml.YAMLError)
+    format_errors = (pyarrow.ArrowException, yaml.YAMLError, *UNPACKING_ERRORS)
     try:
         with _quiet_datasets(), no_progress_bars():
             yield

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -19,6 +19,7 @@ from hf_bico.data.classes import NAMES_REMEDY, UNLABELLED, distinct_names, is_la
 from hf_bico.data.columns import Columns
 from hf_bico.data.loading import ParquetFiles, fetch, image_features, in_parallel, readable
 from hf_bico.data.sampling import RequiredRows, shuffled
+from hf_bico.data.unpacking import UnpackedSize, group_size, read_row_group
 from hf_bico.errors import ClassNamesError, DownloadTooLargeError, SampleCountError
 from hf_bico.hub.client import RemoteFile, translate_hub_errors
 from hf_bico.utils.samples import FilePart
@@ -36,12 +37,15 @@ MAX_SEARCHED = 1024
 
 @dataclass(frozen=True, order=True)
 class RowGroup:
-    """A row group: `size` in bytes of the columns to read; `bounds` of its labels, if the file knows them."""
+    """A row group: `size` in bytes of the columns to read, and what they unpack to by the file's own account; `bounds`
+    of its labels, if the file knows them.
+    """
 
     file: str
     index: int
     rows: int = field(compare=False)
     size: int = field(compare=False)
+    unpacked: int = field(compare=False)
     bounds: tuple[int, int] | None = field(compare=False)
 
     def __str__(self) -> str:
@@ -60,6 +64,10 @@ class ChosenRowGroups:
     @property
     def size(self) -> int:
         return sum(group.size for group in self.groups)
+
+    @property
+    def unpacked(self) -> int:
+        return sum(group.unpacked for group in self.groups)
 
     @property
     def parts(self) -> list[FilePart]:
@@ -88,6 +96,8 @@ class RowGroups:
         self._declared = files.features
         self._seed = seed
         self._limit = limit
+        packed = sum(self.repo.files[file] for files in self.splits.values() for file in files)
+        self._unpacked = UnpackedSize(self.repo.id, packed, limit)
         self._footers: dict[str, Any] = {}
         self._features: dict[str, Any] = {}
         self._labels: dict[tuple[RowGroup, str], Any] = {}
@@ -173,6 +183,7 @@ class RowGroups:
     def read(self, split: str, chosen: ChosenRowGroups, columns: Columns) -> Any:
         """Return the rows of the chosen row groups, concatenated, as a `datasets.Dataset`."""
         names = list(columns.parts.values())
+        self._unpacked.require(self._unpacked.total + chosen.unpacked)
         with self._reading():
             tables = in_parallel(lambda group: self._read_columns(split, group, names), chosen.groups)
             pieces = {name: [table[name] for table in tables] for name in names}
@@ -194,7 +205,10 @@ class RowGroups:
             )
         features = self._some_features(split, columns.names)
         folder = fetch(self.repo, files)
+        unpacked = UnpackedSize(self.repo.id, sum(self.repo.files[file] for file in files), self._limit)
         with readable(self.repo.id):
+            for file in files:
+                unpacked.add_file(folder / file)
             return datasets.Dataset.from_parquet(
                 [str(folder / file) for file in files],
                 split=datasets.NamedSplit(split),
@@ -249,8 +263,9 @@ class RowGroups:
             # an image is a column of several chunks: image.bytes, image.path; so are messages
             read = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(starts)]
             size = sum(chunk.total_compressed_size for chunk in read)
+            unpacked = group_size(footer, index, names)
             bounds = next((_bounds(chunk) for chunk in read if chunk.path_in_schema == label), None)
-            yield RowGroup(file, index, group.num_rows, size, bounds)
+            yield RowGroup(file, index, group.num_rows, size, unpacked, bounds)
 
     def _files(self, split: str) -> list[str]:
         return shuffled(self.splits[split], self._seed)
@@ -281,13 +296,15 @@ class RowGroups:
 
     def _read_columns(self, split: str, group: RowGroup, names: Sequence[str]) -> Any:
         """Read some columns of a row group, cast to the declared types."""
-        import pyarrow.parquet
+        import pyarrow
         from datasets.table import table_cast
 
+        footer = self._footers[group.file]
+        schema = footer.schema.to_arrow_schema()
+        stored = pyarrow.schema([schema.field(name) for name in names if name in schema.names])
         with self._open(group.file) as source:
-            # one request: the footer is known, and the chunks of a column lie side by side
-            file = pyarrow.parquet.ParquetFile(source, metadata=self._footers[group.file], pre_buffer=True)
-            table = file.read_row_group(group.index, columns=list(names), use_threads=False)
+            batches = read_row_group(footer, group.index, lambda: nullcontext(source), self._unpacked, stored.names)
+        table = pyarrow.Table.from_batches([batch.select(stored.names).cast(stored) for batch in batches], stored)
         for name in names:
             if name not in table.column_names:  # a split may have no labels
                 table = table.append_column(name, pyarrow.nulls(group.rows))

@@ -356,7 +356,7 @@ def fetch_small_files(repo: HubRepo) -> RepoFiles:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of a Hub repo; a read requests exactly those bytes.
+    """A file of a Hub repo; a read requests exactly those bytes, once.
 
     HfFileSystem would make two more requests for each file that it opens.
     """
@@ -364,6 +364,7 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, repo: HubRepo, name: str) -> None:
         self._repo, self._name, self._size = repo, name, repo.files[name]
         self._position = 0
+        self._read: dict[tuple[int, int], bytes] = {}
 
     def readable(self) -> bool:
         return True
@@ -376,13 +377,20 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        from huggingface_hub import constants, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
-
-        repo, start = self._repo, self._position
+        start = self._position
         end = self._size if size < 0 else min(start + size, self._size)
         if end <= start:
             return b""
+        self._position = end
+        if (start, end) not in self._read:
+            self._read[start, end] = self._request(start, end)
+        return self._read[start, end]
+
+    def _request(self, start: int, end: int) -> bytes:
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+        repo = self._repo
         address = hf_hub_url(repo.id, self._name, repo_type=repo.type, revision=repo.commit)
         headers = build_hf_headers(token=repo.hub.token, library_name="hf-bico") | {"Range": f"bytes={start}-{end - 1}"}
         response = http_backoff("GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -393,7 +401,6 @@ class RemoteFile(io.RawIOBase):
                 f"'{repo.id}': {end - start} bytes of '{self._name}' were asked for and {len(content)} came",
                 "try again in a while; an endpoint other than the Hub's own must serve Range requests",
             )
-        self._position = end
         return content
 
 

@@ -16,17 +16,23 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 
 MAX_FILE_BYTES = 16_000_000
 """Twice the index of a model with thousands of shards, ten times the largest cards."""
 _HASH_CHUNK = 2**24
 _MAX_YAML_DEPTH = 200
+_MAX_YAML_COPIES = 4_000_000
+"""Letters that the aliases of a card may stand for in all: as many as the largest cards have."""
+_WHOLE_NUMBER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
 _CARD_METADATA = re.compile(r"\s*---(?:\r\n|\r|\n)(?P<yaml>[\S\s]*?)(?:\r\n|\r|\n)---[ \t]*(?:\r\n|\n|$)")
 _YAML_TYPES = ("null", "bool", "str", "seq", "map")
 _MAX_INT = 2**63
 """Above any count, index or file size, and the limit of the libraries that read them."""
 _MAX_DATA_LINE, _MAX_DATA_DEPTH = 256_000_000, 500
+_MAX_CELLS = 50_000_000
+"""Cells of a table that may be empty: more than that, and more than the file has bytes, is no table."""
+_JSON_KEY_END = re.compile(rb'"\s*:')
 _JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
 
 
@@ -95,29 +101,61 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_card_metadata(file: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Read the YAML metadata at the top of a card; empty if it has none.
+    """Read the YAML metadata at the top of a card; empty if it has none."""
+    block = _CARD_METADATA.match(read_bytes(file, most).decode("utf-8-sig"))
+    return {} if block is None else _parse_yaml(block["yaml"])
 
-    Only texts, booleans, lists and mappings are read; numbers, dates and the like become None. Merge keys (`<<`) are
-    refused: they can expand without bound.
+
+def read_yaml(file: Path, most: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Read a YAML file that contains one mapping, within the same bounds as a card's metadata."""
+    return _parse_yaml(read_bytes(file, most).decode("utf-8"))
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """Parse one mapping of texts, booleans, whole numbers, lists and mappings; dates and the like become None.
+
+    Refuses what can expand without bound: merge keys (`<<`), and aliases that stand for too much text.
     """
     import yaml
 
-    text = read_bytes(file, most).decode("utf-8-sig")
-    block = _CARD_METADATA.match(text)
-    if block is None:
-        return {}
-    depth = 0
     try:
-        for event in yaml.parse(block["yaml"], Loader=_loader()):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_YAML_DEPTH:  # the loader in C would overflow its stack
-                raise ValueError("they are nested too deeply")
-        metadata = yaml.load(block["yaml"], Loader=_loader())
-    except yaml.YAMLError as error:
+        _require_bounded(yaml.parse(text, Loader=_loader()))
+        metadata = yaml.load(text, Loader=_loader())
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
     if metadata is not None and not isinstance(metadata, dict):
         raise ValueError("they are no mapping")
     return metadata or {}
+
+
+def _require_bounded(events: Iterable[Any]) -> None:
+    """Raise ValueError for deep nesting, and for aliases that copy too much: each counts as all that it stands for."""
+    import yaml
+
+    sizes: dict[str | None, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []
+    size = by_alias = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in sizes:  # one that is unknown, or stands for itself, is for the loader to refuse
+                by_alias += sizes[event.anchor]
+                size += sizes[event.anchor]
+            elif any(anchor == event.anchor for anchor, _ in open_nodes):
+                raise ValueError("a part of them contains itself")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, size))
+            sizes.pop(event.anchor, None)
+            size += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            sizes.update({} if anchor is None else {anchor: size - before})
+        elif isinstance(event, yaml.ScalarEvent):
+            size += 1 + len(event.value)
+            sizes.update({} if event.anchor is None else {event.anchor: 1 + len(event.value)})
+        if len(open_nodes) > _MAX_YAML_DEPTH:  # the loader in C would overflow its stack
+            raise ValueError("they are nested too deeply")
+        if by_alias > _MAX_YAML_COPIES:
+            raise ValueError("their aliases (*) stand for too much text")
 
 
 @cache
@@ -135,7 +173,13 @@ def _loader() -> Any:
     for tag in [tag for tag in Loader.yaml_constructors if tag is not None]:
         if tag.rpartition(":")[2] not in _YAML_TYPES:
             Loader.add_constructor(tag, lambda loader, node: None)
+    # not by PyYAML's own constructor: numbers to the base of sixty take it for ever
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _whole_number(node.value))
     return Loader
+
+
+def _whole_number(text: Any) -> int | None:
+    return int(text) if isinstance(text, str) and _WHOLE_NUMBER.fullmatch(text) else None
 
 
 def to_plain(instance: Any) -> str:
@@ -244,28 +288,41 @@ def _without_empty(value: Any) -> Any:
     return [_without_empty(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def require_sound_json(files: Iterable[Path]) -> None:
-    """Raise ValueError for JSON data that crashes pyarrow: a null row, endless nesting or an endless line."""
-    for file in files:
-        if file.suffix in (".json", ".jsonl", ".ndjson") and file.is_file():
-            _require_sound(file)
+def require_sound_json(name: str, stream: BinaryIO) -> None:
+    """Raise ValueError for JSON data that crashes pyarrow, or that it would never finish reading.
+
+    These are a null row, endless nesting, an endless line, and rows of ever new keys, each of which becomes a column.
+    """
+    depth = size = number = 0
+    keys = set[bytes]()
+    for number, line in enumerate(iter(lambda: stream.readline(_MAX_DATA_LINE), b""), start=1):
+        text = line.strip()
+        size += len(line)
+        ends = [match.start() for match in _JSON_KEY_END.finditer(text)]
+        keys.update(text[text.rfind(b'"', 0, end) + 1 : end] for end in ends)
+        if len(keys) * number > max(_MAX_CELLS, size):
+            raise ValueError(f"'{name}' has {len(keys):,} different keys in {number:,} lines")
+        if len(line) == _MAX_DATA_LINE:
+            raise ValueError(f"line {number} of '{name}' has more than {_MAX_DATA_LINE:,} bytes")
+        if depth == 0 and text.startswith(b"null"):
+            raise ValueError(f"line {number} of '{name}' is null, and no row")
+        is_row = depth == 0 and text.startswith(b"{") and text.endswith(b"}")
+        if is_row and text.count(b"[") + text.count(b"{") <= _MAX_DATA_DEPTH:
+            continue  # the usual line of such a file
+        depth = 0 if is_row else depth
+        for token in _JSON_TOKENS.findall(text):
+            depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
+            if depth > _MAX_DATA_DEPTH:
+                raise ValueError(f"line {number} of '{name}' is nested too deeply")
+        depth = 0 if is_row else max(depth, 0)
 
 
-def _require_sound(file: Path) -> None:
-    depth = 0
-    with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(_MAX_DATA_LINE), b""), start=1):
-            text = line.strip()
-            if len(line) == _MAX_DATA_LINE:
-                raise ValueError(f"line {number} of '{file.name}' has more than {_MAX_DATA_LINE:,} bytes")
-            if depth == 0 and text.startswith(b"null"):
-                raise ValueError(f"line {number} of '{file.name}' is null, and no row")
-            is_row = depth == 0 and text.startswith(b"{") and text.endswith(b"}")
-            if is_row and text.count(b"[") + text.count(b"{") <= _MAX_DATA_DEPTH:
-                continue  # the usual line of such a file
-            depth = 0 if is_row else depth
-            for token in _JSON_TOKENS.findall(text):
-                depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
-                if depth > _MAX_DATA_DEPTH:
-                    raise ValueError(f"line {number} of '{file.name}' is nested too deeply")
-            depth = 0 if is_row else max(depth, 0)
+def require_sound_csv(name: str, stream: BinaryIO) -> None:
+    """Raise ValueError for a table whose head has far more columns than its rows fill."""
+    head = stream.readline(_MAX_DATA_LINE)
+    columns = 1 + max(head.count(separator) for separator in b",;|\t")
+    size, lines = len(head), 0
+    while chunk := stream.read(_HASH_CHUNK):
+        size, lines = size + len(chunk), lines + chunk.count(b"\n")
+    if columns * lines > max(_MAX_CELLS, size):
+        raise ValueError(f"'{name}' has {columns:,} columns, and lines that are shorter")

@@ -20,6 +20,7 @@ _LICENSES = (
 )
 LICENSES = frozenset(_LICENSES.split())
 _FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?)(?:\r?\n)?^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_LONGEST, _MOST_ALIASES = 1_000_000, 100
 _REPO_ID = re.compile(r"(?:[\w][\w.-]*/)?[\w][\w.-]*")
 
 
@@ -27,14 +28,18 @@ def metadata(readme: str) -> dict[str, Any]:
     """The YAML block of a README, {} where there is none that can be read."""
     try:
         found = _load(readme)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _load(readme: str) -> Any:
     block = _FRONT_MATTER.match(readme)
-    return yaml.safe_load(block[1]) if block else None
+    if block is None:
+        return None
+    if len(block[1]) > _LONGEST or block[1].count("*") > _MOST_ALIASES:
+        raise yaml.YAMLError("it is too large, or has too many aliases")  # a server does not read what expands
+    return yaml.safe_load(block[1])
 
 
 def judge(readme: str, repo_type: str = "model") -> tuple[list[str], list[str]]:

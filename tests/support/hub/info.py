@@ -89,8 +89,12 @@ def _card(commit: Commit) -> dict[str, Any]:
     readme = commit.files.get("README.md")
     if readme is None:
         return {}
-    # dates and the like become text, as they do in the Hub's JSON
-    found: dict[str, Any] = json.loads(json.dumps(metadata(readme.blob.read().decode(errors="replace")), default=str))
+    try:
+        # dates and the like become text, as they do in the Hub's JSON
+        text = json.dumps(metadata(readme.blob.read().decode(errors="replace")), default=str)
+    except ValueError:  # it contains itself
+        return {}
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
