@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from hf_bico.data.declarations import METADATA_FILES, choose_config, matching, read_declared, read_metadata
 from hf_bico.data.unpacking import UNPACKING_ERRORS, UnpackedSize, unpacked
+from hf_bico.data.zipped_images import has_images, open_zipped
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError, OutputError
 from hf_bico.hub.client import HubRepo
 from hf_bico.hub.retries import is_offline
@@ -95,11 +96,11 @@ def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
         elif saved:
             loaded = datasets.load_from_disk(str(path))
         else:
-            read_metadata(path)  # refuse a card that `datasets` would never finish reading
+            metadata = read_metadata(path)  # refuse a card that `datasets` would never finish reading
             builder = _builder(path.resolve(), name, config, _cache())
             used = builder.config.name
             files = {str(split): list(map(Path, some)) for split, some in builder.config.data_files.items()}
-            loaded = _prepared(builder, files)
+            loaded = _prepared(builder, files, path.resolve(), bool(metadata.get("configs")))
     return _splits_of(loaded, name), named_config(used)
 
 
@@ -107,9 +108,13 @@ def _is_saved(names: Iterable[str]) -> bool:
     return not {"dataset_dict.json", "state.json"}.isdisjoint(names)
 
 
-def _prepared(builder: Any, files: Mapping[str, Sequence[Path]]) -> Any:
-    """Return all splits that a builder makes of these files."""
-    _require_sound(builder.name, (file for some in files.values() for file in some))
+def _prepared(builder: Any, files: Mapping[str, Sequence[Path]], root: Path, declared: bool) -> Any:
+    """Return all splits that a builder makes of these files; `declared` says that a card has named them."""
+    every = [file for some in files.values() for file in some]
+    if builder.name == "imagefolder" and any(file.suffix.lower() == ".zip" and has_images(file) for file in every):
+        options = {key: getattr(builder.config, key) for key in ("drop_labels", "drop_metadata")}
+        return _without_split_labels(open_zipped(files, root, declared, options))
+    _require_sound(builder.name, every)
     builder.download_and_prepare()
     return _without_split_labels(builder.as_dataset())
 
@@ -213,7 +218,7 @@ def _open_found(repo: HubRepo, folder: Path, found: _FoundFiles, limit: int) -> 
     builder = datasets.load_dataset_builder(found.reader, cache_dir=_cache(), **options)
     builder.info.features = found.features or builder.info.features
     builder.info.splits = builder.info.splits or found.sizes
-    return _prepared(builder, files)
+    return _prepared(builder, files, folder, found.declared)
 
 
 def _find_files(name: str, names: Sequence[str], source: Path, config: str | None) -> _FoundFiles:
