@@ -429,7 +429,7 @@ def read_record(folder: Path) -> Record:
     if isinstance(record, Record):
         return record
     cause = f"'{folder_name(folder)}' was written by 'hf-bico {record.job}', not by a port"
-    raise RecordError(cause, "name what 'hf-bico port' wrote")
+    raise RecordError(cause, f"repeat it with 'hf-bico {record.job}', or name what a port wrote")
 
 
 def read_change_record(folder: Path) -> ChangeRecord:

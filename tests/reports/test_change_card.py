@@ -263,7 +263,16 @@ def test_local_folders_are_never_named(made: ChangeRecord, title: str, command: 
     assert [token.type for token in inlines(card) if token.type == "link_open"] == []
 
 
-@pytest.mark.parametrize("command", [f"hf-bico extract {SOURCE} 'x", "hf-bico port secret", "hf-bico extract", None])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"hf-bico extract {SOURCE} 'x", "hf-bico port secret", "hf-bico extract", None),
+        *(
+            f"hf-bico extract {SOURCE} {more}"
+            for more in ("| secret", "--push-to secret", "--rank secret", "--alpha 1")
+        ),
+    ],
+)
 def test_command_that_cannot_be_read_is_left_out(command: str | None) -> None:
     card = render_card(an_extract(command=command))
     assert [token.info for token in fences(card)] == ["python"]

@@ -16,8 +16,10 @@ import yaml
 from jinja2 import PackageLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from hf_bico.hub.references import is_repo_id
+from hf_bico.errors import UsageError
+from hf_bico.hub.references import hub_reference, is_repo_id
 from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord
+from hf_bico.settings import METHODS, OPTIONS, Option, read_lines
 from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
 
 HUB_URL = "https://huggingface.co/"
@@ -71,9 +73,10 @@ def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | No
 def public_command(
     command: str | None, job: str, given: Sequence[CommandWord], options: Mapping[str, CommandWord]
 ) -> str | None:
-    """Return the command line with a placeholder for each local folder; None if it cannot be parsed.
+    """Build the command line anew from its words, each checked, for readers to run; None if one is not of this job.
 
-    `given` are its arguments, in order, which come before any option.
+    `given` are its arguments, in order, which come before any option. A placeholder stands for each local folder, and
+    for text that is no plain name.
     """
     try:
         split = shlex.split(command or "")
@@ -83,17 +86,57 @@ def public_command(
     arguments, rest = words[2 : 2 + len(given)], words[2 + len(given) :]
     if words[:2] != ["hf-bico", job] or len(arguments) < len(given) or any(word[:1] == "-" for word in arguments):
         return None
-    known = {**options, "-o": (None, "FOLDER")}
     public = [_public_word(word, meaning) for word, meaning in zip(arguments, given, strict=True)]
-    for option, word in zip(["", *rest], rest, strict=False):
-        public.append(_public_word(word, known.get(option, (None, word))))
+    named, following = {**options, "-o": (None, "FOLDER")}, iter(rest)
+    try:
+        for word in following:
+            public.append(word)
+            if word in named:
+                public.append(_public_word(next(following), named[word]))
+            elif word not in _FLAGS[job]:
+                public.append(_checked_value(word, next(following), _VALUES[job][word]))
+    except (KeyError, StopIteration, ValueError, UsageError):
+        return None
     return clean(shlex.join([*words[:2], *public]), 2000)
 
 
 def _public_word(word: str, meaning: CommandWord) -> str:
     entry, placeholder = meaning
-    on_hub = entry is not None and entry.commit and word.partition("@")[0] == entry.id
-    return clean(word if on_hub else placeholder, 200)
+    reference = hub_reference(word)
+    on_hub = entry is not None and entry.commit and reference is not None and reference.id == entry.id
+    return str(reference) if on_hub else placeholder
+
+
+_PLAIN_NAME = re.compile(r"[\w.+][\w ./,:=+-]{0,99}")
+_TYPED = {known.typed_as(name): known for name, known in OPTIONS.items()}
+_FLAGS = {
+    "port": {"--allow-pickle", *(option for option, known in _TYPED.items() if known.type is bool)},
+    "extract": {"--everything", "--allow-pickle"},
+    "apply": {"--allow-pickle"},
+}
+_VALUES: dict[str, Mapping[str, Option | None]] = {
+    "port": {option: known for option, known in _TYPED.items() if known.type is not bool},
+    "extract": {"--rank": _TYPED["--rank"]},
+    "apply": {"--weights": None, **{option: _TYPED[option] for option in ("--alpha", "--format", "--rank")}},
+}
+"""The options of each command that take a value; None for those that no setting declares, which are numbers."""
+
+
+def _checked_value(option: str, word: str, known: Option | None) -> str:
+    """Return what may stand behind an option: the word, or a placeholder; raise an error if it is no value of it."""
+    if known is None:
+        return ",".join(repr(float(number)) for number in word.split(","))
+    if known.read is read_lines:
+        return "FILE"
+    if known.read is not None:
+        known.read(word, option)
+        return word
+    if known.type is not str:
+        known.type(word)
+        return word
+    if known.choices is not None and known.choices is not METHODS and word not in known.all_choices:
+        raise ValueError(word)
+    return word if _PLAIN_NAME.fullmatch(word) else option.strip("-").upper()
 
 
 def link(entry: ModelRecord | DataRecord) -> Markdown:
