@@ -9,10 +9,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.classes import class_names, near_duplicates
+from hf_bico.data.classes import SHOWN, class_names, near_duplicates
 from hf_bico.data.columns import (
     LABELS,
     Columns,
@@ -388,7 +389,7 @@ def calibration_notices(drawn: CalibrationDraw) -> list[str]:
 
 def class_notices(data: DataSet, measured: Samples | None) -> list[str]:
     """Return notices about names that do not tell classes apart, and about classes that were not `measured`."""
-    names, respelt, notices = data.class_names, data.respelt, list[str]()
+    names, notices = data.class_names, list[str]()
     found = 0 if measured is None else len({label for label in measured.labels if label >= 0})
     if measured is not None and found < len(names) and (found == 1 or 0 < 2 * found < min(len(names), len(measured))):
         notices.append(
@@ -399,12 +400,12 @@ def class_notices(data: DataSet, measured: Samples | None) -> list[str]:
         notices.append("Several classes have the same name and cannot be told apart.")
     for one, other, *_ in near_duplicates(names)[:1]:
         notices.append(
-            f"The classes '{names[one]}' and '{names[other]}' differ in capitals or spaces only, and were taken as two."
+            f"The classes '{names[one][:SHOWN]}' and '{names[other][:SHOWN]}' differ in capitals or spaces only, and "
+            "were taken as two."
         )
-    if respelt:
-        label, name = next(iter(respelt.items()))
-        more = f", and {len(respelt) - 1} more labels likewise" if len(respelt) > 1 else ""
-        notices.append(f"The label '{label}' was taken as the class '{name}'{more}.")
+    for label, name in islice(data.respelt.items(), 1):
+        more = f", and {len(data.respelt) - 1} more labels likewise" if len(data.respelt) > 1 else ""
+        notices.append(f"The label '{label[:SHOWN]}' was taken as the class '{name[:SHOWN]}'{more}.")
     return notices
 
 

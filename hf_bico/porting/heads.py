@@ -20,6 +20,7 @@ from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead, carried_head, in_form, logistic_head, ridge_head
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
+from hf_bico.data.classes import SHOWN
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import (
@@ -374,13 +375,16 @@ def class_order_notice(own: Sequence[str], class_names: Sequence[str], sorts_cla
     if sorted(ours) == sorted(theirs) or (not sorts_classes and (only_count(own) or only_count(class_names))):
         return []
     if only_count(own):
-        pairs = [f"'{name}' is its class {number}" for number, name in enumerate(class_names)]
+        pairs = [f"'{name[:SHOWN]}' is its class {number}" for number, name in enumerate(class_names)]
         listed = ", ".join(pairs[:2] + (["..."] if len(pairs) > 3 else []) + pairs[2:][-1:])
         return [
             "The fine-tuned model does not name its classes, and the data set's were paired with them in sorted order: "
             f"{listed}. --class-names gives another order."
         ]
-    first, other = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") for names in (own, class_names))
+    first, other = (
+        ", ".join(name[:SHOWN] for name in names[:3]) + (", ..." if len(names) > 3 else "")
+        for names in (own, class_names)
+    )
     return [
         f"The fine-tuned model's classes are called {first} and the data set's {other}: they were paired in this order."
     ]
