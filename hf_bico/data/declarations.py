@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
@@ -22,7 +22,7 @@ MAX_CARD_BYTES = 4_000_000
 CARD, STANDALONE, LEGACY = "README.md", ".huggingface.yaml", "dataset_infos.json"
 METADATA_FILES = (CARD, STANDALONE, LEGACY)
 """The files that `datasets` reads beside the data."""
-_MAX_PATTERNS = 10_000
+_MAX_PATTERNS, _MAX_COMPARED = 10_000, 1_000_000
 _PASSED = frozenset(
     (
         *("sep", "delimiter", "header", "names", "column_names", "index_col", "usecols", "skipinitialspace", "nrows"),
@@ -33,9 +33,12 @@ _PASSED = frozenset(
     )
 )
 """What a card may tell the reader of a format: how to read, but neither in which steps nor what else to open."""
+_MAX_NUMBER = 100_000
+"""Of a table's first lines to leave out, pandas makes a list."""
+_SIZES = {"name", "num_examples", "num_bytes"}
 _REFUSED = ("filters", "converters")
 """Without these other rows would be read, and they can hold anything."""
-_SEPARATOR = re.compile(r"(?s).|\\s\+|[^\\^$.|?*+()\[\]{}]{2,8}")
+_SEPARATOR = re.compile(r"(?s).|\\[st]\+?|[^\\^$.|?*+()\[\]{}]{2,8}")
 """One letter, white space, or several letters that are no regular expression, which could take for ever."""
 _ENCODING = re.compile(r"(?i)(?:utf|latin|iso|cp|windows|mac|koi|gb|big5|shift|sjis|euc|us|ascii|hz|johab)[\w-]*")
 """Others take a time that grows with the square of the text."""
@@ -45,37 +48,30 @@ _ENCODING = re.compile(r"(?i)(?:utf|latin|iso|cp|windows|mac|koi|gb|big5|shift|s
 class Declared:
     """What a card says about one configuration of a data set; a field is empty if it does not say."""
 
-    config: str | None = None
-    splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    config: str
+    splits: Mapping[str, Sequence[str]]
     """Patterns of file names by split."""
-    folder: str | None = None
+    folder: str | None
     """The folder in which to look for files, without patterns."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     """How to read the files."""
-    infos: Any = None
-    """Columns and sizes."""
-    legacy: Mapping[str, Any] = field(default_factory=dict)
-    """The same, from the file of older data sets."""
+    features: Any
+    sizes: Any
+    """The rows of each split."""
 
-    def write(self, folder: Path, data_files: Mapping[str, str]) -> None:
-        """Write the card and the file for `datasets` into a folder; `data_files` has one pattern for each split."""
-        import json
-
+    def write_card(self, folder: Path, patterns: Mapping[str, str]) -> None:
+        """Write a card for `datasets` into a folder, with one pattern for each split, if that is needed."""
         import yaml
 
-        config: dict[str, Any] = {"config_name": self.config or "default", **self.options}
-        if data_files:
-            config["data_files"] = [{"split": split, "path": path} for split, path in data_files.items()]
+        config: dict[str, Any] = {"config_name": self.config}
+        if patterns:
+            config["data_files"] = [{"split": split, "path": pattern} for split, pattern in patterns.items()]
         elif self.folder is not None:
             config["data_dir"] = self.folder
-        metadata: dict[str, Any] = {} if self.config is None else {"configs": [config]}
-        if self.infos:
-            metadata["dataset_info"] = self.infos
-        if metadata:
-            text = yaml.safe_dump(metadata, allow_unicode=True, sort_keys=False)
-            (folder / CARD).write_text(f"---\n{text}---\n", encoding="utf-8")
-        if self.legacy:
-            (folder / LEGACY).write_text(json.dumps(self.legacy), encoding="utf-8")
+        else:
+            return  # without a card, files of other formats are left out
+        text = yaml.safe_dump({"configs": [config]}, allow_unicode=True)
+        (folder / CARD).write_text(f"---\n{text}---\n", encoding="utf-8")
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -90,7 +86,8 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 def _require_numbered(value: Any) -> None:
     """Raise ValueError for names of classes by numbers that leave gaps: `datasets` would count up to the last."""
     if isinstance(value, dict):
-        names = value.get("names")
+        label = value.get("class_label")
+        names = label.get("names") if isinstance(label, dict) else None
         if isinstance(names, dict) and any(int(number) >= len(names) for number in names):
             raise ValueError(f"it numbers classes up to {max(map(int, names)):,} and names {len(names):,}")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -100,22 +97,38 @@ def _require_numbered(value: Any) -> None:
 def read_declared(folder: Path, name: str, config: str | None) -> Declared:
     """Return what a stranger's card declares about a configuration; refuse what leads elsewhere."""
     metadata = read_metadata(folder)
-    legacy = read_object(folder / LEGACY) if (folder / LEGACY).exists() else {}
-    legacy = {key: {"features": _without_lengths(_mapping(info).get("features"))} for key, info in legacy.items()}
-    infos = metadata.get("dataset_info")
-    configs = [_mapping(entry) for entry in _listed(metadata.get("configs"), "configs")]
-    if not configs:
-        return Declared(infos=[_info(info) for info in _infos(infos)], legacy=legacy)
-    named = {_text(entry.get("config_name"), "config_name"): entry for entry in configs}
-    default = next((key for key, entry in named.items() if entry.get("default") is True), None)
-    chosen = choose_config(name, list(named), config or default)
-    own = [_info(info) for info in _infos(infos) if info.get("config_name", "default") == chosen]
-    entry, legacy = named[chosen], legacy if chosen in legacy or len(legacy) == 1 else {}
-    splits = {split: list(patterns) for split, patterns in _patterns(entry.get("data_files"))}
-    place = entry.get("data_dir")
-    for text in (*(pattern for patterns in splits.values() for pattern in patterns), *([place] if place else [])):
+    entries = [_mapping(entry) for entry in _listed(metadata.get("configs"), "configs")]
+    configs = {_text(entry.get("config_name"), "config_name"): entry for entry in entries} or {"default": {}}
+    default = next((key for key, entry in configs.items() if entry.get("default") is True), None)
+    chosen = choose_config(name, list(configs), config or default)
+    entry = configs[chosen]
+    place, pairs = entry.get("data_dir") or None, list(_patterns(entry.get("data_files")))
+    for text in (*(pattern for _, patterns in pairs for pattern in patterns), *([place] if place else [])):
         _require_inside(text, name)
-    return Declared(chosen, splits, place or None, _options(entry, name), own, legacy)
+    splits = {split: [f"{place}/{one}" if place else one for one in patterns] for split, patterns in pairs}
+    if len(splits) < len(pairs):
+        raise ValueError("a split is declared twice")
+    features, sizes = _info(folder, metadata.get("dataset_info"), chosen)
+    options = _options(entry, name)
+    return Declared(chosen, splits, place, options, options.get("features") or features, sizes)
+
+
+def _info(folder: Path, infos: Any, config: str) -> tuple[Any, Any]:
+    """Return the columns of a configuration, and the rows of its splits, from the card or from the older file."""
+    import datasets
+
+    given = [info for info in (infos if isinstance(infos, list) else [infos]) if isinstance(info, dict)]
+    info = next((info for info in given if info.get("config_name", "default") == config), None)
+    if info is not None:
+        columns, splits = info.get("features"), info.get("splits")
+        features = None if columns is None else datasets.Features._from_yaml_list(_without_lengths(columns))
+        sized = isinstance(splits, list) and all(_SIZES.issubset(_mapping(split)) for split in splits)
+        return features, datasets.SplitDict._from_yaml_list(splits) if sized else None
+    legacy = read_object(folder / LEGACY) if (folder / LEGACY).exists() else {}
+    if len(legacy) == 1:  # it has the repo's name
+        legacy = {"default": next(iter(legacy.values()))}
+    known = _mapping(legacy.get(config, {})).get("features")
+    return datasets.Features.from_dict(_without_lengths(known)) if known else None, None
 
 
 def choose_config(name: str, configs: Sequence[str], config: str | None) -> str:
@@ -166,27 +179,21 @@ def _options(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
     refused = [key for key in _REFUSED if entry.get(key)]
     refused += [key for key in ("sep", "delimiter") if not _matches(_SEPARATOR, options.get(key))]
     refused += [key for key in ("encoding",) if not _matches(_ENCODING, options.get(key))]
+    refused += [key for key, value in options.items() if type(value) is int and key != "nrows" and value > _MAX_NUMBER]
     if refused:
         value = str(entry[refused[0]])[:100]
         raise DataNotFoundError(
             f"the card of '{name}' sets '{refused[0]}' to {value!r}, which is not supported", "use another data set"
         )
-    if "features" in options:
-        options["features"] = _without_lengths(options["features"])
+    if options.get("features"):
+        import datasets
+
+        options["features"] = datasets.Features._from_yaml_list(_without_lengths(options["features"]))
     return options
 
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:
     return value is None or (isinstance(value, str) and pattern.fullmatch(value) is not None)
-
-
-def _infos(infos: Any) -> list[dict[str, Any]]:
-    return [info for info in (infos if isinstance(infos, list) else [infos]) if isinstance(info, dict)]
-
-
-def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: info[key] for key in ("config_name", "features", "splits") if key in info}
-    return {**kept, "features": _without_lengths(kept.get("features"))}
 
 
 def _without_lengths(features: Any) -> Any:
@@ -223,13 +230,17 @@ def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
     >>> matching(["data/a-1.csv", "data/b/a-2.csv", "x.csv"], ["data/**/a-*.csv"])
     ['data/a-1.csv', 'data/b/a-2.csv']
     """
-    found = dict[str, None]()
+    found, there = dict[str, None](), {name: name.split("/") for name in names}
+    if sum(map(has_magic, patterns)) * len(there) > _MAX_COMPARED:
+        raise ValueError(f"data_files has {len(patterns):,} patterns for {len(there):,} files")
     for pattern in (pattern.removeprefix("./") for pattern in patterns):
         parts = pattern.split("/")
-        some = [name for name in names if _fits(name.split("/"), parts)] if has_magic(pattern) else [pattern]
-        if not has_magic(pattern) and pattern not in names:
+        if has_magic(pattern):
+            found.update(dict.fromkeys(sorted(name for name, own in there.items() if _fits(own, parts))))
+        elif pattern in there:
+            found[pattern] = None
+        else:
             raise FileNotFoundError(f"Unable to find '{pattern}'")
-        found.update(dict.fromkeys(sorted(some)))
     return list(found)
 
 

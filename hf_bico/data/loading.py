@@ -41,6 +41,8 @@ _FOREIGN_FORMATS = ("parquet", "arrow", "json", "csv", "text", "xml", "conll", "
 """Those builders of `datasets` of which it is known what they unpack; any may be used on one's own files."""
 _NOT_DATA = (".md", ".py", ".ipynb", ".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", ".bin", "dummy_data.zip")
 _CONVERTED_FILE = re.compile(r"(?P<config>[^/]+)/(?:partial-)?(?P<split>[^/]+)/\d{4,}\.parquet")
+_SAVED = frozenset(("dataset_dict.json", "state.json"))
+"""One of these is in a folder that save_to_disk has written."""
 _OWN_FIELDS = ("name", "version", "data_dir", "data_files", "description")
 """What a builder's configuration says beside how to read files."""
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?:-\w+)?\.parquet")
@@ -80,7 +82,7 @@ def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
     """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors."""
     import datasets
 
-    saved = _is_saved(item.name for item in path.iterdir()) if path.is_dir() else False
+    saved = any((path / mark).is_file() for mark in _SAVED)
     if config is not None and (saved or path.is_file()):
         raise DataNotFoundError(f"'{name}' has no configurations", "leave --config out")
     if path.is_file() and path.suffix not in _FORMATS:
@@ -104,29 +106,28 @@ def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
     return _splits_of(loaded, name), named_config(used)
 
 
-def _is_saved(names: Iterable[str]) -> bool:
-    return not {"dataset_dict.json", "state.json"}.isdisjoint(names)
-
-
 def _prepared(builder: Any, files: Mapping[str, Sequence[Path]], root: Path, declared: bool) -> Any:
     """Return all splits that a builder makes of these files; `declared` says that a card has named them."""
     every = [file for some in files.values() for file in some]
+    columns = max(len(builder.info.features or ()), len(getattr(builder.config, "names", None) or ()))
+    _require_sound(builder.name, every, columns)
     if builder.name == "imagefolder" and any(file.suffix.lower() == ".zip" and has_images(file) for file in every):
         options = {key: getattr(builder.config, key) for key in ("drop_labels", "drop_metadata")}
         return _without_split_labels(open_zipped(files, root, declared, options))
-    _require_sound(builder.name, every)
     builder.download_and_prepare()
     return _without_split_labels(builder.as_dataset())
 
 
-def _require_sound(reader: str, files: Iterable[Path]) -> None:
+def _require_sound(reader: str, files: Iterable[Path], columns: int = 0) -> None:
     """Raise ValueError for texts that crash their reader, or that it would never finish."""
+    checks = {"json": require_sound_json, "csv": require_sound_csv}
     for file in files:
-        kind = reader if reader in ("json", "csv") else _FORMATS.get(file.suffix)  # images may have such metadata
-        check = {"json": require_sound_json, "csv": require_sound_csv}.get(kind or "")
-        if check is not None and file.is_file():
+        if (reader in checks or file.suffix.lower() in (".zip", *_FORMATS)) and file.is_file():
             for name, _, stream in unpacked(file):
-                check(name, stream)
+                # beside images, tables hold their other columns
+                kind = reader if reader in checks else _FORMATS.get(PurePosixPath(name).suffix, "")
+                if kind in checks:
+                    checks[kind](name, stream, columns)
 
 
 def _splits_of(loaded: Any, name: str) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def open_whole(repo: HubRepo, config: str | None, limit: int) -> OpenedData:
             f"allow more with --max-download, or use the Hub's parquet copy: --data {repo.id}@{CONVERTED}",
         )
     _require_all_shards(repo, data)
-    if _is_saved(data):
+    if not _SAVED.isdisjoint(data):
         raise DataNotFoundError(
             f"'{repo.id}' was written by save_to_disk, which may name files elsewhere",
             "use one in parquet",
@@ -208,7 +209,7 @@ def _open_found(repo: HubRepo, folder: Path, found: _FoundFiles, limit: int) -> 
     size = UnpackedSize(repo.id, sum(repo.files[name] for name in names), limit)
     for name in names:
         if found.reader != "imagefolder" or PurePosixPath(name).suffix.lower() in (".zip", *_FORMATS):
-            size.add_file(folder / name)
+            size.add_file(folder / name, found.reader)
     files = {split: [folder / name for name in some] for split, some in found.splits.items()}
     data_files = {
         split: datasets.data_files.DataFilesList(list(map(str, some)), [(repo.commit,)] * len(some))
@@ -244,19 +245,22 @@ def _find_files(name: str, names: Sequence[str], source: Path, config: str | Non
                 (folder / place).touch()
         if not placed:
             raise FileNotFoundError("the card names no file of the repo")
-        declared.write(folder, patterns)
-        builder = _builder(folder, name, declared.config or config, str(Path(scratch) / "cache"))
+        declared.write_card(folder, patterns)
+        card = declared.config if patterns or declared.folder else None
+        builder = _builder(folder, name, card, str(Path(scratch) / "cache"))
         if builder.name not in _FOREIGN_FORMATS:
             raise ValueError(f"files of the format '{builder.name}' are only read from a folder of your own")
         splits = {
             str(split): [placed[Path(str(file)).relative_to(folder).as_posix()] for file in files]
             for split, files in builder.config.data_files.items()
         }
-        given = (one for one in fields(builder.config) if one.name not in _OWN_FIELDS)
-        options = {one.name: getattr(builder.config, one.name) for one in given}
-        options = {key: value for key, value in options.items() if value != getattr(type(builder.config), key)}
-        info, used = builder.info, builder.config.name
-        return _FoundFiles(builder.name, used, splits, info.features, info.splits, options, bool(declared.splits))
+        config_type = type(builder.config)
+        given = {one.name: getattr(builder.config, one.name) for one in fields(config_type)}
+        options = {key: value for key, value in given.items() if value != getattr(config_type, key, None)}
+        options |= {key: value for key, value in declared.options.items() if hasattr(config_type, key)}
+        options = {key: value for key, value in options.items() if key not in _OWN_FIELDS}
+        read = (builder.name, declared.config, splits, declared.features, declared.sizes)
+        return _FoundFiles(*read, options, bool(declared.splits))
 
 
 def large_parquet(repo: HubRepo, config: str | None) -> ParquetFiles | None:

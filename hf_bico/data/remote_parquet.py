@@ -208,7 +208,7 @@ class RowGroups:
         unpacked = UnpackedSize(self.repo.id, sum(self.repo.files[file] for file in files), self._limit)
         with readable(self.repo.id):
             for file in files:
-                unpacked.add_file(folder / file)
+                unpacked.add_file(folder / file, "parquet")
             return datasets.Dataset.from_parquet(
                 [str(folder / file) for file in files],
                 split=datasets.NamedSplit(split),

@@ -41,6 +41,7 @@ _COMPRESSIONS: dict[bytes, Callable[[Any], Any]] = {
     b"\x04\x22\x4d\x18": lambda stream: _arrow_stream(stream, "lz4"),
 }
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
+_ARROW = b"ARROW1"
 _UNSUPPORTED = (b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07")
 
 
@@ -73,19 +74,17 @@ class UnpackedSize:
                 else "use another data set, or unpack it into a folder yourself and name that",
             )
 
-    def add_file(self, file: Path) -> None:
-        """Count what one data file unpacks to."""
-        with file.open("rb") as stream:
-            head = stream.read(6)
-        if head[:4] == b"PAR1":
+    def add_file(self, file: Path, reader: str) -> None:
+        """Count what a file unpacks to for this builder of `datasets`; parquet and Arrow are texts to others."""
+        if reader == "parquet" or file.suffix == ".parquet":
             import pyarrow.parquet
 
             footer = pyarrow.parquet.read_metadata(file)
             self.require(self.total + sum(group_size(footer, group) for group in range(footer.num_row_groups)))
             for group in range(footer.num_row_groups):
                 read_row_group(footer, group, lambda: file.open("rb"), self, keep=False)
-        elif head == b"ARROW1" or head[:4] == b"\xff" * 4:
-            for batch in _arrow_batches(file, streamed=head != b"ARROW1"):
+        elif reader == "arrow":
+            for batch in _arrow_batches(file):
                 self.add(sum(map(_array_size, batch.columns)))
         else:
             for _, size, member in unpacked(file):
@@ -180,15 +179,16 @@ def _array_size(array: Any) -> int:
     return int(array.nbytes)
 
 
-def _arrow_batches(file: Path, streamed: bool) -> Iterator[Any]:
+def _arrow_batches(file: Path) -> Iterator[Any]:
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
-        if streamed:
-            yield from pyarrow.ipc.open_stream(source)
-        else:
+        if source.read(len(_ARROW)) == _ARROW:
             reader = pyarrow.ipc.open_file(source)
             yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            yield from pyarrow.ipc.open_stream(source)
 
 
 def unpacked(file: Path) -> Iterator[tuple[str, int | None, Any]]:
@@ -199,13 +199,14 @@ def unpacked(file: Path) -> Iterator[tuple[str, int | None, Any]]:
 
 def _unpacked(name: str, size: int, stream: Any, nesting: int) -> Iterator[tuple[str, int | None, Any]]:
     head = stream.read(6)
+    is_zip = head.startswith(_ZIP) or (nesting == 0 and zipfile.is_zipfile(stream))  # something may stand before it
     stream.seek(0)
     if head.startswith(_UNSUPPORTED):
         raise ValueError(f"'{name}' is a 7z or rar archive")
     unpack = next((unpack for magic, unpack in _COMPRESSIONS.items() if head.startswith(magic)), None)
     if nesting == _MAX_NESTING:
         yield name, size, stream
-    elif head.startswith(_ZIP):
+    elif is_zip:
         yield from _zipped(name, stream, nesting)
     elif unpack is not None:
         yield name.rpartition(".")[0] or name, None, unpack(stream)  # counted before it is looked into

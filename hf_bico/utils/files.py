@@ -30,7 +30,7 @@ _YAML_TYPES = ("null", "bool", "str", "seq", "map")
 _MAX_INT = 2**63
 """Above any count, index or file size, and the limit of the libraries that read them."""
 _MAX_DATA_LINE, _MAX_DATA_DEPTH = 256_000_000, 500
-_MAX_CELLS = 50_000_000
+_MAX_CELLS, _FEW_COLUMNS = 50_000_000, 16
 """Cells of a table that may be empty: more than that, and more than the file has bytes, is no table."""
 _JSON_KEY_END = re.compile(rb'"\s*:')
 _JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
@@ -288,10 +288,11 @@ def _without_empty(value: Any) -> Any:
     return [_without_empty(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def require_sound_json(name: str, stream: BinaryIO) -> None:
+def require_sound_json(name: str, stream: BinaryIO, columns: int = 0) -> None:
     """Raise ValueError for JSON data that crashes pyarrow, or that it would never finish reading.
 
     These are a null row, endless nesting, an endless line, and rows of ever new keys, each of which becomes a column.
+    So many `columns` are filled in any case.
     """
     depth = size = number = 0
     keys = set[bytes]()
@@ -300,8 +301,8 @@ def require_sound_json(name: str, stream: BinaryIO) -> None:
         size += len(line)
         ends = [match.start() for match in _JSON_KEY_END.finditer(text)]
         keys.update(text[text.rfind(b'"', 0, end) + 1 : end] for end in ends)
-        if len(keys) * number > max(_MAX_CELLS, size):
-            raise ValueError(f"'{name}' has {len(keys):,} different keys in {number:,} lines")
+        if max(len(keys), columns) * number > max(_MAX_CELLS, size):
+            raise ValueError(f"'{name}' has {max(len(keys), columns):,} columns, of which its lines fill few")
         if len(line) == _MAX_DATA_LINE:
             raise ValueError(f"line {number} of '{name}' has more than {_MAX_DATA_LINE:,} bytes")
         if depth == 0 and text.startswith(b"null"):
@@ -317,12 +318,14 @@ def require_sound_json(name: str, stream: BinaryIO) -> None:
         depth = 0 if is_row else max(depth, 0)
 
 
-def require_sound_csv(name: str, stream: BinaryIO) -> None:
-    """Raise ValueError for a table whose head has far more columns than its rows fill."""
+def require_sound_csv(name: str, stream: BinaryIO, columns: int = 0) -> None:
+    """Raise ValueError for a table with far more columns, by its head or otherwise, than its rows fill."""
     head = stream.readline(_MAX_DATA_LINE)
-    columns = 1 + max(head.count(separator) for separator in b",;|\t")
+    columns = max(columns, 1 + max(head.count(separator) for separator in b",;|\t"))
+    if columns <= _FEW_COLUMNS:
+        return
     size, lines = len(head), 0
     while chunk := stream.read(_HASH_CHUNK):
         size, lines = size + len(chunk), lines + chunk.count(b"\n")
     if columns * lines > max(_MAX_CELLS, size):
-        raise ValueError(f"'{name}' has {columns:,} columns, and lines that are shorter")
+        raise ValueError(f"'{name}' has {columns:,} columns, of which its lines fill few")

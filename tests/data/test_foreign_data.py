@@ -32,6 +32,7 @@ from hf_bico.errors import (
     MemoryExhaustedError,
     UnreadableSampleError,
 )
+from hf_bico.hub.repo_metadata import read_metadata
 from hf_bico.settings import Settings
 from support.bounds import within
 from support.hub import Hub
@@ -145,13 +146,16 @@ UNSUPPORTED = (
     CONFIGS.format("[{split: 5, path: t.csv}]"),
     CONFIGS.format("[" + "t.csv, " * 10_001 + "]"),
     CONFIGS.format("none.csv"),
+    CONFIGS.format("[{split: train, path: t.csv}, {split: train, path: t.csv}]"),
+    CONFIGS.format("t.csv, skiprows: 2000000000"),
     NUMBERED % 900_000_000,
+    CONFIGS.format(f"t.csv, header: null, names: [{', '.join(f'c{n}' for n in range(50_000))}]"),
 )
 
 
 @pytest.mark.parametrize("line", UNSUPPORTED, ids=range(len(UNSUPPORTED)))
 def test_a_card_that_declares_nonsense_is_refused_at_once(hub: Hub, line: str) -> None:
-    publish(hub, {"README.md": f"---\n{line}---\n", "t.csv": "text,label\na,0\nb,1\n" * 9})
+    publish(hub, {".huggingface.yaml": line, "t.csv": "text,label\na,0\nb,1\n" * 999})
     with pytest.raises(DataNotFoundError) as caught, within(10):
         texts()
     assert "\n" not in caught.value.cause
@@ -257,10 +261,19 @@ def test_how_to_read_a_table_is_for_the_card_to_say(hub: Hub) -> None:
     assert {item.first for items, _ in drawn.samples.batches(4) for item in items} <= {f"text {n}" for n in range(8)}
 
 
+def test_a_list_of_a_declared_length_takes_no_room_where_it_is_missing(hub: Hub) -> None:
+    features = FEATURES.replace("]", ", {name: more, list: int64, length: 100000000}]")
+    publish(hub, {"README.md": f"---\ndataset_info:\n  features: {features}\n---\n", "train.jsonl": JSON_ROWS})
+    assert texts().data.splits["train"]["more"][:2] == [None, None]
+
+
+JSON_ROWS = '{"text": "a", "label": 1}\n' * 8
+
+
 def test_class_names_of_older_data_sets(hub: Hub) -> None:
     names = {"text": {"dtype": "string", "_type": "Value"}, "label": {"names": ["bad", "good"], "_type": "ClassLabel"}}
     infos = {"user--x": {"features": names, "splits": {}}}
-    publish(hub, {"dataset_infos.json": json.dumps(infos), "train.jsonl": '{"text": "a", "label": 1}\n' * 8})
+    publish(hub, {"dataset_infos.json": json.dumps(infos), "train.jsonl": JSON_ROWS})
     assert texts().data.class_names == ("bad", "good")
 
 
@@ -299,6 +312,14 @@ def test_yaml_that_expands_is_refused_in_a_folder_too(tmp_path: Path, bomb: str)
     (tmp_path / "data" / ".huggingface.yaml").write_text(BOMBS[bomb])
     with pytest.raises(DataNotFoundError), within(10):
         draw(str(tmp_path / "data"), Settings(n=4), reads="texts")
+
+
+@pytest.mark.parametrize("bomb", ["merges", "laughs", "copies", "itself", "itself-anew"])
+def test_a_model_card_that_expands_is_not_read(tmp_path: Path, bomb: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\nbase_model: org/base\n{BOMBS[bomb]}---\n")
+    found = read_metadata(tmp_path)
+    assert found.bases == ()
+    assert "its metadata are not YAML" in (found.problem or "")
 
 
 def test_anchors_of_an_honest_card(hub: Hub) -> None:
@@ -425,6 +446,7 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "holes.tar": lambda: sparse(),
     "disguised.jsonl": lambda: gzip.compress(LINES),
     "disguised.csv": lambda: zipped({"a.csv": CSV}),
+    "behind.csv": lambda: b"text,label\na,0\n" + zipped({"a.csv": CSV}),
     "disguised-tar.csv": lambda: tarred({"a.csv": CSV}, "gz"),
     "train.arrow": lambda: arrow(MANY),
     "streamed.arrow": lambda: arrow(MANY, streamed=True),
@@ -469,6 +491,7 @@ HOSTILE_TEXTS = {
     "keys.jsonl": b"".join(b'{"k%d": 1}\n' % n for n in range(20_000)),
     "keys.jsonl.gz": gzip.compress(b"".join(b'{"k%d": 1}\n' % n for n in range(20_000))),
     "columns.csv": b"a" + b",b" * 100_000 + b"\n" + b"1\n" * 5_000,
+    "table.zip": zipped({"0.png": b"x", "1.png": b"x", "metadata.jsonl": b"null\n" * 3}),
     "null.jsonl.gz": gzip.compress(b"null\n" * 3),
     "nested.jsonl.gz": gzip.compress(b'{"a":' * 100_000),
     "nested.zip": zipped({"a.jsonl": b"[" * 100_000}),
@@ -485,8 +508,9 @@ def test_texts_that_would_crash_or_never_end(hub: Hub, tmp_path: Path, where: st
     folder.mkdir()
     (folder / name).write_bytes(HOSTILE_TEXTS[name])
     publish(hub, {name: HOSTILE_TEXTS[name]})
+    reads = "images" if name == "table.zip" else "texts"
     with pytest.raises(DataNotFoundError), within(10):
-        draw("user/x" if where == "hub" else str(folder), Settings(n=4), reads="texts")
+        draw("user/x" if where == "hub" else str(folder), Settings(n=4), reads=reads)
 
 
 def test_formats_that_nobody_has_looked_at_are_not_read_from_strangers(hub: Hub) -> None:

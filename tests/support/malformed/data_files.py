@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
+from support.malformed.cards import LAUGHS, MERGES
 from support.malformed.table import add, put, spoils
 
 
@@ -87,12 +88,31 @@ def _data_card(head: str, scene: Path) -> None:
 for name, head in {
     "that_is_no_yaml": "configs: [",
     "that_merges": "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60)),
+    "that_laughs": LAUGHS,
+    "that_contains_itself": "configs: &a [*a]",
+    "that_numbers_classes_without_end": "dataset_info:\n  features:\n  - name: label\n    dtype:\n      class_label:\n"
+    "        names:\n          '900000000': x",
     "nested_without_end": "configs: " + "[" * 50_000,
     "with_configs_in_a_text": "configs: all",
     "with_files_that_are_not_there": "configs:\n- config_name: default\n  data_files: nowhere/*.png",
     "with_features_of_no_type": "dataset_info:\n  features:\n  - name: image\n    dtype: magic",
 }.items():
     add(f"data_card_{name}", "port", "DataNotFoundError", partial(_data_card, head))
+
+
+def _standalone(content: str, scene: Path) -> None:
+    put(scene / "pictures" / ".huggingface.yaml", content)
+
+
+for name, content in {
+    "that_merges": MERGES,
+    "that_laughs": LAUGHS,
+    "nested_without_end": "configs: " + "[" * 50_000,
+    "of_megabytes": "a: b\n" * 1_000_000,
+    "that_is_a_list": "- a\n- b\n",
+    "of_other_bytes": "configs: \x00",
+}.items():
+    add(f"data_settings_{name}", "port", "DataNotFoundError", partial(_standalone, content))
 
 
 def _lines(file: str, lines: list[Any], scene: Path) -> None:
