@@ -50,7 +50,7 @@ _COUNTED_FROM_PADDING = ("roberta", "camembert")
 """Parts of the model types whose positions begin at the padding token's id."""
 _SECTION = "values of its own"
 """The value of a field that holds others."""
-_MOST_TOLD, _LONGEST, _DEEPEST = 5, 80, 5
+_MOST_TOLD, _LONGEST, _DEEPEST, _MOST_FIELDS = 5, 80, 5, 2_000
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,13 @@ def config_differences(tuned: Model, base: Model) -> list[ConfigDifference]:
     own, other = tuned.config, base.config
     if tuned.family.name != base.family.name or not own or not other:
         return []
-    if _fields(_same_part(own, other)) == _fields(_same_part(other, own)):
+    own, other = _same_part(own, other), _same_part(other, own)
+    mine, theirs = _fields(own), _fields(other)
+    if mine == theirs:
         return []
-    own, other = tuned.filled_config, base.filled_config
-    mine, theirs = _fields(_same_part(own, other)), _fields(_same_part(other, own))
+    # of another type a library might read whatever it names, and of thousands of fields for minutes
+    if own.get("model_type") == other.get("model_type") and max(len(mine), len(theirs)) <= _MOST_FIELDS:
+        mine, theirs = _fields(tuned.filled(own)), _fields(base.filled(other))
     # once filled in, what only one of them has is not known to the library
     shared = [ConfigDifference(name, value, theirs[name]) for name, value in mine.items() if name in theirs]
     found = [one for one in shared if not _is_same(one.own, one.base)]
@@ -115,8 +118,12 @@ def other_function(found: Sequence[ConfigDifference], tuned: str, base: str) -> 
 def _same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section for what `other` describes, such as one tower of a CLIP; the whole if there is none."""
     kind = other.get("model_type")
-    sections = (part for part in config.values() if isinstance(part, Mapping) and kind is not None)
-    return next((part for part in sections if part.get("model_type") == kind), config)
+    if not isinstance(kind, str) or config.get("model_type") == kind:
+        return config
+    sections = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    named = f"{kind.removesuffix('_model').rpartition('_')[2]}_config"  # where the section does not say its type
+    found = next((part for part in sections.values() if part.get("model_type") == kind), sections.get(named))
+    return config if found is None else {**found, "model_type": kind}
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +132,10 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     counted = any(part in kind for part in _COUNTED_FROM_PADDING)
 
     def values(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-        for name, value in part.items():
-            if _NOT_COMPUTED.fullmatch(str(name)) and not (counted and name == "pad_token_id"):
+        for name, value in ((str(name), value) for name, value in part.items()):
+            if _NOT_COMPUTED.fullmatch(name[:_LONGEST]) and not (counted and name == "pad_token_id"):
                 continue
-            place = (*path, str(name))
+            place = (*path, name[:_LONGEST])
             if not isinstance(value, Mapping):
                 yield ".".join(place), _shallow(value)
             elif value and len(place) < _DEEPEST:

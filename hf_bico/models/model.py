@@ -187,10 +187,8 @@ class Model(OpenedRepo):
         """Its configuration, as its file or the loaded module has it; empty without one."""
         return self.family.config_of(self.module) if self.folder is None else self.family.read_config(self.folder)
 
-    @property
-    def filled_config(self) -> Mapping[str, Any]:
-        """Its configuration with the library's defaults; a loaded module shows what it has itself."""
-        config = self.config
+    def filled(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a part of its configuration with the library's defaults; a loaded module has shown all that it has."""
         return self.family.filled(config) if config and self.folder is not None else config
 
     def load(self, device: torch.device, dtype: torch.dtype, spread: DeviceSpread | None = None) -> LiveModel:

@@ -33,6 +33,7 @@ from hf_bico.models.configurations import brief, config_differences, difference_
 from hf_bico.models.families.pretrained import PROCESSOR_FILES
 from hf_bico.models.layout import Layout
 from hf_bico.models.model import Model, ModelReference, OpenedRepo
+from hf_bico.porting.identity import BASE, FINE_TUNED, is_opened_twice
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.utils.files import expanded, read_object
 
@@ -151,8 +152,7 @@ def resolve(
     notices += [model.notice for model in (tuned, first, last) if model.notice]
     found = config_differences(tuned, first) if isinstance(tuned, Model) else []
     notices += [*difference_notices(found, tuned.name), *_other_preparation(tuned, first)]
-    if last.commit is not None and (last.name, last.commit) == (first.name, first.commit):
-        notices.append("The target is the base itself.")
+    notices += [sentence for sentence, model in ((BASE, first), (FINE_TUNED, tuned)) if is_opened_twice(last, model)]
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
     notices += [f"'{repo.requested.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
     refusal = other_function(found, tuned.name, first.name)
@@ -320,9 +320,9 @@ def _two_models(model: OpenedRepo) -> str | None:
 
 def _other_preparation(tuned: Model | Adapter, base: Model) -> list[str]:
     """Return a notice for each way in which the fine-tuned model prepares images otherwise than its base."""
-    if not isinstance(tuned, Model) or _preparation(tuned, tuned.config) == _preparation(base, base.config):
+    if not isinstance(tuned, Model) or _preparation(tuned) == _preparation(base):
         return []
-    own, other = _preparation(tuned, tuned.filled_config), _preparation(base, base.filled_config)
+    own, other = _preparation(tuned, filled=True), _preparation(base, filled=True)
     return [
         f"{tuned.name} prepares images with {name} {brief(own[name])} and its base with {brief(other[name])}, "
         "which is used for both."
@@ -331,11 +331,14 @@ def _other_preparation(tuned: Model | Adapter, base: Model) -> list[str]:
     ]
 
 
-def _preparation(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+def _preparation(model: Model, filled: bool = False) -> dict[str, Any]:
     """Return how a model's files say that images are prepared; empty if they do not, or are not here."""
+    if model.folder is None:
+        return {}
     try:
-        content = config.get("preprocess_cfg")
-        if content is None and model.folder is not None:
+        if model.family.library == "open_clip":
+            content = (model.filled(model.config) if filled else model.config).get("preprocess_cfg")
+        else:
             content = read_object(model.folder / PROCESSOR_FILES[0])
     except (OSError, ValueError):
         return {}  # it has none, or loading the model reports it

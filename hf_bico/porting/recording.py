@@ -17,6 +17,7 @@ from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import class_order_notice, head_modules
+from hf_bico.porting.identity import BASE, FINE_TUNED, has_weights_of
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.planner import TEXT_TO_TEXT
 from hf_bico.porting.prepare import PreparedPort
@@ -194,12 +195,12 @@ def _notices(
     """List what a reader of the result should know and would not see."""
     lineage, settings, drawn = prepared.models.lineage, prepared.settings, prepared.drawn
     notices = list(lineage.notices)
-    target = lineage.target.sha256
-    for name, model in (("base", lineage.base), ("fine-tuned model", lineage.source)):
-        notice = f"The target is the {name} itself."
-        if target and target == model.sha256 and notice not in notices:
-            notices.append(notice)
-    overlap = prepared.models.vector.overlap
+    target, vector = lineage.target, prepared.models.vector
+    for sentence, model, change in ((BASE, lineage.base, None), (FINE_TUNED, lineage.source, vector)):
+        same_files = bool(target.sha256) and target.sha256 == model.sha256
+        if sentence not in notices and (same_files or has_weights_of(target, lineage.base, change)):
+            notices.append(sentence)
+    overlap = vector.overlap
     if head_origin == "carried":
         layers = head_modules(lineage.base).layers
         overlap = replace(overlap, extra=tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers))

@@ -170,7 +170,7 @@ def test_another_seed_or_a_folder_of_ones_own_is_left_alone(shown: tuple[Path, s
     assert (own.exit_code, "is not empty" in own.stderr) == (1, True)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     blocked = CliRunner().invoke(main, ["demo", str(tmp_path / "notes.txt" / "below")])
-    assert (blocked.exit_code, "cannot be written" in blocked.stderr) == (1, True)
+    assert (blocked.exit_code, "nothing can be written into" in blocked.stderr) == (1, True)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "small-world.json").write_text("[]")
     broken = CliRunner().invoke(main, ["demo", str(tmp_path / "broken")])

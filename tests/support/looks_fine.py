@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import support.fine.adapters
+import support.fine.configurations
 import support.fine.data
 import support.fine.files
 import support.fine.labels
@@ -21,6 +22,8 @@ PAGE = ROOT / "docs" / "right-or-refused.md"
 ORDER = (
     "The fine-tune's weights, arranged otherwise",
     "The fine-tune and its base",
+    "The fine-tune's configuration",
+    "Loaded models",
     "Numbers",
     "Files",
     "Adapters",

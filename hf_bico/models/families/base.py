@@ -41,6 +41,10 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
+LABELS = ("id2label", "label2id")
+"""The fields of a configuration that list as many entries as there are classes."""
+MOST_FIELDS = 20_000
+"""All others, in sections too: a hundred times those of any real one."""
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 
@@ -113,6 +117,7 @@ class Family(ABC):
         file = folder / self.config_file
         try:
             config = read_object(file) if file.is_file() else {}
+            _require_few_fields(config)
             for part in (config, *(value for value in config.values() if isinstance(value, dict))):
                 if not isinstance(part.get("model_type", ""), str):  # libraries look it up
                     raise ValueError("its model_type is no text")
@@ -153,6 +158,17 @@ class Family(ABC):
     def side_files(self, folder: Path) -> list[Path]:
         """Return those of them that a folder has."""
         return [folder / name for name in self.side_names if (folder / name).is_file()]
+
+
+def _require_few_fields(config: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a configuration that libraries would read for minutes."""
+    count, parts = 0, [config]
+    while parts:
+        part = parts.pop()
+        count += len(part)
+        if count > MOST_FIELDS:
+            raise ValueError(f"it has more than {MOST_FIELDS:,} fields")
+        parts += [value for name, value in part.items() if isinstance(value, dict) and name not in LABELS]
 
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, MissingProcessorError, RepoError
 from hf_bico.models.checkpoints import LIBRARY_ERRORS, FileCheckpoint
-from hf_bico.models.families.base import TOKENIZER_FILES, DeviceSpread, Family, Shapes, weights_do_not_fit
+from hf_bico.models.families.base import LABELS, TOKENIZER_FILES, DeviceSpread, Family, Shapes, weights_do_not_fit
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.layout import Site
 from hf_bico.runtime.library_errors import is_failure
@@ -341,7 +341,8 @@ class PretrainedFamily(Family):
         if kind not in CONFIG_MAPPING:
             return config
         try:
-            read = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config)))
+            given = {name: value for name, value in config.items() if name not in LABELS}
+            read = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(given))
             known: Mapping[str, Any] = type(read)().to_dict()
         except (*CANNOT_BUILD, StrictDataclassError):
             return config  # loading the model reports it

@@ -17,7 +17,7 @@ def _rows() -> list[dict[str, Any]]:
     return [{"text": text} for text in dict.fromkeys(sentences(400))]
 
 
-def _decoders(stage: Stage, kind: str = "llama") -> dict[str, Any]:
+def decoders(stage: Stage, kind: str = "llama") -> dict[str, Any]:
     """A random decoder, a copy that was changed a little, and a wider one."""
     from transformers import AutoModelForCausalLM
 
@@ -33,7 +33,7 @@ def _decoders(stage: Stage, kind: str = "llama") -> dict[str, Any]:
 
 
 def _clean(kind: str) -> Any:
-    return lambda stage: stage.once(f"clean {kind}", lambda: stage.port(**_decoders(stage, kind)))
+    return lambda stage: stage.once(f"clean {kind}", lambda: stage.port(**decoders(stage, kind)))
 
 
 def _with(stage: Stage, inputs: dict[str, Any], part: str = "source") -> tuple[dict[str, Any], Path]:
@@ -65,7 +65,7 @@ def _scrambled(folder: Path) -> Path:
     ),
 )
 def tokenizer_of_another_model(stage: Stage) -> Outcome:
-    inputs, folder = _with(stage, _decoders(stage), "to")
+    inputs, folder = _with(stage, decoders(stage), "to")
     _scrambled(folder)
     return stage.port(**inputs)
 
@@ -80,7 +80,7 @@ def tokenizer_of_another_model(stage: Stage) -> Outcome:
     ),
 )
 def fine_tune_with_another_tokenizer(stage: Stage) -> Outcome:
-    inputs, folder = _with(stage, _decoders(stage))
+    inputs, folder = _with(stage, decoders(stage))
     _scrambled(folder)
     return stage.port(**inputs)
 
@@ -94,7 +94,7 @@ def fine_tune_with_another_tokenizer(stage: Stage) -> Outcome:
 def vocabulary_resized(stage: Stage) -> Outcome:
     from transformers import AutoModelForCausalLM
 
-    inputs, folder = _with(stage, _decoders(stage))
+    inputs, folder = _with(stage, decoders(stage))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(model.config.vocab_size + 2)
     model.save_pretrained(folder)
@@ -103,7 +103,7 @@ def vocabulary_resized(stage: Stage) -> Outcome:
 
 @case(TEXTS, "a fine-tune with tied embeddings", "they are saved twice, and equal", Right(clean=_clean("gpt2")))
 def tied_weights_twice(stage: Stage) -> Outcome:
-    inputs, folder = _with(stage, _decoders(stage, "gpt2"))
+    inputs, folder = _with(stage, decoders(stage, "gpt2"))
     rewrite(
         folder / "model.safetensors", lambda state: {**state, "lm_head.weight": state["transformer.wte.weight"].clone()}
     )
@@ -117,7 +117,7 @@ def tied_weights_twice(stage: Stage) -> Outcome:
     Said("Tensors of the fine-tuned model that its base lacks, left behind: 1 (lm_head.weight)."),
 )
 def tied_weights_that_differ(stage: Stage) -> Outcome:
-    inputs, folder = _with(stage, _decoders(stage, "gpt2"))
+    inputs, folder = _with(stage, decoders(stage, "gpt2"))
     rewrite(
         folder / "model.safetensors", lambda state: {**state, "lm_head.weight": 2 * state["transformer.wte.weight"]}
     )
@@ -137,7 +137,7 @@ def _long_rows() -> list[dict[str, Any]]:
     Said("14 of the 24 calibration samples were cut to 32 tokens, the most that target can read."),
 )
 def texts_cut_by_the_target(stage: Stage) -> Outcome:
-    inputs, folder = _with(stage, {**_decoders(stage), "data": _long_rows()}, "to")
+    inputs, folder = _with(stage, {**decoders(stage), "data": _long_rows()}, "to")
     reconfigure(folder / "config.json", max_position_embeddings=32)
     return stage.port(**inputs)
 
@@ -149,10 +149,10 @@ def texts_cut_by_the_target(stage: Stage) -> Outcome:
     Said("24 of the 24 calibration samples were cut to 8 tokens, as --max-length asks."),
 )
 def texts_cut_by_an_option(stage: Stage) -> Outcome:
-    return stage.port(**{**_decoders(stage), "data": _long_rows(), "max_length": 8})
+    return stage.port(**{**decoders(stage), "data": _long_rows(), "max_length": 8})
 
 
-def _encoders(stage: Stage) -> dict[str, Any]:
+def encoders(stage: Stage) -> dict[str, Any]:
     from transformers import AutoModelForSequenceClassification
 
     base = stage.once("bert base", lambda: write_encoder(stage.place("base"), head=2))
@@ -170,7 +170,7 @@ def _encoders(stage: Stage) -> dict[str, Any]:
 def texts_are_the_labels(stage: Stage) -> Outcome:
     names = ("negative", "positive")
     rows = [{"text": names[index % 2], "label": index % 2} for index in range(40)]
-    return stage.port(**{**_encoders(stage), "data": rows, "class_names": names})
+    return stage.port(**{**encoders(stage), "data": rows, "class_names": names})
 
 
 @case(
@@ -186,8 +186,8 @@ def texts_are_the_labels(stage: Stage) -> Outcome:
     ),
 )
 def target_of_another_family(stage: Stage) -> Outcome:
-    inputs = _decoders(stage)
-    return stage.port(**{**inputs, "to": _encoders(stage)["to"]})
+    inputs = decoders(stage)
+    return stage.port(**{**inputs, "to": encoders(stage)["to"]})
 
 
 @case(

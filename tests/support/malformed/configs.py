@@ -46,6 +46,7 @@ for name, content in {
     "config_nested_without_end": deep(),
     "config_of_other_bytes": b"\xff\xfe{\x00}\x00",
     "config_of_megabytes": '{"a": "' + "a" * 17_000_000 + '"}',
+    "config_of_fields_without_end": "{" + ",".join(f'"f{number}": {number}' for number in range(100_000)) + "}",
     "config_with_half_a_character": '{"model_type": "\\ud800"}',
 }.items():
     add(name, "port", "RepoError", partial(_put, content))
@@ -169,3 +170,14 @@ def a_config_that_names_code(scene: Path) -> None:
     change_json(file, "auto_map", to={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     change_json(file, "architectures", to=["EvilForCausalLM"])
     change_json(file, "model_type", to="evil")
+
+
+def _tuned(field: str, value: Any, scene: Path) -> None:
+    change_json(config(scene, "tuned"), "vision_config", field, to=value)
+
+
+for field, value in (
+    *(("hidden_act", ["gelu"]), ("hidden_act", {"a": 1}), ("hidden_act", "relu"), ("layer_norm_eps", "small")),
+    *(("layer_norm_eps", float("nan")), ("layer_norm_eps", 0.5), ("num_attention_heads", 4)),
+):
+    add(f"fine_tune_with_{field}_{word(value)}", "port", "BaseMismatchError", partial(_tuned, field, value))
