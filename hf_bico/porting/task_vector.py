@@ -397,10 +397,10 @@ class FineTune:
         source = locate(reference, what, hub) if isinstance(reference, str | Path) else reference
         tuned = open_source(source, base.family.library, hub, allow_pickle).fetched()
         try:
+            vector = TaskVector.over(tuned, base)
             found = config_differences(tuned, base) if isinstance(tuned, Model) else []
             if (mismatch := other_function(found, tuned.name, base.name)) is not None:
                 raise mismatch
-            vector = TaskVector.over(tuned, base)
         except BaseMismatchError as error:
             raise BaseMismatchError(
                 f"{what} '{tuned.name}' is no fine-tune of '{base.name}': {error.cause}", f"name one of '{base.name}'"

@@ -10,7 +10,7 @@ from hf_bico.utils.text import size_text
 
 _ENOUGH = 2**34
 """Bytes in which the libraries can be loaded on every machine."""
-_LIBRARIES = "import hf_bico.porting.port, datasets, transformers"
+_LIBRARIES = "import torch, torchvision, open_clip, transformers, peft, datasets, sklearn"
 RAISE_LIMIT = "raise the limit with 'ulimit -v unlimited', or start it where there is none"
 
 
