@@ -11,6 +11,7 @@ import pytest
 
 import hf_bico
 from hf_bico.errors import (
+    BaseMismatchError,
     BaseUnknownError,
     DataUnknownError,
     SeveralBasesError,
@@ -263,3 +264,35 @@ def test_the_name_that_a_folder_was_loaded_from_is_no_fine_tuning(hub: Hub, tmp_
     config = json.loads((scene.base / "config.json").read_text())
     (scene.base / "config.json").write_text(json.dumps({**config, "_name_or_path": "org/base"}))
     assert resolve(SOURCE, TARGET, base=scene.base).notices == ()
+
+
+def test_a_plan_tells_what_a_port_would_refuse_without_force(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    config = json.loads((scene.tuned / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "relu"
+    (scene.tuned / "config.json").write_text(json.dumps(config))
+    upload(hub, "user/other", scene.tuned, f"---\nbase_model: {BASE}\n---\n")
+    planned = hf_bico.plan("user/other", TARGET, base=BASE)
+    told = "user/other is configured with vision_config.hidden_act relu and its base with gelu, which is used for both."
+    assert told in planned.lineage.notices
+    assert dict(planned.rows())["refused"].startswith("without --force: 'user/other' is configured with")
+    where: dict[str, Any] = {"base": BASE, "data": DATA, "n": 8, "evaluate": False}
+    with pytest.raises(BaseMismatchError, match="they compute different things"):
+        hf_bico.port("user/other", TARGET, **where, **PAPER)
+    assert told in hf_bico.port("user/other", TARGET, **where, **PAPER, force=True).record.notices
+    assert told in hf_bico.extract("user/other", BASE, rank=2).record.notices
+
+
+def test_the_preprocessing_of_a_fine_tune_on_the_hub_is_read(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    file = scene.tuned / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "resample": 0, "crop_size": scene_size(file)}))
+    upload(hub, "user/other", scene.tuned, f"---\nbase_model: {BASE}\n---\n")
+    ported = hf_bico.port("user/other", TARGET, base=BASE, data=DATA, n=8, evaluate=False, **PAPER)
+    notices = [notice for notice in ported.record.notices if "prepares images" in notice]
+    assert notices == ["user/other prepares images with resample 0 and its base with 3, which is used for both."]
+
+
+def scene_size(file: Path) -> int:
+    """The side of the images, as older releases wrote it: one number."""
+    return int(json.loads(file.read_text())["crop_size"]["height"])
