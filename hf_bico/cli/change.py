@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_model
-from hf_bico.cli.console import print_change, progress_bars
+from hf_bico.cli.console import echo, echo_json, print_change, progress_bars
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     METHOD,
@@ -119,10 +119,10 @@ def _run(job: str, given: Any, folder: Path, overwrite: bool, as_json: bool, qui
         getattr(task_arithmetic, job)(given, progress=progress, **options).save(folder, overwrite)
     record = read_change_record(folder)
     if as_json:
-        click.echo(json.dumps({"folder": str(folder), "record": json.loads(record.to_json())}))
+        echo_json({"folder": str(folder), "record": json.loads(record.to_json())})
     elif quiet:
         for notice in record.notices:
-            click.echo(f"Notice: {notice}", err=True)
+            echo(f"Notice: {notice}", err=True)
     else:
         print_change(record, folder)
-        click.echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")
+        echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")

@@ -1,12 +1,15 @@
-"""Prints plans, results and progress: tables and bars on a terminal, plain text anywhere else. Computes nothing."""
+"""Prints plans, results and progress: tables and bars on a terminal, plain text anywhere else. Computes nothing.
+
+All output goes through here: names, notices and errors may hold a stranger's text, which must not act on a terminal.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -37,7 +40,7 @@ from hf_bico.reports.verdict import (
     outlook_sentence,
 )
 from hf_bico.utils.progress import Progress, silent
-from hf_bico.utils.text import BETTER, WORSE, Line, Table, command_line, format_table, size_text, typed_path
+from hf_bico.utils.text import BETTER, WORSE, Line, Table, command_line, format_table, size_text, typed_path, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,15 +67,30 @@ def console_of(stream: TextIO) -> Console:
     return Console(file=stream, highlight=False, markup=False)
 
 
+def echo(*lines: str, err: bool = False, head: str = "", **style: Any) -> None:
+    """Print each argument as one line, with whatever would break it, or turn or hide its text, made visible.
+
+    The style is that of `head`, a word of ours before the first line, or of all lines.
+    """
+    text = "\n".join(map(visible, lines))
+    text = f"{click.style(head, **style)} {text}" if head else click.style(text, **style) if style else text
+    click.echo(text, err=err, color=False if is_plain(sys.stderr if err else sys.stdout) else None)
+
+
+def echo_json(content: Any) -> None:
+    """Print one JSON object on one line of ASCII."""
+    click.echo(json.dumps(content).replace("\x7f", "\\u007f"))
+
+
 def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     for word, text in planned.rows():
-        click.echo(f"{word:<7} {text}")
+        echo(f"{word:<7} {text}")
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     verdict = f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
-    click.echo(f"\n{verdict}\nNext: {command}")
+    echo("", verdict, f"Next: {command}")
 
 
 def print_outlook(
@@ -90,45 +108,45 @@ def print_outlook(
 
 def print_held_back(record: Record, quiet: bool) -> None:
     """Print why nothing was written, and what to do; only the reason where little is to be printed."""
-    click.echo(held_back_sentence(record), err=quiet)
+    echo(held_back_sentence(record), err=quiet)
     if quiet:
         return
     if lead := lead_sentence(record.source_lead):
-        click.echo(lead)
+        echo(lead)
     for notice in record.notices:
-        click.echo(f"Notice: {notice}")
-    click.echo("Nothing was written: the target stays as it is.")
-    click.echo(f"Next: {held_back_remedy(record)}.")
+        echo(f"Notice: {notice}")
+    echo("Nothing was written: the target stays as it is.")
+    echo(f"Next: {held_back_remedy(record)}.")
 
 
 def print_ported(record: Record, report: Report, folder: Path, pushing: bool) -> None:
     result = headline(record)
     if result:
-        click.echo(result + "\n")
+        echo(result, "")
     if results(record):
         header, *rows = result_rows(record)
         lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
         _print_table(Table(header, lines), format_table([header, *rows]))
-        click.echo(f"({measured_on(record)})\n")
+        echo(f"({measured_on(record)})", "")
     for sentence in (control_sentence(record), readout_sentence(record), few_samples_sentence(record)):
         if sentence:
-            click.echo(f"{sentence}\n")
+            echo(sentence, "")
     if is_trained(record):
-        click.echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
+        echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
     else:
         columns, *layers = report.rows()
         _print_table(Table(columns, [Line(cells) for cells in layers]), report.table())
-        click.echo(f"\n{report.summary()}")
+        echo("", report.summary())
     if record.output is not None and record.output.energy_kept is not None:
         change = "change" if is_trained(record) else "carried change"
-        click.echo(f"The adapter holds {record.output.energy_kept:.2%} of the {change}'s energy.")
+        echo(f"The adapter holds {record.output.energy_kept:.2%} of the {change}'s energy.")
     for notice in record.notices:
-        click.echo(f"Notice: {notice}")
+        echo(f"Notice: {notice}")
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
-    click.echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
-    click.echo(f"\nWritten to {folder}")
+    echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
+    echo("", f"Written to {folder}")
     if not pushing and not is_worse(record):
-        click.echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")
+        echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")
 
 
 def _marks(record: Record) -> list[str]:
@@ -141,47 +159,47 @@ def _marks(record: Record) -> list[str]:
 
 def print_compared(comparison: Comparison, folder: Path) -> None:
     rows, data_sets = comparison.rows(), comparison.data_sets
-    click.echo(f"{comparison.title}\n")
+    echo(comparison.title, "")
     _print_table(live_table(rows, data_sets), text_table(rows, data_sets))
     if any(row.is_loss for row in rows):
-        click.echo(f"\n{LESS_IS_BETTER}")
+        echo("", LESS_IS_BETTER)
     if comparison.refusals:
-        click.echo(f"\n{comparison.refused()}")
-    click.echo(f"\nWritten to {folder}")
+        echo("", *comparison.refused().split("\n"))
+    echo("", f"Written to {folder}")
 
 
 def _print_table(table: Table, text: str) -> None:
     if is_screen(sys.stdout):
         console_of(sys.stdout).print(table)
     else:
-        click.echo(text)
+        echo(*text.split("\n"))
 
 
 def print_pushed(pushed: Pushed) -> None:
     visibility = "private" if pushed.private else "public"
     visibility += f", because {pushed.because}" if pushed.private and pushed.because else ""
     if pushed.pull_request:
-        click.echo(f"Opened {pushed.pull_request}")
+        echo(f"Opened {pushed.pull_request}")
     elif pushed.changed:
-        click.echo(f"Pushed to {pushed.url} ({visibility}), commit {pushed.commit[:12]}")
+        echo(f"Pushed to {pushed.url} ({visibility}), commit {pushed.commit[:12]}")
     else:
-        click.echo(f"{pushed.url} ({visibility}) holds these files already, commit {pushed.commit[:12]}")
+        echo(f"{pushed.url} ({visibility}) holds these files already, commit {pushed.commit[:12]}")
     if pushed.edited_card:
-        click.echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
+        echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
 
 
 def print_change(record: ChangeRecord, folder: Path) -> None:
     if record.job == "apply":
         parts = [f" + {part.weight * record.alpha:g} x {part.model.id}" for part in record.parts]
-        click.echo(f"{record.target.id}{''.join(parts)}")
+        echo(f"{record.target.id}{''.join(parts)}")
     else:
-        click.echo(f"{record.parts[0].model.id} over {record.target.id}:")
+        echo(f"{record.parts[0].model.id} over {record.target.id}:")
     if record.output.energy_kept is not None:
         _print_energy(record)
     for notice in record.notices:
-        click.echo(f"Notice: {notice}")
+        echo(f"Notice: {notice}")
     size = sum(file.stat().st_size for name in record.output.files if (file := folder / name).is_file())
-    click.echo(f"Written to {folder} ({size_text(size)})" if size else f"Written to {folder}")
+    echo(f"Written to {folder} ({size_text(size)})" if size else f"Written to {folder}")
 
 
 def _print_energy(record: ChangeRecord) -> None:
@@ -189,26 +207,26 @@ def _print_energy(record: ChangeRecord) -> None:
     spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"
     energy = sum(layer.energy for layer in record.layers)
     kept = sum(layer.energy * layer.kept for layer in record.layers) / energy if energy else 1.0
-    click.echo(f"{kept:.2%} of the change of {len(record.layers)} tensors is held{spans}")
+    echo(f"{kept:.2%} of the change of {len(record.layers)} tensors is held{spans}")
     if record.left:
         reasons = {entry.reason for entry in record.left}
         shares = [(reason, sum(e.energy for e in record.left if e.reason == reason)) for reason in reasons]
         listed = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares, key=lambda pair: -pair[1]))
         helps = "--everything" not in str(record.command) and any(e.reason != JOINED for e in record.left)
         more = " (--everything holds them too)" if helps and record.job == "extract" else ""
-        click.echo(f"left out: {listed}{more}; in all {record.output.energy_kept:.2%} is held")
+        echo(f"left out: {listed}{more}; in all {record.output.energy_kept:.2%} is held")
 
 
 def print_rerun(again: Rerun) -> None:
     different = [name for name, same in again.files.items() if not same]
     if different:
-        click.echo(f"Different: {', '.join(different)}")
+        echo(f"Different: {', '.join(different)}")
     else:
-        click.echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
+        echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
     for name in again.replaced:
-        click.echo(f"But the '{name}' beside the record is another file.")
+        echo(f"But the '{name}' beside the record is another file.")
     for difference in again.differences:
-        click.echo(f"Note: {difference}")
+        echo(f"Note: {difference}")
 
 
 @contextmanager
@@ -224,12 +242,15 @@ def progress_bars_and_text(off: bool) -> Iterator[tuple[Progress, Callable[[str]
     if off:
         yield silent, lambda text: None
     elif not is_screen(sys.stderr):
-        yield _announce_download, click.echo
+        yield _announce_download, echo
     else:
         one_screen = is_screen(sys.stdout)
         with _bars() as bars:
-            above = partial(bars.print, markup=False, highlight=False, soft_wrap=True)
-            yield _update_of(bars), above if one_screen else click.echo
+
+            def above(text: str) -> None:
+                bars.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+
+            yield _update_of(bars), above if one_screen else echo
 
 
 @contextmanager
@@ -244,7 +265,7 @@ def show_stages(off: bool) -> Iterator[Progress]:
     def announce(stage: str, done: int, total: int) -> None:
         if stage not in begun:
             begun.add(stage)
-            click.echo(f"  {stage}", err=True)
+            echo(f"  {stage}", err=True)
 
     yield announce
 
@@ -265,7 +286,7 @@ def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison,
             for cell in comparison.cells:
                 if (part, cell.key) not in known:
                     known.add((part, cell.key))
-                    click.echo(cell if part is None else f"{part}: {cell}", err=True)
+                    echo(str(cell) if part is None else f"{part}: {cell}", err=True)
 
         yield _announce_download, print_new
         return
@@ -277,7 +298,7 @@ def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison,
 
         def update_table(comparison: Comparison, part: str | None) -> None:
             table = live_table(comparison.rows(), comparison.data_sets)
-            live.update(Group(*([] if part is None else [part]), table, bars))
+            live.update(Group(*([] if part is None else [visible(part)]), table, bars))
 
         yield _update_of(bars), update_table
 
@@ -305,7 +326,7 @@ def _update_of(bars: Any) -> Progress:
         count = f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
         count = count if total > 1 else ""  # the bar says it
         if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, count=count)
+            tasks[stage] = bars.add_task(visible(stage), count=count)
         bars.update(tasks[stage], completed=done, total=total, count=count)
 
     return update
@@ -313,4 +334,4 @@ def _update_of(bars: Any) -> Progress:
 
 def _announce_download(stage: str, done: int, total: int) -> None:
     if stage == "download" and done == 0 and total > 1:
-        click.echo(f"Downloading {size_text(total)} of models", err=True)
+        echo(f"Downloading {size_text(total)} of models", err=True)

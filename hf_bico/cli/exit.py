@@ -7,7 +7,6 @@ Ctrl-C, 143 one by SIGTERM. Knows launchers and signals, not the commands.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import signal
@@ -19,17 +18,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from traceback import walk_stack
-from types import FrameType
+from traceback import format_exception, walk_stack
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import click
 
-from hf_bico.cli.console import is_plain
+from hf_bico.cli.console import echo, echo_json
 from hf_bico.errors import BicoError, ProcessLostError, UsageError
 from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
 from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
 from hf_bico.runtime.limits import require_address_space
+from hf_bico.utils.text import visible
 
 FAILED, WRONG, HELD_BACK, STOPPED, TERMINATED = 1, 2, 3, 130, 143
 LIGHT_COMMANDS = ("plan", "card", "push", "completion")
@@ -83,10 +83,10 @@ def exit_on_error() -> Iterator[Ending]:
     as_json = context is not None and bool(context.params.get("as_json"))
     _running.append(ending)
     try:
-        _quiet_libraries()
-        if context is not None and context.info_name not in LIGHT_COMMANDS and len(_running) == 1:
-            require_address_space()
-        yield ending
+        with _quiet_libraries():
+            if context is not None and context.info_name not in LIGHT_COMMANDS and len(_running) == 1:
+                require_address_space()
+            yield ending
     except BaseException as error:
         if len(_running) > 1 or not _is_handled(error):
             raise
@@ -103,7 +103,7 @@ def exit_process_on_error(as_json: bool) -> Iterator[None]:
         yield
     except click.ClickException as error:
         if _reports(error):
-            error.show()
+            _print_usage_error(error)
         if as_json:
             context = error.ctx if isinstance(error, click.UsageError) else None
             command = "hf-bico" if context is None else context.command_path
@@ -116,19 +116,55 @@ def exit_process_on_error(as_json: bool) -> Iterator[None]:
 
 
 def print_error(error: BicoError) -> None:
-    """Print cause and remedy on stderr, without control characters: parts of them may come from foreign files."""
-    color = False if is_plain(sys.stderr) else None
-    cause, remedy = _printable(_with_process_number(error.cause)), _printable(error.remedy)
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {cause}", err=True, color=color)
-    click.echo(f"{click.style('Remedy:', bold=True)} {remedy}", err=True, color=color)
+    """Print cause and remedy on stderr."""
+    echo(_with_process_number(error.cause), err=True, head="Error:", fg="red", bold=True)
+    echo(error.remedy, err=True, head="Remedy:", bold=True)
 
 
-def _quiet_libraries() -> None:
+def _print_usage_error(error: click.ClickException) -> None:
+    """Print what click would, but through our own echo: it quotes arguments, which may be names of foreign files."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # whose message is the help; not in click 8.1
+        echo(*error.format_message().split("\n"), err=True)
+        return
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        hint = f"Try '{error.ctx.command_path} --help' for help."
+        echo(*error.ctx.get_usage().split("\n"), hint, "", err=True)
+    echo(f"Error: {error.format_message()}", err=True)
+
+
+class _VisibleRecord(logging.LogRecord):
+    """A line of a library's log in which a stranger's text does not act on the terminal."""
+
+    def getMessage(self) -> str:
+        if self.exc_info and not self.exc_text:
+            self.exc_text = "\n".join(map(visible, logging.Formatter().formatException(self.exc_info).split("\n")))
+        return visible(super().getMessage())
+
+
+def _format_warning(message: object, category: type[Warning], filename: str, lineno: int, line: object = None) -> str:
+    return f"{visible(f'{filename}:{lineno}: {category.__name__}: {message}')}\n"
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    echo(*"".join(format_exception(kind, error, trace)).rstrip("\n").split("\n"), err=True)
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Keep libraries from printing but for errors and warnings, and those from acting on the terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger().setLevel(logging.ERROR)
+    before = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(_VisibleRecord)
+    warnings.formatwarning = _format_warning
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(before[0])
+        warnings.formatwarning = before[1]
 
 
 def _is_handled(error: BaseException) -> bool:
@@ -143,7 +179,10 @@ def _exit_after(error: BaseException, interrupted: str, as_json: bool) -> NoRetu
     if isinstance(error, KeyboardInterrupt | click.Abort | TerminatedBySignal | TerminatedByLauncher):
         sys.exit(_report_stop(error, interrupted, as_json))
     closed = isinstance(error, OSError) and error.errno == errno.EPIPE  # by `head`: nobody reads any more
-    if closed or isinstance(error, click.ClickException | click.exceptions.Exit) or is_debugging():
+    if closed or isinstance(error, click.ClickException | click.exceptions.Exit):
+        raise error
+    if is_debugging():
+        sys.excepthook = _print_traceback
         raise error
     error = as_bico_error(error)
     if _reports(error):
@@ -163,19 +202,15 @@ def _report_stop(error: BaseException, interrupted: str, as_json: bool) -> int:
     if _reports(error):
         text = _with_process_number(reason)
         with suppress(OSError):  # the terminal may be gone
-            click.echo(f"{text[0].upper()}{text[1:]}.", err=True)
+            echo(f"{text[0].upper()}{text[1:]}.", err=True)
     if as_json:
         _print_json_error(kind, reason, "run the same command again")
     return code
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def _print_json_error(kind: str, cause: str, remedy: str) -> None:
     with suppress(OSError):  # where nothing can be written, the exit code says it
-        click.echo(json.dumps({"error": {"kind": kind, "cause": cause, "remedy": remedy}}))
+        echo_json({"error": {"kind": kind, "cause": cause, "remedy": remedy}})
 
 
 # several processes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from hf_bico.cli.console import show_stages
+from hf_bico.cli.console import echo, echo_json, show_stages
 from hf_bico.cli.exit import HELD_BACK, exit_on_error
 from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_folder, output_options
 from hf_bico.errors import UsageError
@@ -55,7 +55,7 @@ def demo(folder: str, seed: int, as_json: bool, quiet: bool) -> None:
         ending.interrupted = "the same command goes on from what is made"
         hard, easy = SHIFTED_TASKS[0].name, EASY_TASK.name
         if not silent:
-            click.echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {place}")
+            echo(f"The small world, seed {seed}: two CLIPs trained on captions of digits, in {place}")
         with show_stages(silent) as progress:
             build(place, seed=seed, tasks=[hard, easy], progress=progress)
         with chdir(place):
@@ -65,7 +65,7 @@ def demo(folder: str, seed: int, as_json: bool, quiet: bool) -> None:
             if written:
                 hf_bico("eval", "ported", "--data", f"data/{hard}")
             elif not silent:
-                click.echo("There is no port to measure, and no card of it: 'eval' and 'card' are left out.")
+                echo("There is no port to measure, and no card of it: 'eval' and 'card' are left out.")
             for task, sizes in ((hard, f"10,{SIZE}"), (easy, str(SIZE))):
                 grid = ["--methods", SHOWN_METHODS, "-n", sizes, "--seeds", str(DRAWS)]
                 references = ["--fine-tuned", f"models/wide-{task}"]
@@ -78,7 +78,7 @@ def demo(folder: str, seed: int, as_json: bool, quiet: bool) -> None:
 def _run(silent: bool, *words: str) -> bool:
     """Print a command line, unless silent, and run it; return False for a port that was held back."""
     if not silent:
-        click.secho(f"\n$ hf-bico {command_line(words)}", bold=True)
+        echo("", f"$ hf-bico {command_line(words)}", bold=True)
     group = click.get_current_context().find_root().command
     try:
         group.main([*words, *(["-q"] if silent else [])], prog_name="hf-bico", standalone_mode=False)
@@ -99,28 +99,25 @@ def _print_results(folder: Path, seed: int, tasks: list[str], written: bool, as_
     if as_json:
         plain = {task: json.loads(comparison.to_json()) for task, comparison in comparisons.items()}
         record = json.loads(read_record(folder / "ported").to_json()) if written else None
-        click.echo(json.dumps({"folder": str(folder), "seed": seed, "record": record, "comparisons": plain}))
+        echo_json({"folder": str(folder), "seed": seed, "record": record, "comparisons": plain})
     if as_json or quiet:
         return
-    click.echo(f"\nBoth tasks, in percent; {SIZE} samples, mean of {DRAWS} draws; models of seed {seed}:\n")
-    click.echo(_side_by_side(comparisons))
-    click.echo(f"\nWhat a port does by default, which is {PORTS_BY} with alpha by the samples:")
+    echo("", f"Both tasks, in percent; {SIZE} samples, mean of {DRAWS} draws; models of seed {seed}:", "")
+    echo(*_side_by_side(comparisons).split("\n"))
+    echo("", f"What a port does by default, which is {PORTS_BY} with alpha by the samples:")
     for task, comparison in comparisons.items():
-        click.echo(f"  {task}: {outcome(comparison)}")
-    click.echo(f"\nLook at, in {folder}:")
+        echo(f"  {task}: {outcome(comparison)}")
+    echo("", f"Look at, in {folder}:")
     if written:
-        click.echo("  ported/README.md                  the model card, made from the record ported/bico.json")
-        click.echo("  ported/alignment.png              how well each layer was lined up")
-    click.echo(f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side")
+        echo("  ported/README.md                  the model card, made from the record ported/bico.json")
+        echo("  ported/alignment.png              how well each layer was lined up")
+    echo(f"  {f'compared-{tasks[0]}/comparison.png':33} the methods side by side")
     again = command_line(["hf-bico", "port", *_models(tasks[0])])
-    click.echo(
-        f"\nTry next:\n{_activation()}  {command_line(['cd', typed_path(folder)])}\n"
-        f"  {again} --method bico --alpha 1 -o as-in-the-paper\n"
-        f"  {again} --rank 8 -o adapter"
-    )
+    echo("", "Try next:", *_activation(), f"  {command_line(['cd', typed_path(folder)])}")
+    echo(f"  {again} --method bico --alpha 1 -o as-in-the-paper", f"  {again} --rank 8 -o adapter")
     if written:
-        click.echo("  hf-bico rerun ported")
-    click.echo("  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE")
+        echo("  hf-bico rerun ported")
+    echo("  hf-bico port OWNER/YOUR-FINE-TUNE --to OWNER/NEWER-BASE")
 
 
 def outcome(comparison: Comparison) -> str:
@@ -134,12 +131,12 @@ def outcome(comparison: Comparison) -> str:
     return f"{points:+.1f} points, {effect}{some}"
 
 
-def _activation() -> str:
+def _activation() -> list[str]:
     """Return the line that puts this command on the path, if it is not there."""
     script = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("hf-bico") or not script.is_file():
-        return ""
-    return f"  {command_line(['.', os.path.relpath(script)])}\n"
+        return []
+    return [f"  {command_line(['.', os.path.relpath(script)])}"]
 
 
 def _side_by_side(comparisons: Mapping[str, Comparison]) -> str:
@@ -187,6 +184,6 @@ def completion(shell: str | None, as_json: bool, quiet: bool) -> None:
         # click's own would cut a value at its first comma: --methods naive,theseus
         script = script.replace('string split ","', 'string split --max 1 ","')
         if as_json:
-            click.echo(json.dumps({"shell": shell, "script": script}))
+            echo_json({"shell": shell, "script": script})
         elif not quiet:
-            click.echo(script, nl=False)
+            echo(*script.rstrip("\n").split("\n"))

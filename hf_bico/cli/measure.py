@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
-from hf_bico.cli.console import print_compared, progress_bars, show_comparison
+from hf_bico.cli.console import echo, echo_json, print_compared, progress_bars, show_comparison
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     MEASURING,
@@ -103,15 +103,15 @@ def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> 
         expected = estimate(job, settings, token, allow_pickle)
         silent = quiet or as_json
         if not silent:
-            click.echo("\n".join(expected.lines()), err=not dry_run)
+            echo(*expected.lines(), err=not dry_run)
         if dry_run:
             from hf_bico.experiments.reproduce.reproduction import Reproduction
 
             empty = Reproduction(job.table, job.task_names)
             if as_json:
-                click.echo(json.dumps({"expected": expected.as_dict(), "table": json.loads(empty.to_json())}))
+                echo_json({"expected": expected.as_dict(), "table": json.loads(empty.to_json())})
             elif not quiet:
-                click.echo(f"\n{empty.text()}")
+                echo("", *empty.text().split("\n"))
             return
         ending.interrupted = "nothing was measured yet"
         with show_comparison(silent) as (progress, show):
@@ -122,9 +122,9 @@ def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> 
 
             reproduction = run_job(job, settings, token, allow_pickle, progress, on_number)
         if as_json:
-            click.echo(json.dumps({"folder": str(job.results), "reproduction": json.loads(reproduction.to_json())}))
+            echo_json({"folder": str(job.results), "reproduction": json.loads(reproduction.to_json())})
         elif not quiet:
-            click.echo(f"{reproduction.text()}\n\nWritten to {job.results}")
+            echo(*reproduction.text().split("\n"), "", f"Written to {job.results}")
 
 
 def _list_tables(as_json: bool) -> None:
@@ -133,10 +133,9 @@ def _list_tables(as_json: bool) -> None:
     tables = [paper.table(name) for name in paper.TABLES]
     if as_json:
         fields = ("name", "title", "source", "target", "tasks", "protocol", "seeds")
-        click.echo(json.dumps({"tables": [{name: getattr(one, name) for name in fields} for one in tables]}))
+        echo_json({"tables": [{name: getattr(one, name) for name in fields} for one in tables]})
         return
-    click.echo("\n".join(f"{one.name}  {one.title}" for one in tables))
-    click.echo("\nNext: hf-bico reproduce TABLE --dry-run")
+    echo(*(f"{one.name}  {one.title}" for one in tables), "", "Next: hf-bico reproduce TABLE --dry-run")
 
 
 def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
@@ -218,7 +217,7 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
 
             comparison = run(source, target, data=list(data) or None, progress=progress, shown=on_number, **job)
         if as_json:
-            click.echo(json.dumps({"folder": str(folder), "comparison": json.loads(comparison.to_json())}))
+            echo_json({"folder": str(folder), "comparison": json.loads(comparison.to_json())})
         elif not quiet:
             print_compared(comparison, folder)
 
@@ -308,11 +307,12 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
             diagnosis = run(source, target, methods=methods, progress=progress, **job)
             diagnosis.save(folder, others, overwrite)
         if as_json:
-            click.echo(json.dumps({"folder": str(folder), "diagnosis": json.loads(diagnosis.to_json())}))
+            echo_json({"folder": str(folder), "diagnosis": json.loads(diagnosis.to_json())})
         elif not quiet:
-            click.echo(f"{diagnosis.title}: {diagnosis.samples} samples of {diagnosis.data}\n\n{diagnosis.table()}\n")
-            click.echo(seconds_line(diagnosis.cost), err=True)  # what is on stdout is the same every time
-            click.echo(f"Written to {folder}")
+            echo(f"{diagnosis.title}: {diagnosis.samples} samples of {diagnosis.data}", "")
+            echo(*diagnosis.table().split("\n"), "")
+            echo(seconds_line(diagnosis.cost), err=True)  # what is on stdout is the same every time
+            echo(f"Written to {folder}")
 
 
 @click.command("eval", cls=SectionedHelp, short_help="Measure a model: accuracy, or loss.")
@@ -351,10 +351,10 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
 
         result = evaluate_model(model, **job, **vars(settings))
         if as_json:
-            click.echo(json.dumps({name: value for name, value in vars(result).items() if value not in (None, ())}))
+            echo_json({name: value for name, value in vars(result).items() if value not in (None, ())})
         elif not quiet:
             for notice in result.notices:
-                click.echo(f"Notice: {notice}", err=True)
+                echo(f"Notice: {notice}", err=True)
             how = "" if result.trained_on is None else f"by a linear probe on {result.trained_on} samples "
             measured_on = f"{result.n} samples of split {result.split} of {result.data}"
-            click.echo(f"{result.metric} {value_text(result)} {how}({measured_on})")
+            echo(f"{result.metric} {value_text(result)} {how}({measured_on})")

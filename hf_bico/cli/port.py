@@ -114,7 +114,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         if digest is not None and digest == _digest(command, planned.lineage.models):
             ending.interrupted = f"the result is in {folder}"
             if not (as_json or quiet):
-                click.echo(f"This port is in {folder} already: it is pushed as it is.")
+                console.echo(f"This port is in {folder} already: it is pushed as it is.")
         else:
             if push_to is not None:
                 require_hidden(push_to, push, planned.lineage.restricted, hub)
@@ -197,9 +197,7 @@ def _end_held_back(record: Record, as_json: bool, quiet: bool) -> NoReturn:
             plain = json.loads(record.to_json())
             method = plain["method"]
             figures = {name: method.get(name) for name in ("alpha", "curve", "veto", "candidates") if name in method}
-            click.echo(
-                json.dumps({"held_back": True, "reason": held_back_sentence(record), **figures, "record": plain})
-            )
+            console.echo_json({"held_back": True, "reason": held_back_sentence(record), **figures, "record": plain})
         else:
             console.print_held_back(record, quiet)
     sys.exit(HELD_BACK)
@@ -214,11 +212,11 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
         warnings = [f"Warning: {headline(record)}"] if is_worse(record) else []
         warnings += [f"Notice: {notice}" for notice in record.notices if not as_json]
         for warning in warnings:
-            click.echo(warning, err=True)
+            console.echo(warning, err=True)
     pushed = None if push_to is None else push_folder(folder, push_to, push, hub)
     if as_json:
         content = {"folder": str(folder), "held_back": False, "record": json.loads(record.to_json())}
-        click.echo(json.dumps(content if pushed is None else {**content, "pushed": vars(pushed)}))
+        console.echo_json(content if pushed is None else {**content, "pushed": vars(pushed)})
     elif pushed is not None and not quiet:
         console.print_pushed(pushed)
 
@@ -284,7 +282,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
         with reservation, console.progress_bars(quiet or as_json) as progress:
             again = run(ported, folder=folder, overwrite=overwrite, progress=progress, **options)
         if as_json:
-            click.echo(json.dumps({"same": again.same, **vars(again)}))
+            console.echo_json({"same": again.same, **vars(again)})
         elif not quiet or not again.same:
             console.print_rerun(again)
         sys.exit(0 if again.same else 1)
@@ -328,6 +326,6 @@ def _print_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_d
     if needs_data and planned.lineage.data is None:
         command += " --data DATA"
     if as_json:
-        click.echo(json.dumps({**planned.as_dict(), "command": command}))
+        console.echo_json({**planned.as_dict(), "command": command})
     elif not quiet:
         console.print_plan(planned, command, needs_data)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from hf_bico.cli.completion import complete_folder
-from hf_bico.cli.console import print_pushed
+from hf_bico.cli.console import echo, echo_json, print_pushed
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
 from hf_bico.errors import RepoNotFoundError
@@ -34,9 +33,9 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
             raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
         file = write_card(read_any(path), path)
         if as_json:
-            click.echo(json.dumps({"card": str(file)}))
+            echo_json({"card": str(file)})
         elif not quiet:
-            click.echo(f"Written to {file}")
+            echo(f"Written to {file}")
 
 
 @click.command(cls=SectionedHelp, short_help="Push a result to the Hub as one commit.")
@@ -63,6 +62,6 @@ def push(folder: str, repo: str, token: str | None, as_json: bool, quiet: bool, 
         ending.interrupted = f"look at {repo} before you push again"
         pushed = push_folder(expanded(folder), repo, PushOptions(**options), Hub(token))
         if as_json:
-            click.echo(json.dumps(vars(pushed)))
+            echo_json(vars(pushed))
         elif not quiet:
             print_pushed(pushed)

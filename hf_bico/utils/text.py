@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format a plain table: first column left-aligned, others right-aligned, two spaces between."""
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[*map(str.ljust, row[:1], widths), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return "\n".join("  ".join(cells).rstrip() for cells in lines)
@@ -31,17 +32,51 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$^=@]|:(?=\S)|(?<=[Ww]{3})\.)")
 _RIGHT_TO_LEFT = frozenset(("R", "AL", "AN"))
 
 
+# C0, DEL and C1; half a surrogate pair; what breaks a line; what has no width, or turns the text around it
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029"
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f"
+    "\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+_JOINERS = "\u200c\u200d"
+_SELECTORS = re.compile("[\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+_END_OF_LATIN = "\u02ff"
+
+
+def visible(text: str) -> str:
+    """Return one line in which nothing moves the cursor, turns or hides text: such characters are shown as escapes.
+
+    Letters of every script stay. Joiners and variation selectors stay where they shape a letter or an emoji, which is
+    behind (and joiners also before) a visible character that is not Latin.
+
+    >>> print(visible("a\\x1b[2Jb\\nReady to port.\\u202ec"))
+    a\\x1b[2Jb\\nReady to port.\\u202ec
+    """
+    return _HIDDEN.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    letter, start, end = found[0], found.start(), found.end()
+    before, after = found.string[max(0, start - 1) : start], found.string[end : end + 1]
+    shaped = before > _END_OF_LATIN and (not _HIDDEN.match(before) or (letter in _JOINERS and before == "\ufe0f"))
+    if _SELECTORS.match(letter) and (shaped or after == "\N{COMBINING ENCLOSING KEYCAP}"):
+        return letter
+    if letter in _JOINERS and shaped and after > _END_OF_LATIN and not _HIDDEN.match(after):
+        return letter
+    return letter.encode("unicode_escape").decode("ascii")
+
+
 class Markdown(str):
     """Text that is already Markdown; templates escape all other text."""
 
 
 def clean(text: Any, limit: int) -> str:
     """Return one line of at most `limit` characters, without control characters."""
-    line = " ".join("".join(_visible(letter) for letter in str(text)[: 4 * limit]).split())
+    line = " ".join("".join(_on_card(letter) for letter in str(text)[: 4 * limit]).split())
     return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
 
 
-def _visible(letter: str) -> str:
+def _on_card(letter: str) -> str:
     kind = unicodedata.category(letter)
     if kind in ("Cc", "Zl", "Zp"):
         return " "
@@ -130,9 +165,9 @@ class Table:
     leading: int = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable | str]:
-        rows = [self.header, *(line.cells for line in self.lines)]
+        rows = [[visible(cell) for cell in row] for row in (self.header, *(line.cells for line in self.lines))]
         if any(line.mark for line in self.lines):
-            rows = [(*self.header, ""), *((*line.cells, line.mark) for line in self.lines)]
+            rows = [[*row, mark] for row, mark in zip(rows, ("", *(line.mark for line in self.lines)), strict=True)]
         if sum(_widths(rows)) + _GAP * (len(self.header) - 1) > options.max_width:
             rows[0] = [name.replace(" ", "\n") for name in rows[0]]
         for number, columns in enumerate(_pieces(_widths(rows), options.max_width, self.leading)):
