@@ -24,7 +24,7 @@ FREE_UNPACKED = 256_000_000
 MAX_RATIO = 100
 """Texts are packed to a tenth or a thirtieth."""
 MAX_MEMBERS = 500_000
-UNPACKING_ERRORS = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError)
+UNPACKING_ERRORS = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, NotImplementedError)
 """Errors of archives that are neither OSError nor ValueError."""
 _CHUNK = 2**20
 _MAX_NESTING = 3

@@ -202,6 +202,26 @@ def make_data_card(folder: Path) -> Path:
     return folder
 
 
+def make_zip(folder: Path) -> Path:
+    import zipfile
+
+    pictures = make_picture(folder / "pictures")
+    with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
+        for file in sorted(pictures.rglob("*.png")):
+            archive.write(file, file.relative_to(pictures))
+    shutil.rmtree(pictures)
+    return folder
+
+
+def make_gzip(folder: Path) -> Path:
+    import gzip
+
+    file = make_rows(folder) / "rows.jsonl"
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+    file.unlink()
+    return folder
+
+
 def make_ported(folder: Path) -> Path:
     return _gallery("adapter-port", folder)
 
@@ -296,6 +316,20 @@ def read_folder_of_texts(folder: Path) -> object:
     return _drawn(folder, "texts", "")
 
 
+def read_declared(folder: Path) -> object:
+    """A stranger's card, with the files that it declares, and what they unpack to."""
+    from hf_bico.data import loading
+    from hf_bico.data.unpacking import UnpackedSize
+
+    with loading.readable("x"):
+        found = loading._find_files("x", ["rows.jsonl"], folder, None)
+        size = UnpackedSize("x", 10**6, 10**9)
+        for files in found.splits.values():
+            for file in files:
+                size.add_file(folder / file, found.reader)
+    return found, size.total
+
+
 def read_images(folder: Path) -> object:
     return _drawn(folder, "images", "")
 
@@ -381,6 +415,9 @@ READERS: dict[str, dict[str, Kind]] = {
         "parquet": Kind("rows.parquet", make_parquet, read_texts),
         "picture": Kind("one/0.png", make_picture, read_images),
         "card": Kind("README.md", make_data_card, read_folder_of_texts),
+        "declared": Kind("README.md", make_data_card, read_declared),
+        "zip": Kind("pictures.zip", make_zip, read_images),
+        "gzip": Kind("rows.jsonl.gz", make_gzip, read_folder_of_texts),
     },
     "results": {
         "comparison": Kind("comparison.json", make_comparison, read_comparison),
