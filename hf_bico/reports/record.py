@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from hf_bico.errors import RecordError
 from hf_bico.runtime.output import RECORD_FILE
@@ -37,10 +37,13 @@ Probability = Annotated[float, Within(0, 1)]
 _VALUES = {ACCURACY: Within(0, 1), LOSS: Within(0)}
 """What a measurement of each metric can be."""
 _FEW, _MANY, _VERY_MANY = Within(0, 100), Within(0, 10_000), Within(0, 100_000)
+_CLASSES = Within(0, 1_000_000)
 Texts = Annotated[list[str], _MANY]
 Digests = Annotated[dict[str, str], _MANY]
 Versions = Annotated[dict[str, str], _FEW]
 Notices = Annotated[list[str], _FEW]
+Setting = str | int | float | bool | Annotated[list[str | int | float], _CLASSES] | None
+"""The value of an option."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class DataRecord:
     indices: list[int]
     columns: Annotated[dict[str, str], _FEW]
     labels: str
-    class_names: Annotated[list[str], Within(0, 1_000_000)]
+    class_names: Annotated[list[str], _CLASSES]
     commit: str | None = None
     config: str | None = None
     per_class: Count | None = None
@@ -352,7 +355,7 @@ class Record(_RecordBase):
     command: str | None = None
     data: DataRecord | None = None
     output: OutputRecord | None = None
-    settings: Annotated[dict[str, Any], _FEW] = field(default_factory=dict)
+    settings: Annotated[dict[str, Setting], _FEW] = field(default_factory=dict)
     outlook: OutlookRecord | None = None
     source_lead: SourceLeadRecord | None = None
     evaluation: Annotated[list[EvaluationRecord], _FEW] = field(default_factory=list)
