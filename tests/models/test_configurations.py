@@ -17,8 +17,10 @@ from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.families import family_named
 from hf_bico.models.layout import Layout
 from hf_bico.models.model import Model
+from support.toys import WRITERS, Toy, open_clip_config, random_state
 
 Config = dict[str, Any]
+TOY = Toy()
 
 BERT: Config = {
     **{"architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False},
@@ -249,3 +251,28 @@ def test_a_field_that_may_change_what_is_computed_is_said(
     ending, fields = _found(base, tuned, tmp_path)
     assert ending == "said"
     assert field in fields
+
+
+def test_loaded_open_clip_models_show_how_they_compute(tmp_path: Path) -> None:
+    import open_clip
+
+    config = open_clip_config(TOY)
+    config["text_cfg"].pop("hf_tokenizer_name")
+    folder = WRITERS["open_clip"](tmp_path / "base", TOY, random_state(TOY, 0))
+
+    def fields(base: Any, **model: Any) -> list[tuple[str, bool]]:
+        tuned = Model.open(open_clip.CLIP(**{**config, **model}), "the fine-tuned model")
+        found = config_differences(tuned, Model.open(base, "the base", "open_clip"))
+        return [(one.field, one.is_decisive) for one in found]
+
+    vision = {**config["vision_cfg"], "head_width": 2 * config["vision_cfg"]["head_width"]}
+    for base in (folder, open_clip.CLIP(**config), open_clip.CustomTextCLIP(**config)):
+        assert fields(base) == []
+        assert fields(base, quick_gelu=True) == [("model_cfg.quick_gelu", True)]
+        assert fields(base, vision_cfg=vision) == [("model_cfg.vision_cfg.head_width", True)]
+        assert fields(base, vision_cfg={**config["vision_cfg"], "norm_kwargs": {"eps": 0.1}}) == [
+            ("model_cfg.vision_cfg.norm_kwargs.eps", True)
+        ]
+        assert fields(base, text_cfg={**config["text_cfg"], "pool_type": "last"}) == [
+            ("model_cfg.text_cfg.pool_type", True)
+        ]

@@ -26,10 +26,12 @@ from hf_bico.errors import (
     OutputError,
     UsageError,
 )
+from hf_bico.hub.client import Hub
 from hf_bico.models import inference
 from hf_bico.models.model import Model
 from hf_bico.porting import evaluate
 from hf_bico.porting.evaluate import evaluate_model
+from hf_bico.porting.task_vector import FineTune
 from support import forks
 from support.paper import PAPER
 from support.scenes import SOURCE, Scene, make_scene
@@ -297,6 +299,20 @@ def test_delta_over_other_weights_is_refused(scene: Scene, tmp_path: Path) -> No
     with pytest.raises(BaseMismatchError, match="made for other weights"):
         evaluate_model(delta, scene.data, base=stranger)
     assert evaluate_model(delta, scene.data, base=scene.target).n == 20
+
+
+def test_a_fine_tune_is_not_measured_as_a_base_that_computes_something_else(scene: Scene, tmp_path: Path) -> None:
+    tuned = Path(shutil.copytree(scene.tuned, tmp_path / "tuned"))
+    config = json.loads((tuned / "open_clip_config.json").read_text())
+    config["model_cfg"]["quick_gelu"] = True
+    (tuned / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(BaseMismatchError, match="compute different things"):
+        evaluate_model(tuned, scene.data, base=scene.base)
+    assert evaluate_model(tuned, scene.data).n == 20
+    base = Model.open(scene.base, "the base", "open_clip")
+    with pytest.raises(BaseMismatchError, match="the checkpoint 'tuned' is no fine-tune of 'base': .*quick_gelu"):
+        FineTune.over(base, tuned, "the checkpoint", Hub(), allow_pickle=False)
+    assert FineTune.over(base, scene.tuned, "the checkpoint", Hub(), allow_pickle=False).name == "tuned"
 
 
 def test_calibrating_on_test_measures_on_what_is_left(scene: Scene) -> None:
