@@ -148,7 +148,10 @@ def test_a_plan(scene: Scene) -> None:
     assert shown.splitlines().count("Ready to port.") == 1
     as_json = run("plan", *words, "--json").stdout
     assert as_json.isascii()
-    assert EVIL in json.loads(as_json)["command"]
+    command = json.loads(as_json)["command"]
+    assert command.isprintable()
+    typed = subprocess.run(["sh", "-c", f"printf '%s' {command}"], capture_output=True, check=True)
+    assert EVIL.encode() in typed.stdout
 
 
 def test_a_rerun_and_a_card(ported: Path, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

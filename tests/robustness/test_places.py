@@ -93,7 +93,7 @@ WRITING = {
         ("ü" * 128 + "/b", "Error: the name 'üüü"),
         ("/".join(["a" * 100] * 41), "Error: the path to 'aaa"),
         ("~nobody-here/out", "Error: whose home '~nobody-here/out' is in is not known"),
-        (os.fsdecode(b"\xff/out"), "Error: '?/out' is no text in UTF-8"),
+        (os.fsdecode(b"\xff/out"), "Error: '\\udcff/out' is no text in UTF-8"),
         ("/dev/null/out", "Error: nothing can be written into '/dev/null'"),
     ],
     ids=["name", "parent", "path", "home", "bytes", "file"],
@@ -140,7 +140,7 @@ def test_a_model_whose_name_is_no_text_is_told_before_any_work(scene: Scene, her
     done = run("extract", source, "--base", str(scene.base), "-o", "out")
     assert (done.exit_code, done.stderr.splitlines()[0]) == (
         1,
-        "Error: the fine-tuned model: the name '?' is no text in UTF-8",
+        "Error: the fine-tuned model: the name '\\udcff' is no text in UTF-8",
     )
     assert not (here / "out").exists()
 
