@@ -223,7 +223,9 @@ def _text(value: Any, name: str) -> str:
 
 
 def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern, in the order of patterns; one without wildcards must be there.
+    """Return the names that match a pattern, in the order of patterns; raise FileNotFoundError if there are none.
+
+    A name without wildcards must be there too.
 
     Not by regular expressions, which take for ever over some patterns and names.
 
@@ -240,7 +242,9 @@ def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
         elif pattern in there:
             found[pattern] = None
         else:
-            raise FileNotFoundError(f"Unable to find '{pattern}'")
+            raise FileNotFoundError(f"the card names '{pattern}', which is not there")
+    if not found:
+        raise FileNotFoundError(f"no file is called as the card says: {', '.join(patterns)[:200]}")
     return list(found)
 
 

@@ -235,7 +235,7 @@ def _find_files(name: str, names: Sequence[str], source: Path, config: str | Non
         patterns: dict[str, str] = {}
         if declared.splits:
             matched = {split: matching(names, some) for split, some in declared.splits.items()}
-            patterns = {split: f"{number}/**" for number, (split, some) in enumerate(matched.items()) if some}
+            patterns = {split: f"{number}/**" for number, split in enumerate(matched)}
             placed = {f"{number}/{file}": file for number, some in enumerate(matched.values()) for file in some}
         for place, file in placed.items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
@@ -243,8 +243,6 @@ def _find_files(name: str, names: Sequence[str], source: Path, config: str | Non
                 (folder / place).symlink_to((source / file).resolve())
             else:
                 (folder / place).touch()
-        if not placed:
-            raise FileNotFoundError("the card names no file of the repo")
         declared.write_card(folder, patterns)
         card = declared.config if patterns or declared.folder else None
         builder = _builder(folder, name, card, str(Path(scratch) / "cache"))

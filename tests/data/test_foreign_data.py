@@ -146,6 +146,7 @@ UNSUPPORTED = (
     CONFIGS.format("[{split: 5, path: t.csv}]"),
     CONFIGS.format("[" + "t.csv, " * 10_001 + "]"),
     CONFIGS.format("none.csv"),
+    CONFIGS.format("[{split: train, path: t.csv}, {split: test, path: 'test*'}]"),
     CONFIGS.format("[{split: train, path: t.csv}, {split: train, path: t.csv}]"),
     CONFIGS.format("t.csv, skiprows: 2000000000"),
     NUMBERED % 900_000_000,
