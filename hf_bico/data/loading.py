@@ -6,6 +6,7 @@ Knows files, configurations and splits; not what is in the rows. No code of a re
 from __future__ import annotations
 
 import atexit
+import hashlib
 import io
 import os
 import re
@@ -94,12 +95,12 @@ def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
         used = None
         if path.is_file():
             _require_sound(_FORMATS[path.suffix], [path])
-            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), cache_dir=_cache())
+            loaded = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), cache_dir=_cache_of(path))
         elif saved:
             loaded = datasets.load_from_disk(str(path))
         else:
             metadata = read_metadata(path)  # refuse a card that `datasets` would never finish reading
-            builder = _builder(path.resolve(), name, config, _cache())
+            builder = _builder(path.resolve(), name, config, _cache_of(path))
             used = builder.config.name
             files = {str(split): list(map(Path, some)) for split, some in builder.config.data_files.items()}
             loaded = _prepared(builder, files, path.resolve(), bool(metadata.get("configs")))
@@ -113,7 +114,7 @@ def _prepared(builder: Any, files: Mapping[str, Sequence[Path]], root: Path, dec
     _require_sound(builder.name, every, columns)
     if builder.name == "imagefolder" and any(file.suffix.lower() == ".zip" and has_images(file) for file in every):
         options = {key: getattr(builder.config, key) for key in ("drop_labels", "drop_metadata")}
-        return _without_split_labels(open_zipped(files, root, declared, options))
+        return _without_split_labels(open_zipped(files, root, declared, options, _cache()))
     builder.download_and_prepare()
     return _without_split_labels(builder.as_dataset())
 
@@ -313,6 +314,23 @@ def _writable_cache(own: str) -> str | None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # what is read stays mapped into memory until then
         return folder
     return None
+
+
+def _cache_of(path: Path) -> str:
+    """Return the folder for `datasets` to write what it makes of a local folder or file in its present state.
+
+    By itself it takes a file for the same if path and time of change are: a copy, an archive or a clock that was set
+    back can keep that time.
+    """
+    import datasets
+
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+    for file in sorted(files):
+        status = file.stat()
+        facts = (str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(repr(facts).encode())
+    return str(Path(_cache() or datasets.config.HF_DATASETS_CACHE) / "hf-bico" / digest.hexdigest()[:32])
 
 
 def _builder(folder: Path, name: str, config: str | None, cache: str | None) -> Any:

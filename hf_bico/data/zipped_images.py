@@ -27,15 +27,18 @@ def has_images(file: Path) -> bool:
     return any(_is_image(member) for member in _members(file))
 
 
-def open_zipped(splits: Mapping[str, Sequence[Path]], root: Path, declared: bool, options: Mapping[str, Any]) -> Any:
+def open_zipped(
+    splits: Mapping[str, Sequence[Path]], root: Path, declared: bool, options: Mapping[str, Any], cache: str | None
+) -> Any:
     """Return the rows of each split of a data set of which some images are in archives below `root`.
 
-    Splits that nobody has `declared` are found anew, as there may be folders for them inside of the archives.
+    Splits that nobody has `declared` are found anew, as there may be folders for them inside of the archives. The rows
+    are kept in `cache`, or where `datasets` keeps its own.
     """
     import datasets
 
     with tempfile.TemporaryDirectory(prefix="hf-bico-") as scratch:
-        folder, cache = Path(scratch).resolve() / "files", str(Path(scratch) / "cache")
+        folder, own = Path(scratch).resolve() / "files", str(Path(scratch) / "cache")
         origins: dict[str, Origin] = {}
         data_files: dict[str, Any] = {}
         for number, (split, files) in enumerate(splits.items()):
@@ -47,12 +50,12 @@ def open_zipped(splits: Mapping[str, Sequence[Path]], root: Path, declared: bool
             paths = [str(base / place) for place in sorted(placed)]
             data_files[split] = datasets.data_files.DataFilesList(paths, [()] * len(paths))
         if declared:
-            builder = datasets.load_dataset_builder("imagefolder", data_files=data_files, cache_dir=cache, **options)
+            builder = datasets.load_dataset_builder("imagefolder", data_files=data_files, cache_dir=own, **options)
         else:
-            builder = datasets.load_dataset_builder(str(folder), cache_dir=cache, **options)
+            builder = datasets.load_dataset_builder(str(folder), cache_dir=own, **options)
         builder.download_and_prepare()
         found = builder.as_dataset(in_memory=True)
-        return datasets.DatasetDict({split: _with_bytes(rows, origins) for split, rows in found.items()})
+        return datasets.DatasetDict({split: _with_bytes(rows, origins, cache) for split, rows in found.items()})
 
 
 def _placed(files: Sequence[Path], root: Path) -> dict[str, Origin]:
@@ -128,7 +131,7 @@ def _write(place: Path, origin: Origin) -> None:
             shutil.copyfileobj(source, target)
 
 
-def _with_bytes(rows: Any, origins: Mapping[str, Origin]) -> Any:
+def _with_bytes(rows: Any, origins: Mapping[str, Origin], cache: str | None) -> Any:
     """Return the rows with images in the place of empty files."""
     import datasets
 
@@ -146,6 +149,7 @@ def _with_bytes(rows: Any, origins: Mapping[str, Origin]) -> Any:
         features=rows.features,
         gen_kwargs={"table": table, "images": tuple(columns), "stamps": stamps},  # `datasets` would divide lists
         split=rows.split,
+        cache_dir=cache,
     )
 
 

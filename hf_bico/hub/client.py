@@ -36,14 +36,16 @@ from hf_bico.hub.references import (
     HubReference,
     cached_repo,
     hub_repo,
+    is_repo_id,
     near_folder,
     near_open_clip,
     parse,
     recorded_folder,
     recorded_repo,
 )
-from hf_bico.hub.retries import LOG_IN, T, is_offline, request_errors, with_retries
+from hf_bico.hub.retries import LOG_IN, NOT_OF_THE_HUB, T, answered, is_offline, request_errors, with_retries
 from hf_bico.utils import __version__
+from hf_bico.utils.files import sha256_of
 from hf_bico.utils.text import did_you_mean, near
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "R
 _MAX_SMALL_FILE = 20_000_000
 _CONVERSION_BOT = "SFconvertbot"
 _TYPE_NAMES = {"model": "model", "dataset": "data set"}
+_COMMIT = re.compile("[0-9a-f]{40}")
+_OTHER_ENDPOINT = "try again in a while; if HF_ENDPOINT is set, ask those who run it"
 _UNSAFE_PARTS = ("..", "\\", "\0")
 
 DownloadCallback = Callable[[int], None]
@@ -76,6 +80,8 @@ class HubRepo:
     hub: Hub = field(repr=False, compare=False)
     sha256: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Digests of the large files, as the Hub gives them."""
+    git_ids: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    """Those of the other files."""
 
     @property
     def renamed(self) -> bool:
@@ -109,7 +115,10 @@ class HubRepo:
         options: dict[str, Any] = {"revision": self.commit, "repo_type": self.type, "tqdm_class": bar}
         try:
             for name in names:
-                self.request(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
+                is_new = self.cached(name) is None
+                path = self.request(lambda: self.hub.api.hf_hub_download(self.id, name, **options))  # noqa: B023
+                if is_new and not is_offline():
+                    self._require_same(name, Path(path))
         except OSError as error:
             if error.errno is None:  # raised by huggingface_hub, not by the disk
                 raise HubUnavailableError(
@@ -121,6 +130,25 @@ class HubRepo:
             ) from error
         return self.snapshot
 
+    def _require_same(self, name: str, file: Path) -> None:
+        """Refuse a download that is not the listed file; delete it from the cache."""
+        from huggingface_hub.utils.sha import git_hash
+
+        asked = f"'{name}' of '{self.id}'"
+        if not (self.snapshot / name).exists():
+            cause = f"{asked}: the Hub answers with another commit than '{self.commit}'"
+        elif self.files[name] and file.stat().st_size != self.files[name]:  # not every mirror lists sizes
+            cause = f"{asked} came with {file.stat().st_size:,} bytes, and is listed with {self.files[name]:,}"
+        elif name in self.sha256 and sha256_of([file])[file.name] != self.sha256[name]:
+            cause = f"{asked} came with another SHA-256 than it is listed with"
+        elif self.git_ids.get(name) and git_hash(file.read_bytes()) != self.git_ids[name]:
+            cause = f"{asked} came with another content than it is listed with"
+        else:
+            return
+        for path in (file.resolve(), file):
+            path.unlink(missing_ok=True)
+        raise HubUnavailableError(cause, _OTHER_ENDPOINT)
+
     def header(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of a safetensors file, by one Range request."""
         from huggingface_hub.errors import SafetensorsParsingError
@@ -130,7 +158,8 @@ class HubRepo:
             metadata = self.request(lambda: self.hub.api.parse_safetensors_file_metadata(self.id, name, **where))
         except SafetensorsParsingError as error:
             raise BrokenWeightsError(
-                f"'{name}' of '{self.id}' cannot be read as safetensors: {error}", "ask its author to upload it again"
+                f"'{name}' of '{self.id}' cannot be read as safetensors: {error}",
+                "try again in a while; if it stays so, ask its author to upload it again",
             ) from error
         return {tensor: tuple(info.shape) for tensor, info in metadata.tensors.items()}
 
@@ -180,9 +209,11 @@ class Hub:
         named = f"{what} '{reference}'"
         with translate_hub_errors(reference, type, named, self):
             where: dict[str, Any] = {"revision": reference.revision, "repo_type": type}
-            info: Any = with_retries(lambda: self.api.repo_info(reference.id, files_metadata=True, **where))
+            info: Any = with_retries(lambda: sound(self.api.repo_info(reference.id, files_metadata=True, **where)))
             if info.gated:
                 with_retries(lambda: self.api.auth_check(info.id, repo_type=type))
+        if _COMMIT.fullmatch(reference.revision or "") and info.sha != reference.revision:
+            raise HubUnavailableError(f"{named}: the Hub answers with the commit '{info.sha}'", _OTHER_ENDPOINT)
         files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         for name in files:
             if any(part in name for part in _UNSAFE_PARTS) or name.startswith("/"):
@@ -190,7 +221,9 @@ class Hub:
         if not set(files) - {".gitattributes"}:
             raise EmptyRepoError(f"{named} is empty", "check the name, or the revision after an @")
         digests = {file.rfilename: file.lfs.sha256 for file in info.siblings if file.lfs is not None}
-        return HubRepo(info.id, type, info.sha, files, bool(info.private or info.gated), reference, self, digests)
+        git_ids = {file.rfilename: file.blob_id for file in info.siblings if file.lfs is None}
+        restricted = bool(info.private or info.gated)
+        return HubRepo(info.id, type, info.sha, files, restricted, reference, self, digests, git_ids)
 
     def _from_cache(self, reference: HubReference, what: str, type: str) -> HubRepo:
         root, revision = _cache_folder(reference.id, type), reference.revision or MAIN
@@ -236,14 +269,14 @@ class Hub:
     def exists(self, repo_id: str, type: str) -> bool:
         """Return whether the repo exists; False if the Hub does not answer."""
         try:
-            return bool(self.api.repo_exists(repo_id, repo_type=type))
+            return bool(answered(lambda: self.api.repo_exists(repo_id, repo_type=type)))
         except request_errors():
             return False
 
     def revisions(self, reference: HubReference, type: str) -> list[str]:
         """Return the branches and tags of a repo; none if the Hub does not answer."""
         try:
-            refs = self.api.list_repo_refs(reference.id, repo_type=type)
+            refs = answered(lambda: self.api.list_repo_refs(reference.id, repo_type=type))
         except request_errors():
             return []
         return [ref.name for ref in (*refs.branches, *refs.tags)]
@@ -253,14 +286,26 @@ class Hub:
         owner, _, name = reference.id.rpartition("/")
         list_repos = self.api.list_models if type == "model" else self.api.list_datasets
         try:
-            ids = [info.id for info in list_repos(search=name, limit=20)]
+            ids = answered(lambda: [info.id for info in list_repos(search=name, limit=20)])
             if owner:
-                ids += [info.id for info in list_repos(author=owner, limit=200)]
+                ids += answered(lambda: [info.id for info in list_repos(author=owner, limit=200)])
         except request_errors():
             return None
         by_name = {other.rpartition("/")[2]: other for other in ids if other != reference.id}
         similar = near(name, by_name, cutoff=0.8)
         return near(reference.id, ids, cutoff=0.85) or (None if similar is None else by_name[similar])
+
+
+def sound(info: Any) -> Any:
+    """Return the Hub's answer about a repo; a TypeError if it holds something else than the Hub says there."""
+    named = isinstance(info.id, str) and is_repo_id(info.id) and isinstance(info.sha, str)
+    if not named or not _COMMIT.fullmatch(info.sha):
+        raise TypeError("no repo, or no commit")
+    for file in info.siblings or ():
+        name, size = file.rfilename, file.size
+        if not isinstance(name, str) or not isinstance(size, int | None) or (size or 0) < 0:
+            raise TypeError("no file")
+    return info
 
 
 def _cache_folder(repo_id: str, type: str) -> Path:
@@ -395,6 +440,10 @@ class RemoteFile(io.RawIOBase):
         headers = build_hf_headers(token=repo.hub.token, library_name="hf-bico") | {"Range": f"bytes={start}-{end - 1}"}
         response = http_backoff("GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
         hf_raise_for_status(response)
+        commits = [one.headers.get("X-Repo-Commit", repo.commit) for one in (*response.history, response)]
+        if set(commits) != {repo.commit}:
+            cause = f"'{self._name}' of '{repo.id}': the Hub answers with another commit than '{repo.commit}'"
+            raise HubUnavailableError(cause, _OTHER_ENDPOINT)
         content: bytes = response.content
         if len(content) != end - start:
             raise HubUnavailableError(
@@ -437,7 +486,7 @@ def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hu
     except errors.HFValidationError as error:
         raise RepoNotFoundError(f"{named} is not an id of the Hub: {error}", "use OWNER/NAME") from error
     except JSONDecodeError as error:
-        raise _unavailable(named, ValueError("what it answers is a page, or nothing, and not of the Hub")) from error
+        raise _unavailable(named, ValueError(NOT_OF_THE_HUB)) from error
     except request_errors() as error:
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
             raise TokenError(f"{named}: the Hub refuses this token ({_reason(error)})", LOG_IN) from error

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import BicoError, PushError, PushRefusedError, RemoteExistsError, RepoError, TokenError, UsageError
-from hf_bico.hub.client import MAIN, Hub, translate_hub_errors
+from hf_bico.hub.client import MAIN, Hub, sound, translate_hub_errors
 from hf_bico.hub.references import REPO_TYPES, HubReference, RepoName, is_hub_id
-from hf_bico.hub.retries import LOG_IN, RETRIED, is_offline, request_errors, with_retries
+from hf_bico.hub.retries import LOG_IN, RETRIED, answered, is_offline, request_errors, with_retries
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.text import command_line, typed_path
 
@@ -85,19 +85,19 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     if not hub.has_token:
         raise TokenError(f"pushing to '{repo_id}' needs a token", f"{LOG_IN}; the token must be allowed to write")
     with translate_hub_errors(HubReference(repo_id), "model", f"'{repo_id}'"):
-        account: dict[str, Any] = with_retries(lambda: hub.api.whoami(token=hub.token))
-    full_id = repo_id if "/" in repo_id else f"{account['name']}/{repo_id}"
+        name, orgs, role = with_retries(lambda: _account(hub.api.whoami(token=hub.token)))
+    full_id = repo_id if "/" in repo_id else f"{name}/{repo_id}"
     if not is_hub_id(full_id):
         raise UsageError(f"'{repo_id}' cannot be the name of a Hub repo", "use OWNER/NAME with letters, digits, . _ -")
     info = remote_info(hub, full_id, None)
-    owners = [account["name"], *(org["name"] for org in account.get("orgs") or ())]
+    owners = [name, *orgs]
     if full_id.partition("/")[0] not in owners and not options.create_pr:
         request = "" if info is None else ", or open a pull request with --create-pr"
         raise TokenError(
-            f"the token is of '{account['name']}', who may not push to '{full_id}'",
+            f"the token is of '{name}', who may not push to '{full_id}'",
             f"push to one of: {', '.join(f'{name}/...' for name in owners)}{request}",
         )
-    if ((account.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
+    if role == "read":
         raise TokenError("the token may only read", "make one that may write, and log in with 'hf auth login'")
     if info is not None:
         full_id = str(info.id)  # a renamed repo answers at its old name
@@ -107,6 +107,14 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     if info is not None and not replaces and _files(_replaced(hub, full_id, options.revision)):
         raise _already_exists(full_id)
     return full_id
+
+
+def _account(answer: dict[str, Any]) -> tuple[str, list[str], str | None]:
+    """Return the name of a token's owner, the organisations, and what the token may do."""
+    name, orgs = answer["name"], [org["name"] for org in answer.get("orgs") or ()]
+    if not all(isinstance(one, str) for one in (name, *orgs)):
+        raise TypeError("no name")
+    return name, orgs, ((answer.get("auth") or {}).get("accessToken") or {}).get("role")
 
 
 def require_hidden(repo_id: str, options: PushOptions, restricted: Sequence[str], hub: Hub) -> None:
@@ -136,7 +144,7 @@ def _is_public(hub: Hub, type: str, repo_id: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     with suppress(HFValidationError, *request_errors()):
-        info: Any = with_retries(lambda: hub.api.repo_info(repo_id, repo_type=type))
+        info: Any = with_retries(lambda: sound(hub.api.repo_info(repo_id, repo_type=type)))
         return not (info.private or info.gated or info.disabled)
     return False
 
@@ -158,10 +166,10 @@ def remote_info(hub: Hub, repo_id: str, revision: str | None, *, exists: bool = 
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     missing = (RepositoryNotFoundError, RevisionNotFoundError)
-    request = partial(hub.api.model_info, repo_id, revision=revision, files_metadata=True)
+    ask = partial(hub.api.model_info, repo_id, revision=revision, files_metadata=True)
     with translate_hub_errors(HubReference(repo_id, revision), "model", f"'{repo_id}'"):
         try:
-            return with_retries(request, lagging=missing if exists else ())
+            return with_retries(lambda: sound(ask()), lagging=missing if exists else ())
         except missing as error:
             if exists or isinstance(error, GatedRepoError):
                 raise
@@ -301,7 +309,8 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
     def attempt() -> Pushed:
         head = remote_info(hub, repo_id, options.revision, exists=True)
         try:
-            commit: Any = hub.api.create_commit(
+            create = partial(
+                hub.api.create_commit,
                 repo_id,
                 _operations(folder, _files(head)),
                 commit_message=_title(folder, options),
@@ -309,6 +318,7 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
                 create_pr=options.create_pr,
                 parent_commit=None if options.create_pr else head.sha,
             )
+            commit: Any = answered(create)
         except request_errors() as error:
             if pushed := _carried_out(folder, repo_id, options, hub):
                 return pushed

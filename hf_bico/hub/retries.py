@@ -8,6 +8,7 @@ from json import JSONDecodeError
 from typing import Any, TypeVar
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
+NOT_OF_THE_HUB = "what it answers is a page, or nothing, and not of the Hub"
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Status codes of a busy Hub; the request may have been carried out all the same."""
 REQUEST_TIMEOUT = 60.0
@@ -32,6 +33,14 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (HTTPError, ConnectionError, JSONDecodeError)
 
 
+def answered(call: Callable[[], T]) -> T:
+    """Make a request; an answer that huggingface_hub cannot take apart is raised as a failed request."""
+    try:
+        return call()
+    except (AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise ConnectionError(NOT_OF_THE_HUB) from error
+
+
 def with_retries(call: Callable[[], T], lagging: tuple[type[Exception], ...] = ()) -> T:
     """Retry with backoff on 408, 429 and 5xx: huggingface_hub retries only some of its requests.
 
@@ -41,18 +50,20 @@ def with_retries(call: Callable[[], T], lagging: tuple[type[Exception], ...] = (
     for wait in _WAITS:
         _set_timeouts()
         try:
-            return call()
+            return answered(call)
         except request_errors() as error:
             if not (isinstance(error, lagging) or _is_temporary(error)):
                 raise
             time.sleep(_retry_after(error) or wait)
     _set_timeouts()
-    return call()
+    return answered(call)
 
 
 def _is_temporary(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
+    if type(error) is ConnectionError and error.__cause__ is None:  # of hf_xet, which has retried for minutes itself
+        return False
     return not isinstance(error, HfHubHTTPError) or error.response.status_code in RETRIED
 
 

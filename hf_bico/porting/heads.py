@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import torch
 from torch import Tensor, nn
@@ -357,12 +358,15 @@ def _in_class_order(head: ClassHead, own: Sequence[str], class_names: Sequence[s
 
 
 def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
-    """Normalise capitals and word separators in class names, unless two classes would become equal.
+    """Normalise capitals, accents and word separators in class names, unless two classes would become equal.
 
     >>> _spelt_alike(["LABEL_ONE", "Two"], ["two", "label one"])
     [['label one', 'two'], ['two', 'label one']]
+    >>> _spelt_alike(["caf\u00e9"], ["cafe\u0301"])
+    [['café'], ['café']]
     """
-    alike = [[" ".join(re.split(r"[\s_-]+", name.strip().casefold())) for name in names] for names in sides]
+    plain = [[normalize("NFC", name).strip().casefold() for name in names] for names in sides]
+    alike = [[" ".join(re.split(r"[\s_-]+", name)) for name in names] for names in plain]
     return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
 
 

@@ -28,6 +28,8 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.client import Hub as Client
+from hf_bico.hub.client import RemoteFile
+from hf_bico.hub.references import HubReference
 from hf_bico.models.model import Model
 from hf_bico.porting.planner import plan
 from support import forks
@@ -146,6 +148,16 @@ def test_a_file_name_that_leaves_the_folder_is_refused(hub: Hub, tmp_path: Path)
     hub.repo(TARGET).commit({"a/../../evil.json": "{}"})
     with pytest.raises(RepoNotFoundError, match="has a file named"):
         plan(SOURCE, TARGET)
+
+
+def test_accents_of_either_form_are_names_of_their_own(hub: Hub) -> None:
+    """As Linux has it; what was uploaded from a Mac may be of the longer form."""
+    names = {"data/caf\u00e9.txt": b"one", "data/cafe\u0301.txt": b"two letters"}
+    hub.create("user/data", type="dataset").commit(names)
+    repo = Client().repo(HubReference("user/data"), "the data set", "dataset")
+    folder = repo.fetch(names)
+    assert {name: (folder / name).read_bytes() for name in names} == names
+    assert all(RemoteFile(repo, name).read() == content for name, content in names.items())
 
 
 def test_broken_weights_on_the_hub_are_named(hub: Hub, tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""A home or a cache that cannot be used: it is not needed, or the error names it and the way out."""
+"""A home or a cache that cannot be used is not needed, or named with the way out; and what is kept by its time."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from click.testing import CliRunner
 
+from hf_bico.cli.main import main
+from hf_bico.data.loading import open_folder
 from hf_bico.reports.record import read_record
 from support import forks
 from support.hub import Hub
@@ -160,3 +165,46 @@ def test_a_part_of_the_cache_that_is_anothers_is_named(cached: dict[str, str], h
         run(*PORT, **cached), "of the cache cannot be used: Permission denied", "set HF_HOME to another folder"
     )
     assert list(here.iterdir()) == []
+
+
+# what is kept by its time
+
+
+@pytest.mark.parametrize("name", ["", "train.csv"])
+@pytest.mark.parametrize("link", [False, True])
+def test_data_that_changed_and_kept_its_time_is_read_again(name: str, link: bool, tmp_path: Path, hub: Hub) -> None:
+    """As after a copy, from an archive, or by a clock that was set back; `datasets` takes it for the same."""
+    folder, file = tmp_path / "data", tmp_path / "rows.csv"
+    folder.mkdir()
+    if link:
+        (folder / "train.csv").symlink_to(file)
+    else:
+        file = folder / "train.csv"
+    for texts in (["aa", "bb"], ["cc", "dd"], ["aa", "bb"]):
+        file.write_text("\n".join(["text", *texts, ""]))
+        os.utime(file, (1e9, 1e9))
+        splits, _ = open_folder(folder / name, "data")
+        assert list(splits["train"]["text"]) == texts
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(
+    hub: Hub, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, tmp_path / "scene")
+    words = [*PORT, "--overwrite", "--force", "--push-to", "user/pushed"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    before = read_record(here / "out")
+    shutil.rmtree(tmp_path / "hub-cache")
+    hub.delete("user/pushed")
+    hours = count()
+    monkeypatch.setattr(time, "time", lambda: 2e9 - 3600 * next(hours))
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert next(hours) > 1, "somebody looked at it"
+    after = read_record(here / "out")
+    assert after.output is not None
+    assert before.output is not None
+    assert after.output.files == before.output.files
+    assert all(0 <= seconds < 600 for seconds in after.run.seconds.values())
+    assert [path.name for path in here.iterdir()] == ["out"]

@@ -7,20 +7,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from hf_bico.errors import HubUnavailableError, PushError, PushRefusedError, TokenError
+from hf_bico.errors import HubUnavailableError, PushError, PushRefusedError, RepoError, TokenError
 from hf_bico.hub import retries
 from hf_bico.hub.client import Hub as Client
+from hf_bico.hub.client import RemoteFile
 from hf_bico.hub.push import PushOptions
 from hf_bico.hub.references import HubReference
 from hf_bico.porting.publish import push_folder
+from support import forks
 from support.fault_matrix import CIRCLES, FAULTS, Part, do
 from support.hub import Fault, Hub
+from support.loopback import TOKEN
 
 REPO = "user/vit-b16-plus-eurosat"
 SEEN = r"^(?!(HEAD.*laion/|.*laion/.*/(README|tokenizer)))"
@@ -208,6 +212,121 @@ def test_a_page_in_place_of_a_file_is_not_taken_for_a_full_disk(hub: Hub) -> Non
     hub.inject(Fault("GET", "/resolve/", status=200, body="<html></html>", times=None))
     with pytest.raises(HubUnavailableError, match="'user/model': a file did not come whole"):
         Client().repo(HubReference("user/model"), "the model").fetch(["README.md"])
+
+
+WEIGHTS = save({"weight": torch.ones(400)})
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (Fault("GET", turned=True), "came with another"),
+        (Fault("HEAD", headers={"X-Repo-Commit": "0" * 40}), "answers with another commit"),
+        (Fault("HEAD", kind="elsewhere", instead={"user/model": "user/other"}), "answers with another commit"),
+        (Fault("GET", kind="elsewhere", instead={"user/model": "user/other"}), "came with another"),
+    ],
+    ids=["bytes", "commit", "repo", "file"],
+)
+def test_a_file_that_is_not_the_listed_one_is_refused_and_not_kept(
+    hub: Hub, fault: Fault, cause: str, name: str
+) -> None:
+    """Of the same size, so that nobody else notices."""
+    files = {"config.json": '{"a": 1}', "model.safetensors": WEIGHTS}
+    hub.create("user/model").commit(files)
+    hub.create("user/other").commit({"config.json": '{"a": 2}', "model.safetensors": WEIGHTS[:-1] + b"x"})
+    repo = Client().repo(HubReference("user/model"), "the model")
+    kind = "other" if fault.kind == "status" else fault.kind
+    hub.inject(replace(fault, path="/resolve/", kind=kind, times=None))
+    with pytest.raises(HubUnavailableError, match=f"'{name}' of 'user/model'.*{cause}"):
+        repo.fetch([name])
+    assert repo.cached(name) is None
+    hub.forgive()
+    assert (repo.fetch([name]) / name).read_bytes() == hub.repo("user/model").read(name)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_commit_that_was_not_asked_for_is_refused(hub: Hub) -> None:
+    commit = hub.create("user/model").commit({"config.json": "{}"})
+    hub.create("user/other").commit({"config.json": "{}"})
+    hub.inject(Fault(path="/api/models", kind="elsewhere", instead={"user/model": "user/other"}))
+    with pytest.raises(HubUnavailableError, match="the Hub answers with the commit"):
+        Client().repo(HubReference("user/model", commit), "the model")
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_bytes_of_another_commit_are_refused(hub: Hub) -> None:
+    hub.create("user/data", type="dataset").commit({"rows.parquet": bytes(1000)})
+    repo = Client().repo(HubReference("user/data"), "the data set", "dataset")
+    hub.inject(Fault("GET", "/resolve/", "other", headers={"X-Repo-Commit": "0" * 40}))
+    with pytest.raises(HubUnavailableError, match="answers with another commit"):
+        RemoteFile(repo, "rows.parquet").read(100)
+    assert RemoteFile(repo, "rows.parquet").read(100) == bytes(100)
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    "body", ["[]", "{}", "7", "null", '"text"', '{"id": 7}', '{"id": "user/model", "sha": "main"}']
+)
+def test_an_answer_of_another_shape_is_no_surprise(hub: Hub, result: Path, body: str) -> None:
+    hub.create("user/model").commit({"README.md": "# here"})
+    hub.inject(Fault("GET", "/api/", "other", body=body, times=None))
+    not_of_the_hub = pytest.raises(
+        HubUnavailableError, match="what it answers is a page, or nothing, and not of the Hub"
+    )
+    with not_of_the_hub:
+        Client().repo(HubReference("user/model"), "the model")
+    with not_of_the_hub:
+        push_folder(result, REPO, PushOptions())
+    with pytest.raises(RepoError):  # 404, and what is near cannot be found out
+        Client().repo(HubReference("user/model", "gone"), "the model")
+    assert ("model", REPO) not in hub.repos
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("body", ["[]", "{}", "fine"])
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_a_commit_whose_answer_is_not_of_the_hub_is_made_once(
+    hub: Hub, result: Path, body: str, create_pr: bool
+) -> None:
+    hub.create(REPO).commit({"README.md": "# main"})
+    hub.inject(Fault("POST", "/commit/", "other", body=body))
+    push_folder(result, REPO, PushOptions(create_pr=create_pr, overwrite=not create_pr))
+    assert list(hub.repo(REPO).pulls) == [1] * create_pr
+    assert len(hub.repo(REPO).history()) == 3 - create_pr
+
+
+XET = {
+    "503": (Fault(status=503), 0),
+    "drop": (Fault(kind="drop"), 0),
+    "503 on": (Fault(status=503, times=None), 1),
+    "drop on": (Fault(kind="drop", times=None), 1),
+    "403": (Fault(status=403, times=None), 1),
+    "an object": (Fault(kind="other", body="{}", times=None), 1),
+    "no store": (
+        Fault(kind="other", body='{"casUrl": "http://127.0.0.1:9", "exp": 4000000000, "accessToken": "x"}'),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", XET)
+def test_a_fault_of_xet_is_tried_again_by_xet_alone(name: str, hub: Hub, result: Path, tmp_path: Path) -> None:
+    """It waits for minutes, which we do not repeat."""
+    fault, code = XET[name]
+    hub.inject(replace(fault, method="GET", path="/xet-write-token/"))
+    hurried = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
+    environment = hub.environment(tmp_path / "home", TOKEN, xet=True) | hurried
+    done = forks.run("push", str(result), REPO, env=environment)
+    assert done.returncode == code, done.stderr
+    tokens = [request for request in hub.log if "xet-write-token" in request.path]
+    assert 1 <= len(tokens) <= 2
+    assert (("model", REPO) in hub.repos) == (code == 0)
+    if code:
+        cause, remedy = done.stderr.splitlines()
+        assert cause.startswith(f"Error: the push failed, and '{REPO}' is as it was: ")
+        assert remedy == f"Remedy: go on with: hf-bico push {result} {REPO}"
 
 
 def test_a_token_that_is_refused_after_the_work_says_the_line_that_goes_on(hub: Hub, result: Path) -> None:

@@ -29,6 +29,8 @@ ODD = {
     "newlines": "-a\nb\n",
     "escapes": "\x1b[2J\u202e%s\\n",
     "glob": "*;[x]?!~",
+    "NFC": "caf\u00e9",
+    "NFD": "cafe\u0301",
 }
 
 

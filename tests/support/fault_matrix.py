@@ -49,6 +49,8 @@ LIMIT = 60
 PATIENCE = 0.4
 """Seconds for which an answer is waited for, in place of minutes."""
 
+_NAMES = ("id", "sha", "siblings", "name", "orgs", "url", "files", "commitOid", "commitUrl", "objects", "discussions")
+_OTHER_TYPES = {name: [{"path": 7, "rfilename": {}, "oid": 1.5}, None] for name in _NAMES}
 FAULTS: dict[str, dict[str, Any]] = {
     "500": {"status": 500},
     "503": {"status": 503},
@@ -66,8 +68,16 @@ FAULTS: dict[str, dict[str, Any]] = {
     "503 on": {"status": 503, "times": None},
     "drop on": {"kind": "drop", "times": None},
     "200 page": {"status": 200, "body": "<html><body>Log in to this network</body></html>", "times": None},
+    "no JSON": {"kind": "other", "body": "fine", "times": None},
+    "a list": {"kind": "other", "body": "[]", "times": None},
+    "an object": {"kind": "other", "body": "{}", "times": None},
+    "other types": {"kind": "other", "body": json.dumps(_OTHER_TYPES), "times": None},
+    "other bytes": {"kind": "other", "turned": True, "times": None},
+    "other commit": {"kind": "other", "headers": {"X-Repo-Commit": "0" * 40}, "times": None},
+    "other repo": {"kind": "elsewhere", "instead": {SOURCE: TARGET, BASE: TARGET, TARGET: BASE}, "times": None},
 }
-"""What goes wrong, once unless it goes `on`: a Hub that is busy, a connection that breaks, a Hub that refuses."""
+"""What goes wrong, once unless it goes `on`: a Hub that is busy, a connection that breaks, a Hub that refuses, and one
+that always answers, but with something else."""
 PASSING = ("500", "503", "429", "502 page", "cut", "drop", "lost", "slow", "stall")
 """What is over by itself, and no reason to fail."""
 
@@ -415,7 +425,9 @@ class Stage:
         if not hasattr(self, "files"):
             return "whole"
         found = _digests(out)
-        return "whole" if found == self.files else f"not whole: {sorted(found.items() ^ self.files.items())}"
+        if found == self.files or _is_of_another(out):
+            return "whole"
+        return f"not whole: {sorted(found.items() ^ self.files.items())}"
 
     def _remote(self, out: Path) -> str:
         """Absent, where all is as before; whole, where the one revision that was pushed to has all files of ours."""
@@ -481,6 +493,12 @@ def _digests(folder: Path) -> dict[str, str]:
         same = file.is_file() and sha256_of([file])[file.name] == digest
         found[name] = digest if same else "not as recorded"
     return found
+
+
+def _is_of_another(folder: Path) -> bool:
+    """Whether the record says that a repo was renamed: an answer about another one looks the same."""
+    record = json.loads((folder / "bico.json").read_text())
+    return any("' is now '" in notice for notice in record.get("notices", ()))
 
 
 # all of them

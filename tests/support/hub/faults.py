@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["status", "cut", "slow", "drop", "lost"]
+Kind = Literal["status", "cut", "slow", "drop", "lost", "other", "elsewhere"]
 
 
 @dataclass
@@ -37,6 +37,9 @@ class Fault:
     - `slow`: waits `seconds` before carrying the request out.
     - `drop`: closes without an answer and without carrying the request out.
     - `lost`: carries the request out, then closes without an answer.
+    - `other`: carries the request out, and answers with another `body`, or its own with the bytes `turned` round, and
+      with `headers` in place of its own.
+    - `elsewhere`: carries it out for another repo: of each pair in `instead`, the second for the first.
 
     The first `after` matching requests pass; then it fires `times` times (None: always).
     """
@@ -52,6 +55,8 @@ class Fault:
     body: str | None = None
     part: float | int = 0.5
     seconds: float = 1.0
+    turned: bool = False
+    instead: Mapping[str, str] = field(default_factory=dict)
     fired: int = 0
     passed: int = 0
 
@@ -69,6 +74,11 @@ class Fault:
     def spent(self) -> bool:
         """Whether it has fired as often as it should."""
         return self.times is not None and self.fired >= self.times
+
+    def target(self, target: str) -> str:
+        """The address of another repo, at its main branch where a commit is named."""
+        other = (target.replace(f"/{one}", f"/{two}", 1) for one, two in self.instead.items() if f"/{one}" in target)
+        return re.sub("[0-9a-f]{40}", "main", next(other, target))
 
     def body_bytes(self, size: int) -> int:
         """How much of a body of this size goes out before the cut."""

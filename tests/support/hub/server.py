@@ -122,6 +122,16 @@ def _planted(fault: Fault) -> Answer:
     return Answer.refusal(Refusal(fault.status, fault.message, headers=fault.headers))
 
 
+def _altered(answer: Answer, fault: Fault) -> Answer:
+    """The answer with the body and the headers of a fault, where it has some."""
+    if fault.body is not None:
+        blob = Blob(fault.body.encode())
+    else:
+        content = b"".join(answer.blob.chunks(answer.start, answer.start + answer.size))
+        blob = Blob(content[::-1] if fault.turned else content)
+    return Answer(answer.status, blob, {**answer.headers, **fault.headers})
+
+
 class Server(ThreadingHTTPServer):
     """The listening socket; remembers its connections so that stopping closes them."""
 
@@ -182,15 +192,18 @@ class Handler(BaseHTTPRequestHandler):
         """Does one request; the log has it before the client can see the answer."""
         hub = self.server.hub
         body = receive(self.rfile, int(self.headers.get("Content-Length") or 0), hub.spool)
-        call = Call(hub, self.command, self.path, self.headers, body, *hub.who(self.headers.get("Authorization")))
         fault = hub.due_fault(self.command, self.path)
         kind = fault.kind if fault else None
+        target = fault.target(self.path) if fault and kind == "elsewhere" else self.path
+        call = Call(hub, self.command, target, self.headers, body, *hub.who(self.headers.get("Authorization")))
         if fault and kind == "slow":
             sleep(fault.seconds)
         if fault and kind == "status":
             answer = _planted(fault)
         else:
             answer = Answer() if kind == "drop" else self._carry_out(call)
+        if fault and kind == "other":
+            answer = _altered(answer, fault)
         path, _, query = self.path.partition("?")
         status = 0 if kind in ("drop", "lost") else answer.status
         request = Request(self.command, path, query, status, 0, body.size, self.headers.get("Range"), call.user)
