@@ -376,6 +376,28 @@ def listed(count: int, length: int) -> Any:
     return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(texts, ["role", "content"]))
 
 
+def lying(content: bytes) -> bytes:
+    """The same parquet file, whose footer says that it unpacks to one byte."""
+    group = pq.read_metadata(io.BytesIO(content)).row_group(0)
+    for size in {group.total_byte_size, *(group.column(leaf).total_uncompressed_size for leaf in range(2))}:
+        digits = [(2 * size >> shift) & 127 for shift in range(0, (2 * size).bit_length(), 7)]
+        written = bytes(digit | 128 for digit in digits[:-1]) + bytes(digits[-1:])
+        content = content.replace(written, b"\x82" + b"\x80" * (len(written) - 2) + b"\x00" * (len(written) > 1))
+    return content
+
+
+@BOTH
+def test_a_footer_is_not_believed(hub: Hub, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr(loading, "SMALL_REPO", small)
+    monkeypatch.setattr(unpacking, "FREE_UNPACKED", 5_000_000)
+    content = lying(parquet(pa.table({"text": ["x" * 1000] * 20_000, "label": [0, 1] * 10_000}), **PLAIN))
+    group = pq.read_metadata(io.BytesIO(content)).row_group(0)
+    assert (group.total_byte_size, group.column(0).total_uncompressed_size) == (1, 1)
+    publish(hub, {"train.parquet": content})
+    with pytest.raises(DownloadTooLargeError, match="unpacks to"):
+        texts()
+
+
 def test_max_download_counts_what_comes_out_too(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacking, "FREE_UNPACKED", 1_000)
     rows = pa.table({"text": ["word " * 40] * 400, "label": [0, 1] * 200})
