@@ -77,6 +77,10 @@ ENDING = """## What cannot be known
   both exchanged and transposed.
 - **A tokenizer that lies beside the wrong CLIP.** Two CLIPs need not have the same; what shows is the target's own
   accuracy among the results.
+- **The order of a head that does not name its classes.** If it was trained with labels sorted as texts, 10 is its class
+  2. The notice shows the order that was taken; `--class-names` gives another.
+- **Sums of task vectors whose bases are not known**, such as those of loaded modules: they are compared by names and
+  shapes only.
 - **Labels that are wrong for some of the rows.** With half of the classes exchanged, the source still answers better
   than chance.
 - **What only labels show, where there are none.** The samples' labels tell whether the fine-tuned source is better
