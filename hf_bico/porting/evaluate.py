@@ -231,10 +231,11 @@ def _open(
     if base is None:
         return tuned, None, tuned.name, tuned
     whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
+    vector = TaskVector.from_models(tuned.checkpoint, whole.checkpoint)
     mismatch = other_function(config_differences(tuned, whole), tuned.name, whole.name)
     if mismatch is not None:
         raise BaseMismatchError(mismatch.cause, "name the model that was fine-tuned, or measure it without a base")
-    return whole, TaskVector.from_models(tuned.checkpoint, whole.checkpoint), tuned.name, tuned
+    return whole, vector, tuned.name, tuned
 
 
 @dataclass(frozen=True)
