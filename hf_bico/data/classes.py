@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
 from functools import cache
 from typing import Any
+from unicodedata import normalize
 
 from hf_bico.data.columns import Columns, RowSequence, column, column_kinds
 from hf_bico.errors import ClassNamesError, ColumnError
@@ -22,7 +23,28 @@ SHOWN = 60
 NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
 _MAX_CLASSES = 1_000_000
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
-_FORMS: tuple[Callable[[str], str], ...] = (str, str.strip, lambda name: name.strip().casefold())
+
+
+def composed(name: str) -> str:
+    """Return a name with each accented letter as one character: some systems store two (NFD).
+
+    >>> composed("cafe\\u0301") == "caf\\u00e9"
+    True
+    """
+    return normalize("NFC", name)
+
+
+def trimmed(name: str) -> str:
+    """Return a composed name without spaces around it."""
+    return composed(name).strip()
+
+
+def folded(name: str) -> str:
+    """Return a trimmed name without capitals."""
+    return composed(trimmed(name).casefold())
+
+
+_FORMS: tuple[Callable[[str], str], ...] = (str, trimmed, folded)
 """Forms of a label that are compared with class names, the strictest first."""
 
 
@@ -104,7 +126,7 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def distinct_names(by_split: Sequence[Collection[str]]) -> tuple[str, ...]:
-    """Return the sorted class names among the labels of each split; spaces around a label do not count.
+    """Return the sorted class names among the labels of each split, which are compared trimmed.
 
     Capitals do not count either between splits, but of two names within one split they make two classes.
 
@@ -112,10 +134,10 @@ def distinct_names(by_split: Sequence[Collection[str]]) -> tuple[str, ...]:
     (('Cat', 'dog'), ('A', 'a'))
     """
     found: dict[str, dict[str, str]] = {}
-    for name in (name for labels in by_split for name in sorted(labels, key=lambda name: (name != name.strip(), name))):
-        if is_label(name):
-            found.setdefault(name.strip().casefold(), {}).setdefault(name.strip(), name)
-    used = [{name.strip() for name in labels} for labels in by_split]
+    for labels in by_split:
+        for name in filter(is_label, sorted(labels, key=lambda name: (name != trimmed(name), name))):
+            found.setdefault(folded(name), {}).setdefault(trimmed(name), name)
+    used = [{trimmed(name) for name in labels} for labels in by_split]
     names = list[str]()
     for spellings in found.values():
         apart = any(len(spellings.keys() & labels) > 1 for labels in used)
@@ -126,7 +148,7 @@ def distinct_names(by_split: Sequence[Collection[str]]) -> tuple[str, ...]:
 def numbers_by_label(names: Sequence[str]) -> Callable[[str], int]:
     """Return the function from a label to the number of its class, or UNLABELLED.
 
-    A label that is no class's name is that class's which alone differs in spaces around it, or else in capitals too.
+    A label that is no class's name is that class's which alone is the same trimmed, or else folded.
     """
     tables = [{name: number for number, name in enumerate(names)}]
     for form in _FORMS[1:]:
@@ -142,11 +164,22 @@ def numbers_by_label(names: Sequence[str]) -> Callable[[str], int]:
 
 
 def near_duplicates(names: Sequence[str]) -> list[list[int]]:
-    """Return the numbers of classes whose different names differ in capitals or spaces around them only."""
+    """Return the numbers of classes whose names differ only in what `difference` tells."""
     groups: dict[str, dict[str, int]] = {}
     for number, name in enumerate(names):
-        groups.setdefault(_FORMS[-1](name), {}).setdefault(name, number)
+        groups.setdefault(folded(name), {}).setdefault(name, number)
     return [list(group.values()) for group in groups.values() if len(group) > 1]
+
+
+def difference(name: str, other: str) -> str:
+    """Say what two names that are near duplicates differ in.
+
+    >>> difference("Cat", "cat"), difference("cat", "cat "), difference("caf\\u00e9", "cafe\\u0301")
+    ('capitals', 'spaces around them', 'how accents are stored (NFC or NFD)')
+    """
+    if composed(name) == composed(other):
+        return "how accents are stored (NFC or NFD)"
+    return "spaces around them" if trimmed(name) == trimmed(other) else "capitals"
 
 
 def _distinct_labels(labels: Iterable[Any], name: str) -> set[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from PIL import ExifTags, ImageOps
 from PIL.Image import DecompressionBombError
 
-from hf_bico.data.classes import UNLABELLED, is_label, numbers_by_label, sorted_names
+from hf_bico.data.classes import UNLABELLED, composed, is_label, numbers_by_label, sorted_names
 from hf_bico.data.columns import STRING, Columns, RowSequence, column, column_kinds, read_messages, undecoded
 from hf_bico.data.loading import READ_ERRORS, decode_image
 from hf_bico.data.sampling import draw_order
@@ -88,8 +88,9 @@ class DataSet:
                     "give the names of all classes with --class-names",
                 )
             labels[row] = label
-            if isinstance(value, str) and value != self.class_names[label]:
-                self.respelt[value] = self.class_names[label]
+            name = self.class_names[label]
+            if isinstance(value, str) and value != name and composed(value) != composed(name):
+                self.respelt[value] = name
         return self._without_blank(split, labels)
 
     def _without_blank(self, split: str, labels: dict[int, int]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.classes import SHOWN, class_names, near_duplicates
+from hf_bico.data.classes import SHOWN, class_names, difference, near_duplicates
 from hf_bico.data.columns import (
     LABELS,
     Columns,
@@ -162,16 +162,17 @@ class _Reader:
 
 
 def _require_one_spelling(data: DataSet) -> None:
-    """Refuse classes that two splits declare in different capitals: each split would have classes of its own."""
+    """Refuse classes that two splits spell differently: each split would have classes of its own."""
     names, groups = data.class_names, near_duplicates(data.class_names)
     used = {split: set(data.labels(split).values()) for split in data.splits if groups and data.can_evaluate_on(split)}
     for group in groups:
         places = [(number, split) for number in group for split in used if number in used[split]]
         others = [place for place in places if place[0] != places[0][0]]
         if others and len({split for _, split in places}) == len(places):  # no split has both
+            (one, split), (other, other_split) = places[0], others[0]
             raise ClassNamesError(
-                f"the class '{names[places[0][0]]}' of split '{places[0][1]}' is called '{names[others[0][0]]}' in "
-                f"split '{others[0][1]}'",
+                f"the class '{names[one]}' of split '{split}' is called '{names[other]}' in split '{other_split}': the "
+                f"names differ only in {difference(names[one], names[other])}",
                 "spell the classes alike in all splits",
             )
 
@@ -400,8 +401,8 @@ def class_notices(data: DataSet, measured: Samples | None) -> list[str]:
         notices.append("Several classes have the same name and cannot be told apart.")
     for one, other, *_ in near_duplicates(names)[:1]:
         notices.append(
-            f"The classes '{names[one][:SHOWN]}' and '{names[other][:SHOWN]}' differ in capitals or spaces only, and "
-            "were taken as two."
+            f"The classes '{names[one][:SHOWN]}' and '{names[other][:SHOWN]}' differ only in "
+            f"{difference(names[one], names[other])}, and were taken as two."
         )
     for label, name in islice(data.respelt.items(), 1):
         more = f", and {len(data.respelt) - 1} more labels likewise" if len(data.respelt) > 1 else ""

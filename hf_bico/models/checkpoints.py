@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import zipfile
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -68,9 +69,9 @@ class LazyMapping(Mapping[str, Value]):
     names: Mapping[str, Any]
     """The names in order; their values are the subclass's."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a value, without computing it."""
-        raise NotImplementedError
 
     def __contains__(self, name: object) -> bool:
         return name in self.names

@@ -116,7 +116,7 @@ def other_function(found: Sequence[ConfigDifference], tuned: str, base: str) -> 
 
 
 def _same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section for what `other` describes, such as one tower of a CLIP; the whole if there is none."""
+    """Return the section for the part that `other` describes, such as one tower of a CLIP, or the whole."""
     kind = other.get("model_type")
     if not isinstance(kind, str) or config.get("model_type") == kind:
         return config

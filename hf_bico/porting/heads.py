@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead, carried_head, in_form, logistic_head, ridge_head
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
-from hf_bico.data.classes import SHOWN
+from hf_bico.data.classes import SHOWN, folded
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import (
@@ -365,8 +364,7 @@ def _spelt_alike(*sides: Sequence[str]) -> list[list[str]]:
     >>> _spelt_alike(["caf\u00e9"], ["cafe\u0301"])
     [['café'], ['café']]
     """
-    plain = [[normalize("NFC", name).strip().casefold() for name in names] for names in sides]
-    alike = [[" ".join(re.split(r"[\s_-]+", name)) for name in names] for names in plain]
+    alike = [[" ".join(re.split(r"[\s_-]+", folded(name))) for name in names] for names in sides]
     return alike if all(len(set(names)) == len(names) for names in alike) else [list(names) for names in sides]
 
 

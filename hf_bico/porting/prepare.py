@@ -17,6 +17,7 @@ from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
+from hf_bico.data.classes import folded
 from hf_bico.data.dataset import Samples
 from hf_bico.data.draw import CalibrationDraw, draw, evaluation_samples
 from hf_bico.errors import (
@@ -278,7 +279,7 @@ def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: Calibrati
     texts = [(item.first, label) for item, label in zip(items, labels, strict=True) if isinstance(item, Text)]
     if not names or not texts or any(label < 0 for _, label in texts):
         return
-    if all(text.strip().casefold() == names[label].strip().casefold() for text, label in texts):
+    if all(folded(text) == folded(names[label]) for text, label in texts):
         raise ColumnError(
             f"every text of the column '{column}' is the name of its own class, such as '{texts[0][0]}'",
             "name the column that holds the texts with --text-column",

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,7 +49,7 @@ _MEMORY_WORDS = (
     "failed to map segment from shared object",
     "std::bad_alloc",
 )
-_NO_THREAD = "can't start new thread"
+_NO_THREAD = ("can't start new thread", "Failed to launch worker thread")
 _OPEN_FILES_ERRNO = (errno.EMFILE, errno.ENFILE)
 _MAX_MESSAGE = 300
 _SITE_PACKAGES = Path(sysconfig.get_path("purelib")).name
@@ -139,14 +139,17 @@ def is_debugging() -> bool:
 
 
 def as_bico_error(error: BaseException) -> BicoError:
-    """Translate a library's error; one of ours stays, unless it is due to a limit on the memory of this process."""
+    """Translate a library's error; one of ours stays, unless a limit on memory or threads of this process is behind."""
     limit = address_limit()
-    if limit is not None and (short := _memory_failure(error)):
+    if limit is not None and (short := _shortage(error, ("MemoryError", *_MEMORY_WORDS, *_NO_THREAD))):
         message = next(iter(str(short).strip().splitlines()), type(short).__name__)[:_MAX_MESSAGE]
         cause = f"the {size_text(limit)} that this process may address are too little: {message}"
         return MemoryExhaustedError(cause, RAISE_LIMIT)
     if isinstance(error, BicoError):
-        return error
+        short = _shortage(error, _NO_THREAD)
+        if short is None or isinstance(short, BicoError):
+            return error
+        error = short
     message = next(iter(str(error).strip().splitlines()), "")[:_MAX_MESSAGE]
     if translation := _translation(error):
         kind, cause, remedy = translation
@@ -163,11 +166,10 @@ def as_bico_error(error: BaseException) -> BicoError:
     )
 
 
-def _memory_failure(error: BaseException | None) -> BaseException | None:
-    """Return the first error behind this one that says that memory, or a thread's, is not given; None if none does."""
+def _shortage(error: BaseException | None, words: Sequence[str]) -> BaseException | None:
+    """Return the first error behind this one that says in these words that something is not given."""
     while error is not None and not isinstance(error, MemoryExhaustedError):
-        words = (*_MEMORY_WORDS, _NO_THREAD)
-        if isinstance(error, MemoryError) or any(word in str(error) for word in words):
+        if any(word in f"{type(error).__name__}: {error}" for word in words):
             return error.__cause__ if isinstance(error, BicoError) and error.__cause__ is not None else error
         error = error.__cause__ or error.__context__
     return None
@@ -184,7 +186,7 @@ def _translation(error: BaseException) -> Translation | None:
         return _FULL_DISK
     if isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _MEMORY_WORDS):
         return _MEMORY
-    if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+    if any(words in str(error) for words in _NO_THREAD):
         return _THREADS
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
     known = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), None)

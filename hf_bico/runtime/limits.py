@@ -11,7 +11,7 @@ from hf_bico.utils.text import size_text
 _ENOUGH = 2**34
 """Bytes in which the libraries can be loaded on every machine."""
 _LIBRARIES = "import torch, torchvision, open_clip, transformers, peft, datasets, sklearn"
-RAISE_LIMIT = "raise the limit with 'ulimit -v unlimited', or start it where there is none"
+RAISE_LIMIT = "raise the limit with 'ulimit -v unlimited', or run on a machine without one"
 
 
 def address_limit() -> int | None:

@@ -7,14 +7,17 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
 from hf_bico.errors import (
     AccessError,
+    BicoError,
     BrokenWeightsError,
     EmptyRepoError,
     HubUnavailableError,
@@ -28,13 +31,14 @@ from hf_bico.errors import (
     WrongRepoTypeError,
 )
 from hf_bico.hub.client import Hub as Client
-from hf_bico.hub.client import RemoteFile
+from hf_bico.hub.client import HubRepo, RemoteFile
 from hf_bico.hub.references import HubReference
 from hf_bico.models.model import Model
 from hf_bico.porting.planner import plan
 from support import forks
 from support.hub import Fault, Hub
 from support.hub_scenes import BASE, DATA, SOURCE, TARGET, publish, upload
+from support.loopback import TOKEN
 
 WEIGHTS = "open_clip_model.safetensors"
 STRANGER = "hf_secretOfStranger"
@@ -158,6 +162,32 @@ def test_accents_of_either_form_are_names_of_their_own(hub: Hub) -> None:
     folder = repo.fetch(names)
     assert {name: (folder / name).read_bytes() for name in names} == names
     assert all(RemoteFile(repo, name).read() == content for name, content in names.items())
+
+
+@pytest.mark.parametrize(
+    ("path", "call"),
+    [
+        ("/api/models/", lambda repo: Client().repo(repo.requested, "the model")),
+        ("/resolve/", lambda repo: repo.fetch(["config.json"])),
+        ("/resolve/", lambda repo: RemoteFile(repo, "config.json").read()),
+        ("/resolve/", lambda repo: repo.header("model.safetensors")),
+        ("/api/repos/create", lambda repo: repo.request(lambda: repo.hub.api.create_repo("user/new"))),
+    ],
+    ids=["repo", "download", "range", "header", "push"],
+)
+def test_a_token_does_not_follow_a_redirect(
+    hub: Hub, path: str, call: Callable[[HubRepo], object], no_waiting: list[float]
+) -> None:
+    hub.create("user/model").commit({"config.json": "{}", "model.safetensors": b"x" * 100})
+    repo = Client().repo(HubReference("user/model"), "the model")
+    with Hub() as other:
+        other.add_user("user", TOKEN)
+        headers = {"Location": f"{other.url}/elsewhere", "X-Repo-Commit": repo.commit, "ETag": '"0"'}
+        hub.inject(Fault(path=path, status=307, headers=headers, times=None))
+        with pytest.raises((BicoError, HfHubHTTPError)):
+            call(repo)
+    assert hub.log[-1].user == "user"
+    assert {request.user for request in other.log} == {None}
 
 
 def test_broken_weights_on_the_hub_are_named(hub: Hub, tmp_path: Path) -> None:

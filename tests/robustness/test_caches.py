@@ -39,14 +39,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "here"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    return place
-
-
-@pytest.fixture
 def locked(tmp_path: Path) -> Iterator[Path]:
     """A folder into which nothing can be written."""
     place = tmp_path / "locked"

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 import hf_bico
 from hf_bico import errors
+from hf_bico.data.loading import readable
 from hf_bico.runtime.library_errors import as_bico_error, bug_id, translate_errors
 from support.hub import Fault, Hub
 from support.scenes import make_scene
@@ -233,6 +235,14 @@ def test_what_the_hubs_client_raises_is_one_of_ours(name: str, hub: Hub) -> None
     with pytest.raises(Exception) as raised:  # noqa: PT011
         HfApi().model_info("user/x")
     assert type(as_bico_error(raised.value)) is kind
+
+
+def test_a_data_set_is_not_blamed_for_a_limit_on_threads() -> None:
+    with pytest.raises(errors.DataNotFoundError) as raised, readable("pictures"):
+        raise pyarrow.ArrowException("Unknown error: Failed to launch worker thread: Resource temporarily unavailable")
+    ours = as_bico_error(raised.value)
+    assert type(ours) is errors.DeviceError
+    assert "ulimit -u" in ours.remedy
 
 
 def a_bug() -> None:

@@ -343,7 +343,8 @@ class Stage:
             if any(name == "stall" for _, name in pairs):
                 _sleep(FAULTS["stall"]["seconds"])  # what was asked for is still carried out
             HUB.forgive()
-            bad = list(self._wrong(place, ending))
+            misled = any(name == "other repo" for _, name in pairs)
+            bad = list(self._wrong(place, ending, misled))
             ended = "well" if ending.code == 0 else ending.kind.removesuffix("Error")
             if self._remote(place / "out") == "empty":
                 ended += ", empty"
@@ -383,8 +384,11 @@ class Stage:
     def _line(self, place: Path) -> str:
         return self.circle.command.format(out=place / "out", pushed=PUSHED)
 
-    def _wrong(self, place: Path, ending: Ending) -> Iterator[str]:
-        """What is not as it should be at the end of a command."""
+    def _wrong(self, place: Path, ending: Ending, misled: bool) -> Iterator[str]:
+        """What is not as it should be at the end of a command.
+
+        Where an endpoint misled it with the answers of another repo, a result of that repo will do if it says so.
+        """
         if ending.kind == "HANGS" or ending.unexpected:
             yield f"exit code {ending.code}, {ending.cause or ending.kind}"
         if ending.code != 0 and not ending.remedy:
@@ -394,6 +398,8 @@ class Stage:
         if _heads() != self.sources:
             yield "a source has changed"
         local, remote = self._local(place / "out"), self._remote(place / "out")
+        if misled and local.startswith("not whole") and _says_renamed(place / "out"):
+            local = "whole"
         if ending.code == 0 and (local, remote) != ("whole", "whole"):
             yield f"the folder is {local}, the repo {remote}"
         if local not in ("whole", "absent"):
@@ -425,9 +431,7 @@ class Stage:
         if not hasattr(self, "files"):
             return "whole"
         found = _digests(out)
-        if found == self.files or _is_of_another(out):
-            return "whole"
-        return f"not whole: {sorted(found.items() ^ self.files.items())}"
+        return "whole" if found == self.files else f"not whole: {sorted(found.items() ^ self.files.items())}"
 
     def _remote(self, out: Path) -> str:
         """Absent, where all is as before; whole, where the one revision that was pushed to has all files of ours."""
@@ -495,8 +499,8 @@ def _digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def _is_of_another(folder: Path) -> bool:
-    """Whether the record says that a repo was renamed: an answer about another one looks the same."""
+def _says_renamed(folder: Path) -> bool:
+    """Whether the record says that a repo was renamed: the answers of another one look the same."""
     record = json.loads((folder / "bico.json").read_text())
     return any("' is now '" in notice for notice in record.get("notices", ()))
 

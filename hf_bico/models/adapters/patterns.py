@@ -16,7 +16,7 @@ from hf_bico.models.sandbox import Sandbox
 EXPRESSION_SECONDS = 5.0
 """The limit for all names of a model: real adapters take milliseconds."""
 BROKEN = (re.error, OverflowError, RecursionError)
-"""What `re` raises for an expression that is none."""
+"""What `re` raises for an invalid expression."""
 _NAME = re.compile(r"(\^?)((?:[\w\- .]|\\[.\- ])+)")
 _ANY = "\0"
 """Stands for a dot, which matches any character unless it is escaped."""
@@ -76,11 +76,11 @@ class Patterns:
 
     @property
     def expressions(self) -> list[str]:
-        """Those that are matched one by one, as peft spells them out."""
+        """The texts that are matched as expressions, with what peft puts around them."""
         return list(self._expressions)
 
     def first(self, name: str) -> str | None:
-        """Return the first text that matches; raises an error of BROKEN for an expression that is none."""
+        """Return the first text that matches; an invalid expression raises one of BROKEN."""
         spelled = [self._names[reading] for reading in self._readings(name) if reading in self._names]
         found = min(spelled, default=len(self._texts))
         earlier = ((number, pattern) for number, pattern in self._compiled if number < found)
