@@ -33,7 +33,7 @@ _MAX_DATA_LINE, _MAX_DATA_DEPTH = 256_000_000, 500
 _MAX_CELLS, _FEW_COLUMNS = 50_000_000, 16
 """Cells of a table that may be empty: more than that, and more than the file has bytes, is no table."""
 _JSON_KEY_END = re.compile(rb'"\s*:')
-_JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')
+_JSON_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]|\b(?:null|NaN|Infinity)\b')
 
 
 def expanded(path: str | Path) -> Path:
@@ -115,6 +115,9 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     """Parse one mapping of texts, booleans, whole numbers, lists and mappings; dates and the like become None.
 
     Refuses what can expand without bound: merge keys (`<<`), and aliases that stand for too much text.
+
+    >>> _parse_yaml("a: !!int ''\\nb: !!bool x\\nc: 2000-01-01\\nd: yes")
+    {'a': None, 'b': None, 'c': None, 'd': True}
     """
     import yaml
 
@@ -175,11 +178,18 @@ def _loader() -> Any:
             Loader.add_constructor(tag, lambda loader, node: None)
     # not by PyYAML's own constructor: numbers to the base of sixty take it for ever
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _whole_number(node.value))
+    # nor this one: it looks up what is no boolean, and raises a KeyError
+    Loader.add_constructor("tag:yaml.org,2002:bool", lambda loader, node: _boolean(loader, node.value))
     return Loader
 
 
 def _whole_number(text: Any) -> int | None:
     return int(text) if isinstance(text, str) and _WHOLE_NUMBER.fullmatch(text) else None
+
+
+def _boolean(loader: Any, text: Any) -> bool | None:
+    value: bool | None = loader.bool_values.get(text.lower()) if isinstance(text, str) else None
+    return value
 
 
 def to_plain(instance: Any) -> str:
@@ -291,10 +301,11 @@ def _without_empty(value: Any) -> Any:
 def require_sound_json(name: str, stream: BinaryIO, columns: int = 0) -> None:
     """Raise ValueError for JSON data that crashes pyarrow, or that it would never finish reading.
 
-    These are a null row, endless nesting, an endless line, and rows of ever new keys, each of which becomes a column.
-    So many `columns` are filled in any case.
+    These are a null row (which NaN becomes), endless nesting, an endless line, and rows of ever new keys, each of which
+    becomes a column. So many `columns` are filled in any case.
     """
-    depth = size = number = 0
+    depth = size = number = null = 0
+    listed = has_rows = False
     keys = set[bytes]()
     for number, line in enumerate(iter(lambda: stream.readline(_MAX_DATA_LINE), b""), start=1):
         text = line.strip()
@@ -305,17 +316,24 @@ def require_sound_json(name: str, stream: BinaryIO, columns: int = 0) -> None:
             raise ValueError(f"'{name}' has {max(len(keys), columns):,} columns, of which its lines fill few")
         if len(line) == _MAX_DATA_LINE:
             raise ValueError(f"line {number} of '{name}' has more than {_MAX_DATA_LINE:,} bytes")
-        if depth == 0 and text.startswith(b"null"):
-            raise ValueError(f"line {number} of '{name}' is null, and no row")
         is_row = depth == 0 and text.startswith(b"{") and text.endswith(b"}")
         if is_row and text.count(b"[") + text.count(b"{") <= _MAX_DATA_DEPTH:
             continue  # the usual line of such a file
         depth = 0 if is_row else depth
-        for token in _JSON_TOKENS.findall(text):
-            depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
-            if depth > _MAX_DATA_DEPTH:
-                raise ValueError(f"line {number} of '{name}' is nested too deeply")
-        depth = 0 if is_row else max(depth, 0)
+        for token in (found[0] for found in _JSON_TOKENS.finditer(text)):
+            if token in b"[{":
+                listed = token == b"[" if depth == 0 else listed
+                has_rows |= token == b"{" and depth <= listed
+                depth += 1
+                if depth > _MAX_DATA_DEPTH:
+                    raise ValueError(f"line {number} of '{name}' is nested too deeply")
+            elif token in b"]}":
+                depth = max(depth - 1, 0)
+            elif depth <= listed and not token.startswith(b'"'):
+                null = null or number
+            if null and (has_rows or not listed):
+                raise ValueError(f"line {null} of '{name}' has a row that is null")
+        depth = 0 if is_row else depth
 
 
 def require_sound_csv(name: str, stream: BinaryIO, columns: int = 0) -> None:

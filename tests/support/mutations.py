@@ -96,7 +96,7 @@ def _card(content: bytes, generator: random.Random, others: Sequence[bytes]) -> 
     try:
         value = change(yaml.safe_load(head), generator)
         head = b"\n" + yaml.safe_dump(value).encode(errors="surrogatepass")
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError):
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError, TypeError):
         return _bytes(content, generator, others)
     return b"---" + head + b"---" + body
 

@@ -121,10 +121,17 @@ def _lines(file: str, lines: list[Any], scene: Path) -> None:
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 ANSWER = {"prompt": "a?", "completion": " b"}
+MIXED = ANSWER | {"of": [1, {"several": "types"}]}
+"""A row that `datasets` writes anew, and all others with it: NaN as null."""
+MARKED = ["\ufeffnull", ANSWER]
+LISTED = [f"[null, {json.dumps(ANSWER)}]"]
 for name, entry, file, error, lines in (
     ("rows_of_nothing", "evaluate_answers", "answers.jsonl", "DataNotFoundError", []),
     ("rows_that_are_null", "evaluate_answers", "answers.jsonl", "DataNotFoundError", ["null", "null"]),
     ("rows_that_begin_with_null", "evaluate_answers", "answers.jsonl", "DataNotFoundError", ["null", ANSWER]),
+    ("rows_that_begin_with_a_mark_and_null", "evaluate_answers", "answers.jsonl", "DataNotFoundError", MARKED),
+    ("rows_in_a_list_that_begins_with_null", "evaluate_answers", "answers.jsonl", "DataNotFoundError", LISTED),
+    ("rows_that_begin_with_nan", "evaluate_answers", "answers.jsonl", "DataNotFoundError", ["NaN", MIXED]),
     ("rows_that_are_numbers", "evaluate_answers", "answers.jsonl", "DataNotFoundError", [1, 2, 3]),
     ("rows_that_are_texts", "evaluate_answers", "answers.jsonl", "DataNotFoundError", ["hello", "you"]),
     ("rows_cut_short", "evaluate_answers", "answers.jsonl", "DataNotFoundError", [ANSWER, '{"prompt": "a']),
