@@ -87,6 +87,8 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
         echo(f"{word:<7} {text}")
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
+    if planned.lineage.other_function is not None:
+        problems.append("the fine-tuned model computes something else than its base (--base, --force)")
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     verdict = f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."

@@ -294,6 +294,7 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
 
     planned = with_blocks(planned, settings.layers).within(_limits(settings))
     planned.lineage.require_same_function(settings.force)
+    planned = replace(planned, lineage=replace(planned.lineage, other_function=None))  # let through with --force
     if planned.lineage.data is not None:
         settings = with_model_defaults(settings, *planned.lineage.layouts)
     trains = method_info(settings.method).trains_on is not None

@@ -36,6 +36,7 @@ from hf_bico.hub.references import (
     HubReference,
     cached_repo,
     hub_repo,
+    is_commit,
     is_repo_id,
     near_folder,
     near_open_clip,
@@ -57,7 +58,6 @@ SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "R
 _MAX_SMALL_FILE = 20_000_000
 _CONVERSION_BOT = "SFconvertbot"
 _TYPE_NAMES = {"model": "model", "dataset": "data set"}
-_COMMIT = re.compile("[0-9a-f]{40}")
 _OTHER_ENDPOINT = "try again in a while; if HF_ENDPOINT is set, ask those who run it"
 _UNSAFE_PARTS = ("..", "\\", "\0")
 
@@ -212,7 +212,7 @@ class Hub:
             info: Any = with_retries(lambda: sound(self.api.repo_info(reference.id, files_metadata=True, **where)))
             if info.gated:
                 with_retries(lambda: self.api.auth_check(info.id, repo_type=type))
-        if _COMMIT.fullmatch(reference.revision or "") and info.sha != reference.revision:
+        if is_commit(reference.revision or "") and info.sha != reference.revision:
             raise HubUnavailableError(f"{named}: the Hub answers with the commit '{info.sha}'", _OTHER_ENDPOINT)
         files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         for name in files:
@@ -299,7 +299,7 @@ class Hub:
 def sound(info: Any) -> Any:
     """Return the Hub's answer about a repo; a TypeError if it holds something else than the Hub says there."""
     named = isinstance(info.id, str) and is_repo_id(info.id) and isinstance(info.sha, str)
-    if not named or not _COMMIT.fullmatch(info.sha):
+    if not named or not is_commit(info.sha):
         raise TypeError("no repo, or no commit")
     for file in info.siblings or ():
         name, size = file.rfilename, file.size

@@ -92,9 +92,14 @@ def is_repo_id(text: str) -> bool:
     return "--" not in text and ".." not in text and not text.endswith(".git")
 
 
+def is_commit(text: str) -> bool:
+    """Return whether a text is the full name of a commit."""
+    return _COMMIT.fullmatch(text) is not None
+
+
 def recorded_repo(name: str, commit: str) -> str:
     """Return the reference of a repo at the commit that a record names; never of a folder that is called alike."""
-    if not is_repo_id(name) or not _COMMIT.fullmatch(commit):
+    if not is_repo_id(name) or not is_commit(commit):
         raise RecordError(f"'{name}' at '{commit}' is no commit of a Hub repo", "name what to use yourself")
     return f"hf-hub:{name}@{commit}"
 

@@ -287,6 +287,7 @@ class Plan:
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
             "notices": list(lineage.notices),
+            "refused": None if lineage.other_function is None else lineage.other_function.cause,
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
             "sites": [_about_pair(pair, self.distances) for pair in self.main_pairs],

@@ -197,6 +197,23 @@ def test_the_lines_of_a_plan_work_when_they_are_copied(
     assert text.endswith("--data DATA\n")
 
 
+def test_a_plan_is_not_ready_where_a_port_refuses_the_fine_tune(hub: Hub, tmp_path: Path) -> None:
+    scene = publish(hub, tmp_path, ("transformers", "transformers"))
+    config = json.loads((scene.tuned / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "relu"
+    (scene.tuned / "config.json").write_text(json.dumps(config))
+    line = [str(scene.tuned), "--base", BASE, "--to", TARGET, "--data", DATA]
+    refused = run("port", *line, "-o", str(tmp_path / "out"))
+    cause = refused.stderr.splitlines()[0].removeprefix("Error: ")
+    assert cause.endswith("they compute different things"), refused.output
+    text = run("plan", *line).stdout
+    assert "Not yet: the fine-tuned model computes something else than its base (--base, --force)." in text
+    assert json.loads(run("plan", *line, "--json").stdout)["refused"] == cause
+    forced = run("port", *line, "--force", "--dry-run")
+    assert "Ready to port." in forced.stdout, forced.output
+    assert "refused" not in forced.stdout
+
+
 def test_rerun_says_what_differs(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, tmp_path / "scene")
     monkeypatch.chdir(tmp_path)

@@ -157,6 +157,7 @@ def _number(value: Any) -> float:
 
 
 _FEW_LAYERS = 10
+"""So many plain names in `layers_pattern` need no trial, although each is matched with every module."""
 
 
 def expressions_of(raw: Mapping[str, Any]) -> list[str]:

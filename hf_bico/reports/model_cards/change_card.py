@@ -5,12 +5,11 @@ Reads nothing but the record, or the vector's header. Every text may be hostile,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_bico.hub.references import is_hub_id
+from hf_bico.hub.references import is_commit, is_hub_id
 from hf_bico.reports.model_cards import rendering
 from hf_bico.reports.model_cards.card import Card
 from hf_bico.reports.model_cards.sections import Licences, Usage, card_task
@@ -34,7 +33,6 @@ _LOADING = {
         "model = getattr(transformers, kind).from_pretrained(base, revision=commit)",
     ],
 }
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -138,4 +136,4 @@ def render_vector_card(header: Mapping[str, Any], tensors: int, repo_id: str) ->
 
 def _hub_id(header: Mapping[str, Any], part: str) -> str | None:
     name, commit = str(header.get(part, "")), str(header.get(f"{part}_commit", ""))
-    return name if is_hub_id(name) and _COMMIT.fullmatch(commit) else None
+    return name if is_hub_id(name) and is_commit(commit) else None
