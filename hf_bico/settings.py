@@ -22,6 +22,8 @@ AUTO = "auto"
 """The value of an option that is found out: the method by the models, alpha by the samples."""
 AUTO_METHODS = ("bico-path", "bico")
 """What the method "auto" stands for: where the objective predicts classes, and elsewhere."""
+TRIED_TOO = {"language-modelling": ("bico-last",)}
+"""What "auto" tries beside it, by the objective; the samples choose."""
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 PREDICTING = ("zero-shot", "classification")
 """The objectives that tell classes apart."""
@@ -154,6 +156,11 @@ _known("bico-fisher", "aligned:BicoFisher", "BiCo-Fisher",
 _known("bico-path", "aligned:BicoPath", "BiCo-path",
        "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each step.",
        **_WEIGHTED, options=("completion", "path_steps"), copies=7, usual=True, row=12, style=("#CC79A7", "h"))
+_known("bico-last", "aligned:BicoLast", "BiCo, last block",
+       "As bico in the last block; in the blocks before it, the output maps line up the layers' outputs and not "
+       "their gradients.",
+       **_MAPS, maps="inputs (in) and output gradients, before the last block outputs (out)", row=13,
+       style=("#8C564B", "X"))
 _known("input-only", "aligned:InputOnly", "input maps only",
        "Half of bico: one orthogonal map a site lines up the two models' inputs of the layer; the output side is "
        "padded by zeros, or cropped.",
@@ -435,7 +442,8 @@ class Settings:
         None, _METHOD, "Of a CLIP: which tower to carry; by default what the source changed.",
         choices=("vision", "text", "both"))
     fit_head: bool = option(
-        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", flag="--probe", type=bool)
+        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", flag="--probe", type=bool,
+        group="aligning", decisive=True)
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)
     control: bool = option(
@@ -541,6 +549,11 @@ class Settings:
         if self.method != AUTO:
             return self
         return replace(self, method=AUTO_METHODS[0 if self.predicts else 1])
+
+    @property
+    def tried_too(self) -> tuple[str, ...]:
+        """The methods that "auto" tries beside the one that it stands for."""
+        return TRIED_TOO.get(self.objective, ()) if isinstance(self.objective, str) else ()
 
     @property
     def steps(self) -> int:

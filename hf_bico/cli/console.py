@@ -89,6 +89,8 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if planned.lineage.other_function is not None:
         problems.append("the fine-tuned model computes something else than its base (--base, --force)")
+    if planned.head_refusal is not None:
+        problems.append("the fine-tuned model's head cannot be carried")
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     verdict = f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."

@@ -290,17 +290,20 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
 
 def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """Return the plan with the chosen method, which may refuse these models, and True if the method needs data."""
-    from hf_bico.porting.planner import with_blocks, with_model_defaults
+    from hf_bico.porting.planner import method_sentence, with_blocks, with_model_defaults
 
     planned = with_blocks(planned, settings.layers).within(_limits(settings))
     planned.lineage.require_same_function(settings.force)
     planned = replace(planned, lineage=replace(planned.lineage, other_function=None))  # let through with --force
+    planned = planned.with_fitted_head(settings.fit_head)
+    if method_info(settings.method).trains_on is None and settings.objective in (AUTO, "classification"):
+        planned.require_head()
     if planned.lineage.data is not None:
         settings = with_model_defaults(settings, *planned.lineage.layouts)
     trains = method_info(settings.method).trains_on is not None
     chooses = settings.finds_alpha and not trains
     if settings.method == AUTO:
-        how = planned.method if chooses else planned.method.replace("alpha by the samples", f"alpha {settings.alpha:g}")
+        how = planned.method and method_sentence(*planned.lineage.layouts, planned.pairs, settings.alpha)
     else:
         alpha = "" if trains else "; alpha by the samples" if chooses else f"; alpha {settings.alpha:g}"
         how = f"{settings.method}, as asked for{alpha}"

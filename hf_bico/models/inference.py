@@ -36,6 +36,8 @@ class Batched(Protocol):
 
 
 class HasLogits(Protocol):
+    def features(self, model: LiveModel, samples: Sequence[Any]) -> Tensor: ...
+
     def logits(self, features: Tensor) -> Tensor: ...
 
 
@@ -106,14 +108,14 @@ def _bytes_of(image: Any) -> int:
     return image.width * image.height * len(image.getbands()) if hasattr(image, "getbands") else 0
 
 
-def features_of(model: LiveModel, samples: Batched, batch_size: int) -> Tensor:
-    """Return the features (n, d) of the samples, on the CPU, in single precision at least."""
-    return _over(model, samples, batch_size, lambda features: features)
+def features_of(model: LiveModel, samples: Batched, batch_size: int, reading: str | None = None) -> Tensor:
+    """Return the features (n, d) of the samples, on the CPU, in single precision at least; or what a head reads."""
+    return _over(model, samples, batch_size, lambda some: model.read_by(reading, some))
 
 
 def logits_of(model: LiveModel, head: HasLogits, samples: Batched, batch_size: int) -> Tensor:
     """Return the logits (n, classes) of the samples, on the CPU, in single precision at least."""
-    return _over(model, samples, batch_size, head.logits)
+    return _over(model, samples, batch_size, lambda some: head.logits(head.features(model, some)))
 
 
 def probe_accuracy(model: LiveModel, training: Batched, test: Batched, batch_size: int) -> float:
@@ -148,11 +150,11 @@ def _accuracy_metric() -> Any:
         return Accuracy(keep_in_memory=True, cache_dir=folder)
 
 
-def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `of` to the features of all samples."""
+def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Sequence[Any]], Tensor]) -> Tensor:
+    """Apply `of` to all samples, in batches."""
 
     def run(size: int) -> Tensor:
-        rows = [of(model.features(some)).cpu() for some, _ in samples.batches(size)]
+        rows = [of(some).cpu() for some, _ in samples.batches(size)]
         found = torch.cat(rows)
         return found.to(torch.promote_types(found.dtype, torch.float32))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_bico.alignment.objectives.base import Head, OwnHead
+from hf_bico.alignment.objectives.classification import ClassHead
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
 from hf_bico.errors import (
@@ -278,8 +279,12 @@ class HeldOutEvaluation:
 
     def measure_source(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
         """Evaluate the fine-tuned source."""
+        head = calibration.heads.tuned
+        fitted_to = head.fitted_to if isinstance(head, ClassHead) else None
         with calibration.models.tuned_source():
-            return self.measure(name, calibration.models.source, calibration.heads.tuned)
+            measured = self.measure(name, calibration.models.source, head)
+        # without a head of its own, the source is measured with one that was fitted
+        return [entry if entry.protocol else replace(entry, trained_on=fitted_to) for entry in measured]
 
     def measure_base(self, name: str, calibration: Calibration) -> list[EvaluationRecord]:
         """Evaluate the source before it was fine-tuned."""

@@ -20,8 +20,8 @@ from hf_bico.models.deltas import Deltas, add_delta
 from hf_bico.models.layout import Site
 from hf_bico.models.low_rank import Change, energy, is_finite
 from hf_bico.models.model import Model
-from hf_bico.porting.heads import JoinedCheckpoint, WrittenHead
 from hf_bico.porting.task_vector import TaskVector, fit_to
+from hf_bico.porting.written_heads import JoinedCheckpoint, SentenceHead, WrittenHead
 from hf_bico.settings import FORMATS, require_rank
 
 
@@ -58,7 +58,7 @@ class WrittenChange:
     fitted: Fitted | None = None
     own_names: Mapping[str, str] = field(default_factory=dict)
     """Names in the loaded model of tensors that are named differently in its files."""
-    head: WrittenHead | None = None
+    head: WrittenHead | SentenceHead | None = None
 
     def __repr__(self) -> str:
         return self.format if self.fitted is None else f"{self.format}: {self.fitted!r}"
@@ -99,7 +99,7 @@ def format_change(
     module: nn.Module | None = None,
     device: torch.device | None = None,
     everything: bool = False,
-    head: WrittenHead | None = None,
+    head: WrittenHead | SentenceHead | None = None,
 ) -> WrittenChange:
     """Bring a change of `target` into a format; `module` is the target if it is loaded already."""
     if format == "adapter":
@@ -172,7 +172,9 @@ def write_change(form: WrittenChange, target: Model, folder: Path) -> list[Path]
             "save with format='adapter' or 'delta', or save the model with its own library",
         )
     for file in target.family.side_files(origin):
-        (folder / file.name).write_bytes(file.read_bytes())
+        place = folder / file.relative_to(origin)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(file.read_bytes())
     written = write_full(checkpoint, form.vector, folder)
     if form.head is not None:
         form.head.add_to_model(target, folder)

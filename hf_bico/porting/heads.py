@@ -1,23 +1,20 @@
-"""Makes the heads that give models their task, and reads and writes classification heads in models' files.
+"""Makes the heads that give models their task: of class names, fitted to samples, or read from a fine-tuned source.
 
-Knows where each kind of model stores its head; not how a change is carried or evaluated.
+Knows loaded models and samples; not how a change is carried or evaluated, nor how heads are written.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
-from hf_bico.alignment.objectives.classification import ClassHead, carried_head, in_form, logistic_head, ridge_head
+from hf_bico.alignment.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
 from hf_bico.data.classes import SHOWN, folded
@@ -30,180 +27,48 @@ from hf_bico.errors import (
     UnsuitableMethodError,
     UnsupportedModelError,
 )
-from hf_bico.hub.repo_metadata import ADAPTER_CONFIG, only_count
+from hf_bico.hub.repo_metadata import only_count
 from hf_bico.models.adapters.adapter import Adapter
-from hf_bico.models.checkpoints import ADAPTER_FILE, Checkpoint, save_tensors
+from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.families import all_families
-from hf_bico.models.families.base import HeadModules
-from hf_bico.models.families.live import LiveModel
-from hf_bico.models.families.modules import stored_names
-from hf_bico.models.families.pretrained import bare_model
+from hf_bico.models.families.live import CLASS, FIRST_TOKEN, LiveModel
+from hf_bico.models.families.pooling import read_pooling
 from hf_bico.models.inference import features_of
 from hf_bico.models.model import Model
 from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.head_plan import HeadPlan, parameter, place_in_source
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.settings import Settings
 
 
-def _config(model: Model) -> dict[str, Any]:
-    return dict(model.module.config.to_dict() if model.folder is None else model.family.read_config(model.folder))
-
-
-def head_modules(model: Model) -> HeadModules:
-    """Return the names of the head's layers in this type of model."""
-    kind = str(_config(model).get("model_type"))
-    known = model.family.head_modules
-    if kind not in known:
-        raise UnsupportedModelError(
-            f"where a model of type '{kind}' keeps a classification head is not known",
-            f"use one of: {', '.join(name for family in all_families() for name in family.head_modules)}",
-        )
-    return known[kind]
-
-
-def read_head(source: Model | Adapter, place: HeadModules) -> ClassHead | None:
-    """Read the head of a fine-tuned model or an adapter; None if it has none."""
+def read_head(source: Model | Adapter, base: Model) -> ClassHead | None:
+    """Read the head of a fine-tuned model or an adapter of `base`, as `base` runs it; None if it has none."""
+    if isinstance(source, Model) and source.folder is not None:
+        pooling = read_pooling(source.folder)
+        if pooling is not None and pooling.head:
+            *before, last = pooling.head
+            bias = torch.zeros(len(last.weight)) if last.bias is None else last.bias
+            hidden = [(layer.weight, layer.bias) for layer in before if layer.bias is not None]
+            return ClassHead(last.weight, bias, next(iter(hidden), None), before[0].activation if before else None)
+    place = place_in_source(source, base)
     by_name = {name: _layer(source.checkpoint, name) for name in place.layers}
     layers = [layer for layer in by_name.values() if layer is not None]
-    if not layers:
+    if by_name[place.out] is None and (len(layers) < 1 or place.hidden == place.pooler):
         return None
     if len(layers) < len(by_name):
         lacking = next(name for name, layer in by_name.items() if layer is None)
         raise BrokenWeightsError(f"'{source.name}' has a part of a head, but no '{lacking}'", "copy the model again")
-    return ClassHead(*layers[-1], layers[0] if len(layers) > 1 else None, place.activation)
+    hidden_layer = layers[0] if len(layers) > 1 else None
+    return ClassHead(*layers[-1], hidden_layer, place.activation if hidden_layer else None, CLASS)
 
 
 def _layer(checkpoint: Checkpoint, name: str) -> tuple[Tensor, Tensor] | None:
     """Read weight and bias of a layer, wherever an adapter or a wrapper puts it."""
-
-    def tensor(kind: str) -> Tensor | None:
-        endings = tuple(f".{name}.{inside}{kind}" for inside in ("", "modules_to_save.", "modules_to_save.default."))
-        own = next((own for own in checkpoint.shapes if f".{own}".endswith(endings)), None)
-        return None if own is None else checkpoint.tensor(own).float()
-
-    weight = tensor("weight")
-    bias = None if weight is None else tensor("bias")
-    if weight is None or weight.ndim != 2:
+    weight, bias = (parameter(checkpoint, name, kind) for kind in ("weight", "bias"))
+    rows = None if weight is None else checkpoint.tensor(weight).float()
+    if rows is None or rows.ndim != 2:
         return None
-    return weight, torch.zeros(len(weight)) if bias is None else bias
-
-
-@dataclass(frozen=True)
-class JoinedCheckpoint:
-    """A checkpoint with further tensors, which replace those of the same name."""
-
-    inner: Checkpoint
-    own: Mapping[str, Tensor]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self.inner.shapes, **{name: tuple(tensor.shape) for name, tensor in self.own.items()}}
-
-    def tensor(self, name: str) -> Tensor:
-        return self.own[name] if name in self.own else self.inner.tensor(name)
-
-
-@dataclass(frozen=True)
-class WrittenHead:
-    """A classification head as it is written with a target."""
-
-    place: HeadModules
-    head: ClassHead
-    class_names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, head: ClassHead, target: Model, class_names: Sequence[str]) -> WrittenHead:
-        """Bring a head into the shape that the target's class needs."""
-        place = head_modules(target)
-        written = cls(place, in_form(head, place.activation, head.width), tuple(class_names))
-        skeleton = written.skeleton(target)
-        known = {*written.over(target, skeleton).layout.own_names.values(), *written.tensors}
-        lacking = [name for name in skeleton.state_dict() if name not in known]
-        if lacking:
-            raise UnsupportedModelError(
-                f"'{target.name}' lacks '{lacking[0]}', which a {place.model_class} needs",
-                "choose a target that has it, or write the change alone with --format delta",
-            )
-        return written
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The head's tensors by their names in the class that has it."""
-        layers = {self.place.out: (self.head.weight, self.head.bias)}
-        if self.place.hidden is not None and self.head.hidden is not None:
-            layers[self.place.hidden] = self.head.hidden
-        return {
-            f"{name}.{kind}": tensor.detach().to("cpu", torch.float32).contiguous()
-            for name, layer in layers.items()
-            for kind, tensor in zip(("weight", "bias"), layer, strict=True)
-        }
-
-    def config(self, target: Model) -> dict[str, Any]:
-        """Return the target's configuration with the head's model class and class names."""
-        names = {str(number): name for number, name in enumerate(self.class_names)}
-        return {
-            **_config(target),
-            "architectures": [self.place.model_class],
-            "id2label": names,
-            "label2id": {name: int(number) for number, name in names.items()},
-            "problem_type": "single_label_classification",
-        }
-
-    def skeleton(self, target: Model) -> nn.Module:
-        """Build the class that has the head, without weights."""
-        return bare_model(self.place.model_class, self.config(target), target.checkpoint.shapes)
-
-    def over(self, target: Model, skeleton: nn.Module) -> Model:
-        """Return the target with its tensors renamed to those of the class that has the head."""
-        own = {stored: name for name, stored in stored_names(skeleton, target.checkpoint.shapes).items()}
-        return replace(target, layout=replace(target.layout, own_names=own))
-
-    def model(self, target: Model, changes: Mapping[str, Tensor]) -> nn.Module:
-        """Build the class that has the head, with the target's changed weights, in float32."""
-        skeleton: Any = self.skeleton(target)
-        own = self.over(target, skeleton).layout.own_names
-        state = {own[name]: target.checkpoint.tensor(name).float() for name in own}
-        for name, change in changes.items():
-            state[own[name]] = state[own[name]] + change.float()
-        module: nn.Module = type(skeleton)(skeleton.config).float()
-        module.load_state_dict({**state, **self.tensors})
-        return module.eval()
-
-    def add_to_model(self, target: Model, folder: Path) -> None:
-        """Add the head to the weights in a full model's folder, and to its configuration."""
-        from safetensors.torch import load_file
-
-        *others, last = sorted(folder.glob("model*.safetensors"))
-        for file in others:  # the target's own head, for other classes, is dropped
-            kept = load_file(file)
-            if kept.keys() & self.tensors.keys():
-                kept = {name: tensor for name, tensor in kept.items() if name not in self.tensors}
-                save_tensors(kept, file, {"format": "pt"})
-        save_tensors({**load_file(last), **self.tensors}, last, {"format": "pt"})
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            content = json.loads(index.read_text(encoding="utf-8"))
-            content["weight_map"] |= dict.fromkeys(self.tensors, last.name)
-            _write_json(content, index)
-        _write_json(self.config(target), folder / "config.json")
-
-    def add_to_adapter(self, folder: Path) -> None:
-        """Add the head to an adapter, as a module that peft saves in full."""
-        from safetensors.torch import load_file
-
-        weights, config = folder / ADAPTER_FILE, folder / ADAPTER_CONFIG
-        prefix = "base_model.model."
-        tensors = load_file(weights) | {prefix + name: tensor for name, tensor in self.tensors.items()}
-        save_tensors(dict(sorted(tensors.items())), weights, {"format": "pt"})
-        content = json.loads(config.read_text(encoding="utf-8"))
-        modules = {*(content.get("modules_to_save") or ()), *(name.partition(".")[0] for name in self.place.layers)}
-        content["modules_to_save"] = sorted(modules)
-        _write_json(content, config)
-
-
-def _write_json(content: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return rows, torch.zeros(len(rows)) if bias is None else checkpoint.tensor(bias).float()
 
 
 def make_heads(models: ModelPair, class_names: Sequence[str], drawn: CalibrationDraw | None) -> Heads:
@@ -248,7 +113,7 @@ def _classification_heads(models: ModelPair, class_names: Sequence[str], drawn: 
     labels: Sequence[int] = samples.labels
     if drawn.labels == "pseudo" or own is None:
         with models.tuned_source():
-            tuned = features_of(models.source, samples, size)
+            tuned = features_of(models.source, samples, size, None if own is None else own.reading)
         if own is None and drawn.labels == "pseudo":
             raise DataUnknownError(
                 "the data has no labels, and the fine-tuned source has no head that could predict any",
@@ -261,23 +126,18 @@ def _classification_heads(models: ModelPair, class_names: Sequence[str], drawn: 
 
 
 def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | None:
-    """Read the fine-tuned source's head, with its classes in the data set's order; None if it has none."""
+    """Read the fine-tuned source's head, with its classes in the data set's order; None if it has none.
+
+    A head that cannot be used counts for none where another is to be fitted.
+    """
     lineage = models.lineage
-    head = read_head(lineage.source, head_modules(lineage.base))
-    if head is None:
+    try:
+        head = read_head(lineage.source, lineage.base)
+    except UnsuitableMethodError:
+        if not models.settings.fit_head:
+            raise
         return None
-    has_pooler = [
-        isinstance(model, Model) and any(site.role == "pooler" for site in model.layout.sites)
-        for model in (lineage.source, lineage.base)
-    ]
-    if has_pooler == [True, False]:
-        if models.settings.fit_head:
-            return None
-        raise UnsuitableMethodError(
-            "the fine-tuned source's head reads a pooler that its base lacks, so that it cannot be carried",
-            "fit a head to the calibration samples with --probe",
-        )
-    return _in_class_order(head, lineage.source.origin.head_names, class_names)
+    return None if head is None else _in_class_order(head, lineage.source.origin.head_names, class_names)
 
 
 @dataclass(frozen=True)
@@ -300,13 +160,21 @@ def target_head(calibration: Calibration, changes: Deltas, trained: Trained | No
     if trained is not None and isinstance(calibration.heads.target, ClassHead):
         return TargetHead(calibration.heads.target, "fitted")
     own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
+    reading = target_reading(models, own)
     with models.with_changes(changes):
-        target = features_of(models.target, samples, size)
+        target = features_of(models.target, samples, size, reading)
     if own is None:
-        return TargetHead(logistic_head(target, samples.labels, len(calibration.class_names)), "fitted")
+        fitted = logistic_head(target, samples.labels, len(calibration.class_names))
+        return TargetHead(replace(fitted, reading=reading), "fitted")
     with models.tuned_source():
-        source = features_of(models.source, samples, size)
-    return TargetHead(carried_head(own, source, target), "carried")
+        source = features_of(models.source, samples, size, own.reading)
+    return TargetHead(replace(carried_head(own, source, target), reading=reading), "carried")
+
+
+def target_reading(models: ModelPair, own: ClassHead | None) -> str | None:
+    """Return what the target's head reads, if not its features: the first token, where it brings a pooler along."""
+    planned = HeadPlan.of(models.lineage.target, own is not None and own.hidden is not None)
+    return FIRST_TOKEN if planned.past_pooler else None
 
 
 def own_head(model: Model, holder: Model | Adapter, live: LiveModel, data: DataSet, settings: Settings) -> Head:
@@ -317,7 +185,7 @@ def own_head(model: Model, holder: Model | Adapter, live: LiveModel, data: DataS
     if objective == "text-to-text":
         return AnswerHead(names)
     if objective == "classification":
-        head = read_head(holder, head_modules(model))
+        head = read_head(holder, model)
         if head is None:
             raise UnsupportedModelError(
                 f"'{holder.name}' has no classification head", "measure it by a linear probe: --probe 100"

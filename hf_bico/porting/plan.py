@@ -25,13 +25,14 @@ from hf_bico.alignment.memory import (
     needs_of,
     plan_memory,
 )
-from hf_bico.errors import EmptyTaskVectorError
+from hf_bico.errors import EmptyTaskVectorError, ModelError
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
 from hf_bico.models.weight_distance import WeightDistance, mean_distance, weight_distances
+from hf_bico.porting.head_plan import head_refusal
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
 from hf_bico.utils.progress import Progress, silent
@@ -59,6 +60,8 @@ class Plan:
     """The base's tensors that an adapter changes; None if unknown, as for any fine-tuned model."""
     method: str = ""
     """The method that would carry it, and why."""
+    fits_head: bool = False
+    """Whether a classification head is fitted to the samples, not carried."""
     requested_format: str | None = None
     requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
@@ -73,14 +76,13 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""
         lineage, base, target = self.lineage, *self.lineage.layouts
-        refusal = lineage.other_function
         rows = [
             ("source", _known(lineage.source)),
             ("base", _known(lineage.base)),
             ("target", _known(lineage.target)),
             ("data", _data(lineage)),
             *(("note", notice) for notice in lineage.notices),
-            *([] if refusal is None else [("refused", f"without --force: {refusal.cause}")]),
+            *(("refused", sentence) for sentence in self.refusals),
             ("blocks", f"{base.blocks} -> {target.blocks}, taken from {list(self.blocks)}"),
         ]
         if base.tokens is not None and target.tokens is not None:
@@ -116,6 +118,27 @@ class Plan:
     def _repr_markdown_(self) -> str:
         """Return the table that a notebook shows."""
         return markdown_table([("", "what would be done"), *self.rows()], align="---")
+
+    @property
+    def refusals(self) -> list[str]:
+        """What a port would refuse, and how it would not."""
+        other, head = self.lineage.other_function, self.head_refusal
+        found = [] if other is None else [f"without --force: {other.cause}"]
+        return found if head is None else [*found, f"{head.cause}: {head.remedy}"]
+
+    @cached_property
+    def head_refusal(self) -> ModelError | None:
+        """Why a classification head cannot be brought to the target, if another is not to be fitted."""
+        return head_refusal(self.lineage, self.fits_head)
+
+    def require_head(self) -> None:
+        """Refuse a classification head that cannot be brought to the target."""
+        if self.head_refusal is not None:
+            raise self.head_refusal
+
+    def with_fitted_head(self, fits: bool) -> Plan:
+        """Return the same plan with a head that is fitted to the samples, or carried."""
+        return replace(self, fits_head=fits)
 
     @property
     def format(self) -> str:
@@ -287,7 +310,7 @@ class Plan:
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
             "notices": list(lineage.notices),
-            "refused": None if lineage.other_function is None else lineage.other_function.cause,
+            "refused": next(iter(self.refusals), None),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
             "sites": [_about_pair(pair, self.distances) for pair in self.main_pairs],

@@ -30,7 +30,7 @@ from hf_bico.models.name_matching import overlap
 from hf_bico.porting.lineage import Lineage, resolve
 from hf_bico.porting.plan import Plan
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import PROBE, Settings
+from hf_bico.settings import AUTO, PROBE, Settings
 
 TEXT_TO_TEXT = "text-to-text"
 UNMATCHED = "no counterpart in the target"
@@ -75,27 +75,31 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Seq
         for slot in site.slots
         if slot.tensor not in carried
     }
-    method = _method_sentence(base, target, pairs)
+    method = method_sentence(base, target, pairs)
     everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), (), (), method=method)
     source = lineage.source
     planned = _of_adapter(everything, source) if isinstance(source, Adapter) else _of_model(everything, source)
     return planned if towers is None else planned.of_towers(towers)
 
 
-def _method_sentence(base: Layout, target: Layout, pairs: Sequence[SitePair]) -> str:
+def method_sentence(base: Layout, target: Layout, pairs: Sequence[SitePair], alpha: float | str = AUTO) -> str:
     """Say which method "auto" is for two models that are asked by their usual objective, and why.
 
-    Nothing is known of models without an objective of their own.
+    Nothing is known of models without an objective of their own. With a number for alpha, nothing else is tried.
     """
     if not set(base.objectives) & set(target.objectives):
         return ""
     settings = with_model_defaults(Settings(), base, target).resolved
     predicts = "predicts" if settings.predicts else "does not predict"
+    why = f"because the objective, {settings.objective}, {predicts} classes"
+    if alpha != AUTO:
+        return f"{settings.method}, {why}; alpha {alpha:g}"
     main = [pair for pair in pairs if not pair.target.tower] or pairs
     copies = all(pair.source.shape == pair.target.shape for pair in main)
     also = "; a plain copy is tried too, because all shapes are equal" if copies else ""
-    why = f"because the objective, {settings.objective}, {predicts} classes"
-    return f"{settings.method}, {why}; alpha by the samples{also}"
+    first, *others = (settings.method, *settings.tried_too)
+    which = f"{first} or {' or '.join(others)}, as the samples choose" if others else first
+    return f"{which}, {why}; alpha by the samples{also}"
 
 
 def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:

@@ -21,7 +21,7 @@ from hf_bico.models.model import ModelReference
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.formats import WrittenChange, format_change
-from hf_bico.porting.heads import TargetHead, WrittenHead, target_head
+from hf_bico.porting.heads import TargetHead, target_head
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan
 from hf_bico.porting.prepare import PreparedPort, prepare
@@ -30,6 +30,7 @@ from hf_bico.porting.result import Ported, with_adapter_ranks
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.porting.transfer import UNTOUCHED, TransferResult, judge, transfer, with_readout
+from hf_bico.porting.written_heads import SentenceHead, WrittenHead, written_head
 from hf_bico.reports.record import LOSS, EvaluationRecord, MethodRecord, OutlookRecord, RunRecord, SourceLeadRecord
 from hf_bico.runtime.distributed import join, local_device
 from hf_bico.runtime.environment import (
@@ -183,7 +184,7 @@ class _OutputFormat:
     prepared: PreparedPort
     format: str
     head: TargetHead | None
-    written_head: WrittenHead | None
+    written_head: WrittenHead | SentenceHead | None
 
     @classmethod
     def of(cls, prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> _OutputFormat:
@@ -192,14 +193,14 @@ class _OutputFormat:
         usual = planned.format if prepared.method.keeps_factors else "full"
         format = settings.format or ("adapter" if settings.rank is not None else usual)
         head = None if prepared.drawn is None else target_head(calibration, result.changes, result.trained)
-        written_head = None
+        written = None
         if head is not None:
             try:
-                written_head = WrittenHead.of(head.head, planned.lineage.target, calibration.class_names)
+                written = written_head(head.head, planned.lineage.target, calibration.class_names)
             except UnsupportedModelError:
                 if format != "delta":  # a change alone needs no model class that has a head
                     raise
-        return cls(prepared, format, head, written_head)
+        return cls(prepared, format, head, written)
 
     def formatted(self, changes: Deltas) -> WrittenChange:
         """Bring changes of the target into the format."""
@@ -240,7 +241,9 @@ def _evaluate(
         of_source = of_target if prepare_alike(prepared.models.source, prepared.models.target) else of_source
     progress = calibration.watch.progress
 
-    def measure(name: str, changes: Deltas, head: TargetHead | WrittenHead | None) -> list[EvaluationRecord]:
+    def measure(
+        name: str, changes: Deltas, head: TargetHead | WrittenHead | SentenceHead | None
+    ) -> list[EvaluationRecord]:
         return of_target.measure_target(name, calibration, changes, None if head is None else head.head)
 
     records = measure("target", UNTOUCHED.changes, target_head(calibration, UNTOUCHED.changes))

@@ -80,11 +80,15 @@ class PreparedPort:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """The methods to choose from: where "auto" was asked for and every shape is equal, also a mere copy."""
-        name, pairs = self.settings.method, self.models.pairs
+        """The methods to choose from: where "auto" was asked for, also those that its objective tries.
+
+        Where every shape is equal, a mere copy is one of them.
+        """
+        settings, pairs = self.settings, self.models.pairs
+        if self.asked.method != AUTO or not settings.finds_alpha or not self.judges:
+            return (settings.method,)
         equal = all(pair.source.shape == pair.target.shape for pair in pairs)
-        chooses = self.asked.method == AUTO and self.settings.finds_alpha and self.judges
-        return (name, "naive") if chooses and equal else (name,)
+        return (settings.method, *settings.tried_too, *(("naive",) if equal else ()))
 
     def with_method(self, name: str) -> PreparedPort:
         """Return the same with another method."""
@@ -176,6 +180,8 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     """Refuse what cannot be done with these models, this data and these settings, before any large download."""
     lineage, name = planned.lineage, settings.method
     lineage.require_same_function(settings.force)
+    if settings.objective == "classification" and not isinstance(method, Trainer):
+        planned.with_fitted_head(settings.fit_head).require_head()
     # which towers of a CLIP a fine-tuned model changed is known once it is read
     method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
     chooses = settings.finds_alpha and not isinstance(method, Trainer)

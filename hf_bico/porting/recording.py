@@ -13,10 +13,12 @@ from hf_bico.alignment.methods.training import Trained
 from hf_bico.data.draw import CalibrationDraw, calibration_notices, class_notices, repeat_notices
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
+from hf_bico.models.families.pooling import read_pooling
 from hf_bico.models.model import Model
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import class_order_notice, head_modules
+from hf_bico.porting.head_plan import place_in_source
+from hf_bico.porting.heads import class_order_notice
 from hf_bico.porting.identity import BASE, FINE_TUNED, has_weights_of
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.planner import TEXT_TO_TEXT
@@ -84,7 +86,13 @@ def make_record(
         source=source_record(lineage.source, lineage.base),
         target=model_record(lineage.target),
         data=None if drawn is None else _data_record(drawn, settings, prepared.uses_chat_template),
-        objective=ObjectiveRecord(name, templates, head_origin, UNNAMED_LOSS if name == TEXT_TO_TEXT else None),
+        objective=ObjectiveRecord(
+            name,
+            templates,
+            head_origin,
+            UNNAMED_LOSS if name == TEXT_TO_TEXT else None,
+            None if head_origin is None else _pooling(lineage.target),
+        ),
         method=method,
         sites=list(result.report.sites),
         left=list(result.report.left),
@@ -189,6 +197,12 @@ def model_record(model: Model | Adapter) -> ModelRecord:
     )
 
 
+def _pooling(target: Model) -> str | None:
+    """Say how a sentence encoder's tokens are pooled before its head reads them."""
+    pooling = None if target.folder is None else read_pooling(target.folder)
+    return None if pooling is None else str(pooling)
+
+
 def _notices(
     prepared: PreparedPort, result: TransferResult, evaluation: Sequence[EvaluationRecord], head_origin: str | None
 ) -> list[str]:
@@ -202,7 +216,7 @@ def _notices(
             notices.append(sentence)
     overlap = vector.overlap
     if head_origin == "carried":
-        layers = head_modules(lineage.base).layers
+        layers = place_in_source(lineage.source, lineage.base).layers
         overlap = replace(overlap, extra=tuple(name for name in overlap.extra if name.rpartition(".")[0] not in layers))
     notices += [notice for notice in lineage_warnings(lineage) if notice not in notices]
     notices += tensor_notices(overlap)

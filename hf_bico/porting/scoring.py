@@ -29,7 +29,7 @@ from hf_bico.alignment.scaling import SampleScores, by_sample
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.inference import Batched, PreparedSamples, features_of
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.heads import source_head
+from hf_bico.porting.heads import source_head, target_reading
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.runtime.environment import Stopwatch, available_memory, halving_batches
 
@@ -110,8 +110,9 @@ def _make_judge(calibration: Calibration) -> Judge:
         features = None
         if own is not None:
             with models.tuned_source():
-                features = features_of(models.source, samples, calibration.settings.batch).double()
-        return RefittedHeadJudge(by_copy[:: 1 + calibration.copies], own, features, tuple(samples.labels))
+                features = features_of(models.source, samples, calibration.settings.batch, own.reading).double()
+        probabilities, reading = by_copy[:: 1 + calibration.copies], target_reading(models, own)
+        return RefittedHeadJudge(probabilities, own, features, tuple(samples.labels), reading)
     if isinstance(head, TokenHead):
         return TokenJudge(head)
     if isinstance(head, ContrastHead):

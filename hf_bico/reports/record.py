@@ -96,14 +96,15 @@ class DataRecord:
 class ObjectiveRecord:
     """The loss that calibration differentiated, and its prompt templates.
 
-    A classifier's `head` was "carried" from the source or "fitted" to the calibration samples. `loss` describes the
-    loss where the paper does not.
+    A classifier's `head` was "carried" from the source or "fitted" to the calibration samples; where it reads what a
+    sentence encoder pools, `pooling` says how. `loss` describes the loss where the paper does not.
     """
 
     name: str
     templates: Texts | None = None
     head: str | None = None
     loss: str | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,10 @@ class SourceLeadRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One measurement: zero-shot, or with `protocol` "probe" by a linear classifier fitted to `trained_on` samples."""
+    """One measurement: zero-shot, or with `protocol` "probe" by a linear classifier fitted to `trained_on` samples.
+
+    Without a protocol, `trained_on` counts the samples that a head was fitted to, for a source without one of its own.
+    """
 
     model: str
     data: str

@@ -108,6 +108,8 @@ def _value_name(record: Record, entry: EvaluationRecord) -> str:
     name = VALUE_NAMES[entry.model]
     if entry.model == "target" and (entry.protocol is not None or record.objective.name != "zero-shot"):
         return "target, as it was"
+    if entry.protocol is None and entry.trained_on is not None:
+        return f"{name}, with a head fitted to {count_text(entry.trained_on, 'sample')}"
     return name.replace("ported", "trained") if is_trained(record) else name
 
 

@@ -78,7 +78,7 @@ def candidates_sentence(method: MethodRecord) -> str | None:
     for one in method.candidates:
         name = "copying the change as it is (naive)" if one.method == "naive" else f"aligning it ({one.method})"
         parts.append(f"{name} {'is held back' if one.held_back else f'gains {_gain_text(one.gain, method)}'}")
-    return f"The two bases have equal shapes, so both were tried on the samples: {', and '.join(parts)}."
+    return f"Tried on the samples: {', '.join(parts[:-1])}, and {parts[-1]}."
 
 
 def _gain_text(gain: float, method: MethodRecord) -> str:

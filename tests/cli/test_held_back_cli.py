@@ -108,7 +108,7 @@ def test_both_methods_that_were_tried_are_named(scene: Scene) -> None:
     assert len(method["alpha"]) == method["steps"]
     said = run(*PORT, *TWIN).stdout.splitlines()[0]
     assert said == (
-        "The two bases have equal shapes, so both were tried on the samples: aligning it (bico-path) is held back, and "
+        "Tried on the samples: aligning it (bico-path) is held back, and "
         "copying the change as it is (naive) is held back."
     )
     require_nothing_written(scene)

@@ -15,7 +15,8 @@ from hf_bico.alignment.objectives.base import LossBatch
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
 from hf_bico.alignment.statistics import Kind
 from hf_bico.models.families.live import LiveModel
-from hf_bico.models.families.text_models import CausalModel, SequenceModel, mean_of_real
+from hf_bico.models.families.pooling import Pooling
+from hf_bico.models.families.text_models import CausalModel, SequenceModel
 from hf_bico.models.hooks import Losses, TextRows, Trace
 from hf_bico.models.layout import Site, SitePair, Slot
 from hf_bico.models.model import Model
@@ -96,7 +97,7 @@ def test_a_mean_of_many_tokens_is_not_rounded_on_the_way() -> None:
     mask = torch.ones(2, 600, dtype=torch.bool)
     mask[1, :200] = False
     exact = torch.stack([rows[real].double().mean(0) for rows, real in zip(hidden, mask, strict=True)])
-    assert torch.allclose(mean_of_real(hidden, mask).double(), exact, rtol=1e-6)
+    assert torch.allclose(Pooling(("mean",)).rows(hidden, mask).double(), exact, rtol=1e-6)
 
 
 class OneReader:

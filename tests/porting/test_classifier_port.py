@@ -19,7 +19,7 @@ from torch import Tensor
 
 import hf_bico
 from hf_bico.alignment.objectives.classification import RIDGE_STRENGTHS, ClassHead, carried_head, ridge_head
-from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodError, UnsupportedModelError
+from hf_bico.errors import ClassNamesError, DataNotFoundError, UnsuitableMethodError
 from hf_bico.porting.evaluate import evaluate_model
 from support import language_reference as reference
 from support.adapters import Base, saved
@@ -488,7 +488,7 @@ def test_a_classifiers_lora_keeps_its_rank_and_its_head(case: Callable[[str], Ca
     assert (found.logits(loaded) - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-# --- data without labels, and bases without a pooler
+# --- data without labels
 
 
 def test_without_labels_the_source_names_them_and_nothing_is_measured(case: Callable[[str], Case]) -> None:
@@ -508,31 +508,6 @@ def test_classes_that_nobody_names_are_asked_for(case: Callable[[str], Case], tm
     nameless = found.classifier(tmp_path / "nameless", ("LABEL_0", "LABEL_1", "LABEL_2"))
     with pytest.raises(ClassNamesError, match="neither the data nor the fine-tuned model names the classes"):
         found.port(nameless, data=[{"image": row["image"]} for row in found.rows])
-
-
-def test_a_head_that_reads_a_pooler_of_its_own_is_not_carried(case: Callable[[str], Case], tmp_path: Path) -> None:
-    """The base was pretrained without one: its features are no pooled ones."""
-    found = case("bert")
-    base, target = (
-        write_encoder(tmp_path / name, task="ForMaskedLM", seed=seed, width=8)
-        for seed, name in enumerate(("base", "target"))
-    )
-    torch.manual_seed(0)
-    start = found.kind.headed.from_pretrained(base, num_labels=3)
-    start.save_pretrained(tmp_path / "start")
-    for file in base.glob("tok*"):
-        shutil.copy(file, tmp_path / "start")
-    tuned = fine_tuned(tmp_path / "start", tmp_path / "tuned", found.kind.headed)
-    with pytest.raises(UnsuitableMethodError, match="a pooler that its base lacks") as told:
-        found.port(tuned, base=base)
-    assert "--probe" in told.value.remedy
-    assert found.port(tuned, base=base, fit_head=True).record.objective.head == "fitted"
-    with pytest.raises(UnsupportedModelError, match=r"lacks 'bert.pooler.dense.weight'") as told:
-        found.port(tuned, base=base, to=target, fit_head=True)
-    assert "--format delta" in told.value.remedy
-    alone = found.port(tuned, base=base, to=target, fit_head=True, format="delta", evaluate=True)
-    assert {entry.model for entry in alone.record.evaluation} == {"target", "ported", "source"}
-    assert (alone.save(tmp_path / "out") / "task_vector.safetensors").is_file()
 
 
 def test_a_head_of_the_targets_own_gives_way_in_whatever_file_it_is(

@@ -116,7 +116,7 @@ def test_outlook_is_in_points_or_in_loss(outlook: OutlookRecord, said: str) -> N
 
 def test_candidates_are_told_with_what_the_samples_say_of_each() -> None:
     assert candidates_sentence(a_walk_record().method) == (
-        "The two bases have equal shapes, so both were tried on the samples: aligning it (bico-path) gains +8 points, "
+        "Tried on the samples: aligning it (bico-path) gains +8 points, "
         "and copying the change as it is (naive) is held back."
     )
     assert candidates_sentence(a_scaled_record().method) is None
@@ -208,7 +208,7 @@ def test_card_of_a_walk_tells_every_step_and_the_candidates() -> None:
     read = text_of(render_card(a_walk_record()))
     for said in (
         "Method: bico-path (auto), completion drop, 2 steps along the path.",
-        "so both were tried on the samples: aligning it (bico-path) gains +8 points, and copying",
+        "Tried on the samples: aligning it (bico-path) gains +8 points, and copying",
         "Alpha 0.5, 0.25 in 2 steps: as far as each lowers the samples' loss clearly. The calibration samples chose "
         "each: the smallest alpha",
     ):

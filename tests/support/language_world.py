@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ LENGTH = 48
 PRETRAINING_STEPS, PRETRAINING_BATCH, PRETRAINING_RATE, WARM_UP_STEPS = 300, 16, 4e-3, 50
 TUNING_STEPS, TUNING_BATCH, TUNING_RATE, TUNING_RANK = 60, 16, 1e-3, 8
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GPT2_MODULES = ["c_attn", "c_proj", "c_fc"]
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,24 @@ class DecoderWorld:
     def load(self, name: str) -> Any:
         """The model "source" or "target", or the "tuned" source."""
         import peft
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        model = LlamaForCausalLM.from_pretrained(self.target if name == "target" else self.source)
+        model = AutoModelForCausalLM.from_pretrained(self.target if name == "target" else self.source)
         return peft.PeftModel.from_pretrained(model, self.adapter) if name == "tuned" else model
 
 
-def build_decoders(folder: Path, seed: int, style: str = "capitals") -> DecoderWorld:
+def build_decoders(
+    folder: Path,
+    seed: int,
+    style: str = "capitals",
+    shapes: Mapping[str, tuple[int, int]] = SHAPES,
+    make: Callable[[int, int], Any] | None = None,
+) -> DecoderWorld:
     """Trains both models and the LoRA: about 15 seconds on one thread."""
     world = DecoderWorld.below(folder, style)
     for number, (name, place) in enumerate((("source", world.source), ("target", world.target))):
         with quiet_torch(2 * seed + number):
-            model = _decoder(*SHAPES[name])
+            model = (make or llama)(*shapes[name])
             text = _mixed(_part(name), seed)
             _train(model, model.parameters(), text, PRETRAINING_STEPS, PRETRAINING_BATCH, _warm_up_then_cosine)
             model.save_pretrained(place)
@@ -96,14 +103,17 @@ def build_decoders(folder: Path, seed: int, style: str = "capitals") -> DecoderW
 def _tune(world: DecoderWorld) -> None:
     import peft
 
-    settings = peft.LoraConfig(r=TUNING_RANK, lora_alpha=TUNING_RANK, target_modules=TARGET_MODULES)
-    adapted = peft.get_peft_model(world.load("source"), settings)
+    model = world.load("source")
+    conv = model.config.model_type == "gpt2"
+    modules = GPT2_MODULES if conv else TARGET_MODULES
+    settings = peft.LoraConfig(r=TUNING_RANK, lora_alpha=TUNING_RANK, target_modules=modules, fan_in_fan_out=conv)
+    adapted = peft.get_peft_model(model, settings)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     _train(adapted, trained, _in_style(_part("source"), world.style), TUNING_STEPS, TUNING_BATCH, lambda _: TUNING_RATE)
     adapted.save_pretrained(world.adapter)
 
 
-def _decoder(width: int, blocks: int) -> Any:
+def llama(width: int, blocks: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -120,6 +130,14 @@ def _decoder(width: int, blocks: int) -> Any:
             pad_token_id=0,
         )
     )
+
+
+def gpt2(width: int, blocks: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_embd": width, "n_layer": blocks, "n_head": 4, "n_positions": 4 * LENGTH}
+    ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary_size(), **shape, **ids))
 
 
 def _train(

@@ -28,12 +28,27 @@ class Aligner(Carrier):
     by_site = True
     input_kind: ClassVar[Kind | None]
     output_kind: ClassVar[Kind | None]
+    early_output_kind: ClassVar[Kind | None] = None
+    """The kind for R_out in the blocks before the last one, if it is another."""
 
     def __init_subclass__(cls) -> None:
-        cls.kinds = frozenset(kind for kind in (cls.input_kind, cls.output_kind) if kind is not None)
+        kinds = (cls.input_kind, cls.output_kind, cls.early_output_kind)
+        cls.kinds = frozenset(kind for kind in kinds if kind is not None)
 
     def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
-        sums = {(kind, key_of(kind, pair)): inputs.statistics.of(kind, pair) for pair in pairs for kind in self.kinds}
+        last = inputs.target.layout.blocks - 1
+
+        def output_kind(pair: SitePair) -> Kind | None:
+            is_early = pair.target.block not in (None, last) and not pair.target.tower
+            return (self.early_output_kind if is_early else None) or self.output_kind
+
+        wanted = {pair.target.name: (self.input_kind, output_kind(pair)) for pair in pairs}
+        sums = {
+            (kind, key_of(kind, pair)): inputs.statistics.of(kind, pair)
+            for pair in pairs
+            for kind in wanted[pair.target.name]
+            if kind is not None
+        }
         norms = torch.stack([one.norms for one in sums.values()]).tolist()
         solved = polar([one.evidence for one in sums.values()], norms, self.settings.completion)
         maps: dict[Any, OrthogonalMap] = dict(zip(sums, solved, strict=True))
@@ -42,7 +57,8 @@ class Aligner(Carrier):
             return None if kind is None else maps[kind, key_of(kind, pair)]
 
         self.maps: dict[str, tuple[OrthogonalMap | None, OrthogonalMap | None]] = {
-            pair.target.name: (of(self.input_kind, pair), of(self.output_kind, pair)) for pair in pairs
+            pair.target.name: (of(wanted[pair.target.name][0], pair), of(wanted[pair.target.name][1], pair))
+            for pair in pairs
         }
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
@@ -110,6 +126,12 @@ class Bico(Aligner):
 
     input_kind = Kind.INPUTS
     output_kind = Kind.GRADIENTS
+
+
+class BicoLast(Bico):
+    """BiCo in the last block; in the blocks before it, R_out comes from the layers' outputs, as in THESEUS."""
+
+    early_output_kind = Kind.OUTPUTS
 
 
 class GradientOnly(Aligner):

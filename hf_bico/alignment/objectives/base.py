@@ -81,13 +81,17 @@ class Head(ABC):
 class Classifier(Head):
     """A head that classifies samples by their features."""
 
+    def features(self, model: LiveModel, samples: Sequence[Any]) -> Tensor:
+        """Return what it reads of a model."""
+        return model.features(samples)
+
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
         """Return logits of shape (samples, classes)."""
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
         """Return cross-entropies: with the labels, if all are known, and with the likely ones."""
-        logits = self.logits(model.features(batch.samples))
+        logits = self.logits(self.features(model, batch.samples))
         losses = Losses(text=model.text_rows(batch.samples))
         if min(batch.labels) >= 0:
             classes = to_device(torch.tensor(batch.labels), logits.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.nn import functional
 
 from hf_bico.alignment.objectives.base import Classifier
 from hf_bico.errors import UnsuitableMethodError
+from hf_bico.models.families.base import HeadModules
+from hf_bico.models.families.live import LiveModel
 
 RIDGE_STRENGTHS = tuple(10.0**power for power in range(-6, 4))
 """Ridge strengths to try, as shares of the features' mean energy."""
@@ -28,12 +31,18 @@ TANH_LINEAR = 1e-3
 
 @dataclass(frozen=True)
 class ClassHead(Classifier):
-    """logits = W f + b; with a hidden layer, f passes through it and its activation ("tanh" or "relu") first."""
+    """logits = W f + b; with a hidden layer, f passes through it and its activation ("tanh" or "relu") first.
+
+    `reading` says what of a model f is, where that is not its features; `fitted_to` counts the samples that the head
+    was fitted to by their labels.
+    """
 
     weight: Tensor
     bias: Tensor
     hidden: tuple[Tensor, Tensor] | None = None
     activation: str | None = None
+    reading: str | None = None
+    fitted_to: int | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -61,6 +70,9 @@ class ClassHead(Classifier):
         hidden: Tensor = getattr(torch, self.activation)(outputs)
         return hidden @ self.weight.to(outputs).T + self.bias.to(outputs)
 
+    def features(self, model: LiveModel, samples: Sequence[Any]) -> Tensor:
+        return model.read_by(self.reading, samples)
+
     def logits(self, features: Tensor) -> Tensor:
         x = features.to(torch.promote_types(features.dtype, torch.float32))
         weight, bias = (part.to(x) for part in self.first_layer)
@@ -79,7 +91,7 @@ def ridge_head(features: Tensor, labels: Sequence[int], classes: int) -> ClassHe
     targets = torch.tensor(labels, device=features.device)
     weight, bias, left_out = _ridge(features, functional.one_hot(targets, classes))
     scale = _scale(left_out, targets)
-    return ClassHead((scale * weight).to(features.dtype), (scale * bias).to(features.dtype))
+    return ClassHead((scale * weight).to(features.dtype), (scale * bias).to(features.dtype), fitted_to=len(labels))
 
 
 def carried_head(head: ClassHead, own: Tensor, other: Tensor) -> ClassHead:
@@ -144,43 +156,37 @@ def logistic_head(features: Tensor, labels: Sequence[int], classes: int) -> Clas
     present = sorted(set(labels))
     if len(present) == 1:
         bias[present[0]] = 0.0
-        return ClassHead(weight.to(features.dtype), bias.to(features.dtype))
+        return ClassHead(weight.to(features.dtype), bias.to(features.dtype), fitted_to=len(labels))
     fitted = LogisticRegression(max_iter=1000).fit(((x - mean) / spread).numpy(), list(labels))
     rows, offset = torch.from_numpy(fitted.coef_), torch.from_numpy(fitted.intercept_)
     if len(present) == 2:  # scikit-learn fits one row for two classes
         rows, offset = torch.cat([-rows / 2, rows / 2]), torch.cat([-offset / 2, offset / 2])
     rows = rows / spread
     weight[present], bias[present] = rows, offset - rows @ mean
-    return ClassHead(weight.to(features), bias.to(features))
+    return ClassHead(weight.to(features), bias.to(features), fitted_to=len(labels))
 
 
-def in_form(head: ClassHead, activation: str | None, width: int) -> ClassHead:
+def in_form(head: ClassHead, place: HeadModules, width: int) -> ClassHead:
     """Rewrite a head for a model class: linear, or with a hidden layer of `width` units.
 
     A linear head passes through the hidden layer unchanged: through tanh where that is the identity, through relu as
     the difference of two units. A hidden layer is padded with unused units.
     """
-    if activation is None:
-        if head.hidden is not None:
-            raise UnsuitableMethodError(
-                "the source's head has a hidden layer, and a head of the target's class has none",
-                "fit one to the calibration samples with --probe",
-            )
+    if head.hidden is not None:
+        place.require_room(len(head.hidden[0]), head.activation, width)
+    if place.activation is None:
         return head
-    if head.hidden is not None and head.activation != activation:
-        raise UnsuitableMethodError(
-            "the two models' classes have heads with different activations",
-            "fit a head to the calibration samples with --probe",
-        )
-    weight, inner, offset = _linear_layers(head, activation) if head.hidden is None else (head.weight, *head.hidden)
+    linear = head.hidden is None
+    weight, inner, offset = _linear_layers(head, place.activation) if linear else (head.weight, *head.first_layer)
     missing = width - len(inner)
     if missing < 0:
         raise UnsuitableMethodError(
             f"the head's hidden layer has {len(inner)} units, and one of the target's class has room for {width}",
-            "choose a wider target" if head.hidden is None else "fit a head to the calibration samples with --probe",
+            "choose a wider target",
         )
     hidden = functional.pad(inner, (0, 0, 0, missing)), functional.pad(offset, (0, missing))
-    return ClassHead(functional.pad(weight, (0, missing)), head.bias, hidden, activation)
+    padded = functional.pad(weight, (0, missing))
+    return replace(head, weight=padded, hidden=hidden, activation=place.activation)
 
 
 def _linear_layers(head: ClassHead, activation: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,7 +60,7 @@ class ClassJudge(Judge):
     def evidence(
         self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
     ) -> Tensor:
-        return self.head.logits(model.features(samples)).cpu().double()
+        return self.head.logits(self.head.features(model, samples)).cpu().double()
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return class_scores(evidence, self.probabilities, self.copies)
@@ -78,11 +78,13 @@ class RefittedHeadJudge(Judge):
     head: ClassHead | None
     source_features: Tensor | None
     labels: tuple[int, ...]
+    reading: str | None = None
+    """What the target's head reads, where that is not its features."""
 
     def evidence(
         self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
     ) -> Tensor:
-        return model.features(samples).cpu().double()
+        return model.read_by(self.reading, samples).cpu().double()
 
     def scores(self, evidence: Tensor) -> SampleScores:
         classes = self.probabilities.shape[1]

@@ -42,7 +42,7 @@ from hf_bico.models.families.live import ImageModel
 from hf_bico.models.inference import Batched, PreparedSamples, prepare_alike
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.evaluate import HeldOutEvaluation
-from hf_bico.porting.heads import make_heads, tuned_target_head
+from hf_bico.porting.heads import make_heads, source_head, tuned_target_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.prepare import training_samples
@@ -85,6 +85,8 @@ class Grid:
     seeds: tuple[int, ...]
     per_class: bool
     settings: Settings
+    own_head: bool = False
+    """Whether the fine-tuned source is a classifier, measured by its own head where the others are by a probe."""
 
     @classmethod
     def of(
@@ -157,6 +159,8 @@ class Grid:
 
     def _keys(self, key: CellKey, draw: Draw | None) -> list[CellKey]:
         """Return the numbers of a variant that depend on this draw, as any probe, or on no draw if it is None."""
+        if key.method == "source" and self.own_head:
+            return [key] if draw is None else []
         pairs_by_samples = self.settings.layers == "similarity" and _is_a(key.method, Carrier)
         uses_draw = takes_samples(key.method) or key.readout or pairs_by_samples or self.chooses_alpha(key.method)
         protocols: list[str | None] = []
@@ -328,7 +332,10 @@ class DrawMeasurements:
             yield by_protocol[protocol].with_value(record.value, held_back)
 
     def _records(self, evaluator: HeldOutEvaluation, key: CellKey, held_back: bool) -> list[EvaluationRecord]:
-        name, calibration = key.method, self._calibration(key.method, key.control)
+        name = key.method
+        if name == "source" and self.grid.own_head:
+            return self._source_by_its_head(evaluator)
+        calibration = self._calibration(name, key.control)
         if name in ("source", "base"):
             if not prepare_alike(self.models.source, self.models.target):  # the prepared samples are the target's
                 evaluator = replace(evaluator, samples=self.data.samples)
@@ -341,6 +348,13 @@ class DrawMeasurements:
         result = UNTOUCHED if name == "target" or held_back else self._result(name, key.control)
         result = with_readout(result, calibration) if key.readout and not held_back else result
         return evaluator.measure_target(name, calibration, result.changes)
+
+    def _source_by_its_head(self, evaluator: HeldOutEvaluation) -> list[EvaluationRecord]:
+        head = source_head(self.models, self.data.data.class_names)
+        if head is None:
+            raise ValueError("the fine-tuned source has no head of its own")
+        with self.models.tuned_source():
+            return replace(evaluator, samples=self.data.samples).measure("source", self.models.source, head)
 
     def _result(self, name: str, mispaired: bool) -> TransferResult:
         """Run a method once; statistics are collected for all methods that share the calibration.

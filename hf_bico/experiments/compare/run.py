@@ -40,6 +40,7 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import require_enough_to_mispair
+from hf_bico.porting.head_plan import has_usable_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan, with_blocks, with_model_defaults
@@ -108,6 +109,9 @@ def compare(
     if settings.objective == "classification":  # a probe works for any model
         settings = replace(settings, evaluation=PROBE)
     grid = Grid.of(_usual_rows(settings) if methods is None else methods, n, per_class, seeds, settings)
+    if settings.objective == "classification":
+        plans[0].with_fitted_head(settings.fit_head).require_head()
+        grid = replace(grid, own_head=has_usable_head(plans[0].lineage))
     with ExitStack() as stack:
         output = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
         work = _Work.of(plans, grid, hub, progress)
@@ -264,8 +268,8 @@ def _decisive(settings: Settings) -> dict[str, Any]:
 
 
 def _identifying(settings: Settings) -> dict[str, Any]:
-    """Return the settings that change a number, as logs had them before `eval_samples` and `bold` could be chosen."""
-    values, added = _decisive(settings), {"eval_samples": DEFAULT_MEASURED, "bold": False}
+    """Return the settings that change a number, as logs had them before some of these could be chosen."""
+    values, added = _decisive(settings), {"eval_samples": DEFAULT_MEASURED, "bold": False, "fit_head": False}
     if not settings.finds_alpha:  # else rows differ in their steps
         values["path_steps"] = settings.steps
     return {name: value for name, value in values.items() if name not in added or value != added[name]}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
+from hf_bico.errors import BrokenWeightsError, RepoError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Site, Slot, Tokens
 from hf_bico.utils.files import folder_name, read_object
 from hf_bico.utils.samples import IMAGES
@@ -45,6 +45,8 @@ LABELS = ("id2label", "label2id")
 """The fields of a configuration that list as many entries as there are classes."""
 MOST_FIELDS = 20_000
 """All others, in sections too: a hundred times those of any real one."""
+FIT_INSTEAD = "fit a head to the calibration samples with --probe"
+"""The remedy where a classification head cannot be carried."""
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")
 
 
@@ -64,10 +66,36 @@ class HeadModules:
     out: str = "classifier"
     hidden: str | None = None
     activation: str | None = None
+    pooler: str | None = None
+    """The layer between the first token and the head, if the class has one: a tanh follows it."""
 
     @property
     def layers(self) -> tuple[str, ...]:
         return (self.out,) if self.hidden is None else (self.hidden, self.out)
+
+    @property
+    def saved_modules(self) -> list[str]:
+        """The modules that hold these layers, as peft names what it saves in full."""
+        return sorted({re.sub(r"^bert\.", "", name).partition(".")[0] for name in self.layers})
+
+    @property
+    def by_pooler(self) -> HeadModules:
+        """The same with the pooler as the head's hidden layer, which reads the first token."""
+        return replace(self, hidden=self.pooler, activation="tanh")
+
+    def require_room(self, units: int, activation: str | None, width: int) -> None:
+        """Refuse a head whose hidden layer has so many units, for a model of this width."""
+        if self.activation is None:
+            raise UnsuitableMethodError(
+                "the source's head has a hidden layer, and a head of the target's class has none", FIT_INSTEAD
+            )
+        if activation != self.activation:
+            raise UnsuitableMethodError("the two models' classes have heads with different activations", FIT_INSTEAD)
+        if units > width:
+            raise UnsuitableMethodError(
+                f"the head's hidden layer has {units} units, and one of the target's class has room for {width}",
+                FIT_INSTEAD,
+            )
 
 
 class Family(ABC):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.models.checkpoints import FileCheckpoint
 from hf_bico.models.families.base import NO_SITE, Shapes, block_sites, count_blocks
+from hf_bico.models.families.pooling import SENTENCE_FILES
 from hf_bico.models.families.pretrained import (
     PretrainedFamily,
     bare_model_of,
@@ -73,7 +74,7 @@ class Blueprint:
 class DescribedFamily(PretrainedFamily):
     """A family of transformers models with one blueprint for each spelling of names."""
 
-    processor_files = TEXT_FILES
+    processor_files = (*TEXT_FILES, *SENTENCE_FILES)
     blueprints: ClassVar[tuple[Blueprint, ...]]
     reasons: ClassVar[Mapping[str, str]]
     """Why other tensors stay behind, by an expression for a part of the name; the first one counts."""

@@ -69,7 +69,7 @@ class Encoder(BackboneFamily):
     pipeline_tag = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     head_modules: ClassVar[Mapping[str, HeadModules]] = {
-        "bert": HeadModules("BertForSequenceClassification"),
+        "bert": HeadModules("BertForSequenceClassification", pooler="bert.pooler.dense"),
         "roberta": HeadModules("RobertaForSequenceClassification", **_ROBERTA_HEAD),
         "xlm-roberta": HeadModules("XLMRobertaForSequenceClassification", **_ROBERTA_HEAD),
         "distilbert": HeadModules("DistilBertForSequenceClassification", hidden="pre_classifier", activation="relu"),

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from hf_bico.models.hooks import TextRows, Trace
 
 
+CLASS, FIRST_TOKEN = "class", "first token"
+"""What a classification head may read of a model instead of its features: what heads of the model's class do, or the
+first token's last hidden state."""
+
+
 class LiveModel(ABC):
     """A loaded model: features of samples, and access to its sites."""
 
@@ -50,6 +55,10 @@ class LiveModel(ABC):
     @abstractmethod
     def features(self, samples: Sequence[Any]) -> Tensor:
         """Return one row (samples, width) for each sample: the input of a linear probe."""
+
+    def read_by(self, reading: str | None, samples: Sequence[Any]) -> Tensor:
+        """Return what a head reads that was made for this reading: CLASS, FIRST_TOKEN, or None for the features."""
+        return self.features(samples)
 
     def ready(self, samples: Sequence[Any]) -> Sequence[Any]:
         """Do in advance what takes time and needs no weights."""

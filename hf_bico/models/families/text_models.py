@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.errors import MissingProcessorError, UnsupportedModelError
+from hf_bico.models.families.live import CLASS, FIRST_TOKEN
+from hf_bico.models.families.pooling import Pooling, read_pooling
 from hf_bico.models.families.pretrained import PretrainedModel
 from hf_bico.utils.samples import Answered, Text, TextSample
 
@@ -20,10 +23,21 @@ if TYPE_CHECKING:
 class TextModel(PretrainedModel):
     """A loaded model that reads texts."""
 
+    @cached_property
+    def pooling(self) -> Pooling | None:
+        """How its files say that tokens are pooled; None if they do not."""
+        return None if self.folder is None else read_pooling(self.folder)
+
     def features(self, samples: Sequence[TextSample]) -> Tensor:
-        """Return the mean over real tokens of the last hidden state, after the final norm."""
+        """Return the last hidden state, after the final norm, pooled as the files say, else its mean over tokens."""
         batch = self.tokens(samples)
-        return mean_of_real(self._run(self.backbone, batch).last_hidden_state, batch.mask)
+        pooling = self.pooling or Pooling(("mean",))
+        return pooling.rows(self._hidden(batch), batch.mask)
+
+    def _hidden(self, batch: TokenBatch) -> Tensor:
+        """Return the last hidden state (samples, tokens, width)."""
+        hidden: Tensor = self._run(self.backbone, batch).last_hidden_state
+        return hidden
 
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
         """Return a batch on the model's device, cut to the requested and the possible length."""
@@ -56,8 +70,8 @@ class TextModel(PretrainedModel):
         from hf_bico.models.tokenization import longest
 
         requested = longest(self.tokenizer) if self.max_length is None else self.max_length
-        possible = self._max_positions()
-        return requested if possible is None else min(requested, possible)
+        known = None if self.pooling is None or self.max_length is not None else self.pooling.max_length
+        return min(limit for limit in (requested, self._max_positions(), known) if limit is not None)
 
     @property
     def backbone(self) -> Any:
@@ -105,23 +119,31 @@ class EncoderModel(TextModel):
     """A loaded encoder of text, bare or with a head."""
 
     def features(self, samples: Sequence[TextSample]) -> Tensor:
-        return self.pooled(self.tokens(samples))
+        """Pool as the files say; else as its class reads a text."""
+        return self.read_by(CLASS, samples) if self.pooling is None else super().features(samples)
 
-    def pooled(self, batch: TokenBatch) -> Tensor:
-        """Return the input of a classification head: the pooler's output if it has one, else the first token."""
+    def read_by(self, reading: str | None, samples: Sequence[TextSample]) -> Tensor:
+        """Return the features, or what its class reads: the pooler's output, or without one the first token."""
         import torch
 
+        if reading is None:
+            return self.features(samples)
+
+        batch = self.tokens(samples)
         # padding may stand on the left, where a pooler would look for the first token
         rows, first = torch.arange(len(batch.ids), device=batch.ids.device), batch.mask.long().argmax(1)
         has_pooler = any(site.role == "pooler" for site in self.layout.sites)
-        pooler = getattr(self.backbone, "pooler", None) if has_pooler else None
+        pooler = getattr(self.backbone, "pooler", None) if has_pooler and reading != FIRST_TOKEN else None
         if pooler is None:
-            hidden: Tensor = self._run(self.backbone, batch, **self._segments(batch)).last_hidden_state
-            return hidden[rows, first]
+            return self._hidden(batch)[rows, first]
         hook = pooler.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows, first].unsqueeze(1),))
         with hook:
             pooled: Tensor = self._run(self.backbone, batch, **self._segments(batch)).pooler_output
         return pooled
+
+    def _hidden(self, batch: TokenBatch) -> Tensor:
+        hidden: Tensor = self._run(self.backbone, batch, **self._segments(batch)).last_hidden_state
+        return hidden
 
     def _segments(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return the token types of sentence pairs, if model and tokenizer know of types."""
@@ -184,11 +206,3 @@ def _as_read(sample: TextSample) -> TextSample:
     if isinstance(sample, Answered):
         return Text(sample.prompt)
     return Text(text_to_text(sample)) if isinstance(sample, Text) else sample
-
-
-def mean_of_real(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Return (samples, width): the mean over the real tokens of each text."""
-    import torch
-
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) * mask.unsqueeze(-1)
-    return wide.sum(1) / mask.sum(1, keepdim=True)

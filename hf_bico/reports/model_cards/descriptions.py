@@ -10,6 +10,7 @@ from hf_bico.reports.record import ACCURACY, LOSS, DataRecord, MethodRecord, Rec
 from hf_bico.reports.results import is_trained
 from hf_bico.reports.verdict import alpha_sentence
 from hf_bico.settings import PREDICTING, allowed_errors
+from hf_bico.utils.text import clean
 
 SIGN_PHRASES = {
     "mean": "the mean gradient of the samples",
@@ -161,6 +162,8 @@ def head_sentence(record: Record) -> str | None:
         )
     else:
         return None
+    if record.objective.pooling is not None:
+        said += f". It reads {clean(record.objective.pooling, 200)}, as the target's own files say"
     beside = record.output is not None and record.output.format == "delta"
     return f"{said}. It is not in this change of weights." if beside else f"{said}."
 

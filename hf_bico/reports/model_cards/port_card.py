@@ -217,6 +217,7 @@ def _usage(record: Record) -> Usage | None:
         class_names=of_head if has_new_head else examples,
         template=(templates or DEFAULT_TEMPLATES)[0],
         has_new_head=has_new_head,
+        pooled=record.objective.pooling is not None and record.output.format != "delta",
     )
 
 

@@ -183,6 +183,8 @@ class Usage:
     template: str = DEFAULT_TEMPLATES[0]
     has_new_head: bool = False
     """True if a classification head was written that the target lacks."""
+    pooled: bool = False
+    """True if that head is of dense layers behind a sentence encoder's pooling."""
 
     @property
     def lists_classes(self) -> bool:
@@ -255,7 +257,7 @@ class Usage:
 
     def metadata(self) -> dict[str, object]:
         """Return the library and the task."""
-        libraries = {"adapter": "peft", "full": self.library}
+        libraries = {"adapter": "peft", "full": "sentence-transformers" if self.pooled else self.library}
         task = self.task if self.format in libraries else None
         return {"library_name": libraries.get(self.format) or "hf-bico", "pipeline_tag": task.type if task else None}
 
