@@ -69,6 +69,7 @@ def evaluate_model(
     data: Any = None,
     *,
     base: ModelReference | None = None,
+    eval_samples: int | None = None,
     n: int | None = None,
     probe: int | None = None,
     token: str | None = None,
@@ -80,12 +81,13 @@ def evaluate_model(
     A port, or a model whose card names its data set, is evaluated on that unless `data` is given, but never on the
     samples that it was calibrated on.
 
-    The split is the requested one, else test, else validation, else train; all of it unless `n` is given. A CLIP is
-    evaluated zero-shot, a classifier by its own head, a language model by its loss; or any model by a linear probe
-    fitted to `probe` samples of the training split (100 if only `evaluation="probe"` is given). No sample is used for
-    both.
+    The split is the requested one, else test, else validation, else train; all of it unless `eval_samples`, or `n`
+    for short, is given: then the samples that a port with the same number and seed is evaluated on, but that it
+    leaves out those that it is calibrated on. A CLIP is evaluated zero-shot, a classifier by its own head, a language
+    model by its loss; or any model by a linear probe fitted to `probe` samples of the training split (100 if only
+    `evaluation="probe"` is given). No sample is used for both.
     """
-    settings = Settings.of({"n": n, **options})
+    settings = Settings.of({**options, "n": _measured_on(eval_samples, n)})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
@@ -126,6 +128,15 @@ def evaluate_model(
         if settings.objective == "classification":
             notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
         return result(head.metric, head.measure(live, samples, settings.batch), notices=tuple(notices))
+
+
+def _measured_on(eval_samples: int | None, n: int | None) -> int | None:
+    """Return the number of samples to evaluate on, which has two names; None for all."""
+    if eval_samples is None:
+        return n
+    if n not in (None, eval_samples):
+        raise UsageError(f"eval_samples is {eval_samples} and n is {n}, which is the same here", "give one of the two")
+    return Settings(eval_samples=eval_samples).eval_samples
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:
