@@ -22,11 +22,11 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.hub.retries import is_offline
 from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.derived_tensors import is_buffer, planned_overlap
 from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.generic import require_same_kind
 from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.models.name_matching import overlap
 from hf_bico.porting.lineage import Lineage, resolve
 from hf_bico.porting.plan import Plan
 from hf_bico.runtime.library_errors import translate_errors
@@ -76,7 +76,9 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Seq
         if slot.tensor not in carried
     }
     method = _method_sentence(base, target, pairs)
-    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), (), (), method=method)
+    shapes = lineage.base.checkpoint.shapes
+    others = {name: reason for name, reason in base.others.items() if not is_buffer(name, shapes.get(name, ()))}
+    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | others, (), (), method=method)
     source = lineage.source
     planned = _of_adapter(everything, source) if isinstance(source, Adapter) else _of_model(everything, source)
     return planned if towers is None else planned.of_towers(towers)
@@ -127,7 +129,7 @@ def _of_model(everything: Plan, tuned: Model) -> Plan:
     """Restrict a plan to the towers that the fine-tuned model has."""
     base = everything.lineage.base
     require_same_family(tuned, base)
-    shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
+    shared = planned_overlap(tuned, base)
     missing = set(shared.missing)
     for site in base.layout.sites:
         if site.block is not None and not site.tower and site.weight.tensor in missing:
