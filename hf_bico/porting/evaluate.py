@@ -33,12 +33,15 @@ from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
+from hf_bico.models.tokenization import require_known, unknown_notices
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import class_order_notice, own_head
 from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.reading import require_prepared
+from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import (
@@ -50,7 +53,7 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
-from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
+from hf_bico.settings import DEFAULT_MEASURED, DEFAULT_SAMPLES, PROBE, Settings
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,11 @@ def evaluate_model(
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
     record = None if place is None else _port_record(place)
+    if record is not None and record.data is not None and record.data.special_tokens is False:
+        settings = replace(settings, special_tokens=False)
     data = _known_data(place, record) if data is None else data
     whole, vector, name, holder = _open(place or model, base, hub, allow_pickle)
+    require_unneeded(settings, [whole.layout])
     settings = with_model_defaults(settings, whole.layout, whole.layout) if probe is None else settings
     known_names = holder.origin.class_names or whole.origin.class_names or None
     open_with = partial(open_data, data, hub=hub, known_names=known_names, reads=whole.layout.reads)
@@ -115,12 +121,13 @@ def evaluate_model(
         raise UsageError("memory and device_map are of ports", "leave them out, or use a smaller batch_size")
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     keep_bfloat16_off_onednn(live.module)
-    live.max_length = settings.max_length
+    live.max_length, live.special_tokens = settings.max_length, settings.special_tokens
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
     require_prepared([live], split, samples)
     notices = class_notices(measured, samples)
     result = partial(Evaluation, name, measured.name, split, len(samples))
     with changes.applied_to(live.module) if changes is not None else nullcontext():
+        notices += _reading_notices(name, live, samples, settings)
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch)
             return result("accuracy", value, PROBE, trained_on=len(training), notices=tuple(notices))
@@ -128,6 +135,18 @@ def evaluate_model(
         if settings.objective == "classification":
             notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
         return result(head.metric, head.measure(live, samples, settings.batch), notices=tuple(notices))
+
+
+def _reading_notices(name: str, live: LiveModel, samples: Samples, settings: Settings) -> list[str]:
+    """Refuse texts that a model's tokenizer does not know; return notices about how it reads them."""
+    if not isinstance(live, TextModel) or not len(samples):
+        return []
+    items, _ = next(samples.batches(DEFAULT_MEASURED))
+    require_no_chats(settings, items)
+    notices = unknown_notices(require_known(live.tokenizer, items, name), name)
+    if settings.objective != LANGUAGE:
+        return notices
+    return [*notices, *special_token_notices([(name, live)], items, settings.special_tokens)]
 
 
 def _measured_on(eval_samples: int | None, n: int | None) -> int | None:

@@ -159,7 +159,7 @@ def _with_target_id(planned: Plan, repo_id: str, hub: Hub) -> Plan:
     repo = hub.repo(reference, "the target's id")
     if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
         raise BaseMismatchError(
-            f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
+            f"the weights of the folder '{target.place.name}' are not those of '{repo.id}' on the Hub",
             "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
         )
     named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))
