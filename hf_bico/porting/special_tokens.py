@@ -80,14 +80,14 @@ def special_token_notices(sides: Sequence[tuple[str, LiveModel]], items: Sequenc
         if special:
             found.append(
                 f"{name} predicts the texts' own tokens with a loss of {both.behind:.2f} behind the tokenizer's "
-                f"special tokens, and of {both.without:.2f} without them, on {both.samples} samples: it was hardly "
-                "trained with them, see --no-special-tokens."
+                f"special tokens, and of {both.without:.2f} without them, on {both.samples} samples: it reads these "
+                "texts better without, see --no-special-tokens."
             )
         else:
             found.append(
                 f"{name} predicts the texts' own tokens with a loss of {both.without:.2f} without the tokenizer's "
-                f"special tokens, and of {both.behind:.2f} behind them, on {both.samples} samples: it was trained with "
-                "them, and --no-special-tokens leaves them out."
+                f"special tokens, and of {both.behind:.2f} behind them, on {both.samples} samples: it reads these texts "
+                "better with them, which --no-special-tokens leaves out."
             )
     return found
 
