@@ -86,8 +86,8 @@ def special_token_notices(sides: Sequence[tuple[str, LiveModel]], items: Sequenc
         else:
             found.append(
                 f"{name} predicts the texts' own tokens with a loss of {both.without:.2f} without the tokenizer's "
-                f"special tokens, and of {both.behind:.2f} behind them, on {both.samples} samples: it reads these texts "
-                "better with them, which --no-special-tokens leaves out."
+                f"special tokens, and of {both.behind:.2f} behind them, on {both.samples} samples: it reads these "
+                "texts better with them, which --no-special-tokens leaves out."
             )
     return found
 
