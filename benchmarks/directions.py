@@ -2,8 +2,8 @@
 
     python benchmarks/directions.py FOLDER [--part decoders] [--worlds 3] [--workers 2]
 
-Llamas and GPT-2s with a LoRA and with a full fine-tune, in two ratios of widths, and CLIPs of the small world. A gain is
-the fall of the held-out loss as a share of what fine-tuning did for the source's own base; of CLIPs, the rise of the
+Llamas and GPT-2s with a LoRA and with a full fine-tune, in two ratios of widths, and CLIPs of the small world. A gain
+is the fall of the held-out loss as a share of what fine-tuning did for the source's own base; of CLIPs, the rise of the
 held-out accuracy in points. Beside the methods stand what may be the cause: the last block's output maps from outputs,
 and maps whose null space is completed. Every port is kept in FOLDER.
 """

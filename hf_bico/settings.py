@@ -367,6 +367,9 @@ class Settings:
     max_length: int | None = option(
         None, _DATA, "Most tokens of a text; by default what the tokenizer says, and at most 2048.",
         group="data", type=int, metavar="TOKENS", least=1, decisive=True)
+    special_tokens: bool = option(
+        True, _DATA, "Read texts and prompts without the tokenizer's special tokens, such as [CLS] or <s>.",
+        group="data", flag="--no-special-tokens", type=bool, decisive=True, python="False leaves them out.")
     class_names: Sequence[str] | None = option(
         None, _DATA, "File with one class name a line.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of names.")

@@ -328,7 +328,14 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
     help="The whole model, where MODEL is a vision tower, a task vector or an adapter.",
 )
 @SAMPLES.option("--split", help="Split to measure on; test by default, else validation, else train.")
-@SAMPLES.option("-n", "n", type=int, help="Samples at most to measure on; all of the split by default.")
+@MEASURING.option(
+    "-n",
+    "--eval-samples",
+    "eval_samples",
+    type=int,
+    metavar="N",
+    help="Samples to measure on, at most; all of the split by default.",
+)
 @MEASURING.option(
     "--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split."
 )
@@ -344,12 +351,12 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
       hf-bico eval my-delta --base model-B --data eurosat
       hf-bico eval my-vision-tower --data eurosat --probe 100
     """
-    job = {name: options.pop(name) for name in ("data", "base", "probe", "token", "allow_pickle")}
+    job = {name: options.pop(name) for name in ("data", "base", "eval_samples", "probe", "token", "allow_pickle")}
     with exit_on_error():
         settings = read_settings(options)
         from hf_bico.porting.evaluate import evaluate_model
 
-        result = evaluate_model(model, **job, **vars(settings))
+        result = evaluate_model(model, **vars(settings) | job)
         if as_json:
             echo_json({name: value for name, value in vars(result).items() if value not in (None, ())})
         elif not quiet:

@@ -198,10 +198,11 @@ class RowGroups:
         files = self.splits[split]
         size = self.repo.to_download(files)
         if size > self._limit:
+            fewer = "" if training else "measure on fewer samples with --eval-samples, or "
             raise DownloadTooLargeError(
                 f"split '{split}' of '{self.repo.id}' is a download of {size_text(size)}; "
                 f"{size_text(self._limit)} are allowed",
-                f"{'' if training else 'measure on fewer samples with -n, or '}allow more with --max-download",
+                f"{fewer}allow more with --max-download",
             )
         features = self._some_features(split, columns.names)
         folder = fetch(self.repo, files)

@@ -28,9 +28,10 @@ from hf_bico.models.checkpoints import (
     open_safetensors,
     save_tensors,
 )
+from hf_bico.models.derived_tensors import weight_overlap
 from hf_bico.models.hooks import offloaded_weights
 from hf_bico.models.low_rank import Change, Factors, dense, energy, is_finite, total
-from hf_bico.models.name_matching import Overlap, align_names, overlap
+from hf_bico.models.name_matching import Overlap, align_names
 from hf_bico.utils.files import parse_json
 
 _FIRST = 256
@@ -318,7 +319,7 @@ class Difference(LazyMapping[Tensor]):
 
     @classmethod
     def between(cls, fine_tuned: Checkpoint, base: Checkpoint, device: torch.device | None = None) -> Difference:
-        found = cls(fine_tuned, base, overlap(fine_tuned.shapes, base.shapes), {}, device)
+        found = cls(fine_tuned, base, weight_overlap(fine_tuned, base), {}, device)
         found.names = dict.fromkeys(name for name in found.overlap.names if _changed(*found._pair(name), name))
         return found
 

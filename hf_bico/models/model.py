@@ -44,7 +44,7 @@ from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.pretrained import PROCESSOR_FILES, require_within
 from hf_bico.models.layout import Layout
-from hf_bico.utils.files import sha256_of
+from hf_bico.utils.files import call_folder, sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -317,6 +317,7 @@ def _without_pickles(place: RepoFiles, library: str) -> _FoundWeights:
     beside = [name for family in all_families() for name in family.side_names if name in place.sizes]
     place.fetch([*pickles, *beside])
     folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, "README.md"])
+    call_folder(folder, place.name)
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
     return replace(place, folder=folder, sizes=sizes), find_weights(folder, sizes, layout, place.name), notice, True

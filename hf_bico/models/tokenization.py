@@ -41,6 +41,10 @@ MOST_CHARACTERS = 10_000_000
 """The limit for a prompt with its answer, or a chat: a tokenizer would take minutes over more."""
 _LONGEST_TOKEN = 1_000
 """Characters of a token at most; a text is cut to this many times its tokens before it is tokenised."""
+MOST_UNKNOWN, NOTABLE_UNKNOWN = 0.5, 0.05
+"""Shares of unknown tokens above which texts are refused, and above which a notice says so."""
+_LOOKED_AT = 10_000
+"""Characters of a text that are searched for unknown tokens."""
 _ASSISTANT = "assistant"
 _SHOWN = 60
 
@@ -129,6 +133,45 @@ def pairable(source_tokenizer: Any, target_tokenizer: Any, texts: Iterable[TextS
         ]
         if found[0] != found[1]:
             raise _differ(source_tokenizer, target_tokenizer, *found)
+
+
+def unknown_share(tokenizer: Any, texts: Iterable[TextSample | str]) -> tuple[float, str]:
+    """Return the share of the texts' tokens that the tokenizer does not know, and the text with the most of them."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return 0.0, ""  # knows every byte, and needs none
+    tokens, found, most, worst = 0, 0, 0, ""
+    for text in (words[:_LOOKED_AT] for sample in texts for words in _words(sample)):
+        ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        count = ids.count(unknown)
+        tokens, found = tokens + len(ids), found + count
+        if count > most:
+            most, worst = count, text
+    return found / max(tokens, 1), worst
+
+
+def require_known(tokenizer: Any, texts: Sequence[TextSample], model: str) -> float:
+    """Refuse texts most of whose tokens the tokenizer does not know; return the share of unknown tokens."""
+    share, text = unknown_share(tokenizer, texts)
+    if share > MOST_UNKNOWN:
+        raise UnreadableSampleError(
+            f"the tokenizer of '{model}' does not know {share:.0%} of the texts' tokens: {text[:_SHOWN]!r} is read as "
+            f"{_as_read(tokenizer, text)!r}",
+            "put the model's own tokenizer beside it, or write the texts as it was trained on them",
+        )
+    return share
+
+
+def unknown_notices(share: float, model: str) -> list[str]:
+    """Return a notice about texts of which the tokenizer does not know a notable share."""
+    if share <= NOTABLE_UNKNOWN:
+        return []
+    return [f"The tokenizer of {model} does not know {share:.0%} of the texts' tokens: is it the model's own?"]
+
+
+def _as_read(tokenizer: Any, text: str) -> str:
+    ids = tokenizer(text[:_SHOWN], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return str(tokenizer.decode(ids))[:_SHOWN]
 
 
 def _words(sample: TextSample | str) -> list[str]:

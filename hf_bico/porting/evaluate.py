@@ -34,12 +34,15 @@ from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
+from hf_bico.models.tokenization import require_known, unknown_notices
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import class_order_notice, own_head
 from hf_bico.porting.planner import with_model_defaults
 from hf_bico.porting.reading import require_prepared
+from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.record import EvaluationRecord, Record, read_any
 from hf_bico.runtime.environment import (
@@ -51,7 +54,7 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
-from hf_bico.settings import DEFAULT_SAMPLES, PROBE, Settings
+from hf_bico.settings import DEFAULT_MEASURED, DEFAULT_SAMPLES, PROBE, Settings
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def evaluate_model(
     data: Any = None,
     *,
     base: ModelReference | None = None,
+    eval_samples: int | None = None,
     n: int | None = None,
     probe: int | None = None,
     token: str | None = None,
@@ -81,18 +85,22 @@ def evaluate_model(
     A port, or a model whose card names its data set, is evaluated on that unless `data` is given, but never on the
     samples that it was calibrated on.
 
-    The split is the requested one, else test, else validation, else train; all of it unless `n` is given. A CLIP is
-    evaluated zero-shot, a classifier by its own head, a language model by its loss; or any model by a linear probe
-    fitted to `probe` samples of the training split (100 if only `evaluation="probe"` is given). No sample is used for
-    both.
+    The split is the requested one, else test, else validation, else train; all of it unless `eval_samples`, or `n`
+    for short, is given: then the samples that a port with the same number and seed is evaluated on, but that it
+    leaves out those that it is calibrated on. A CLIP is evaluated zero-shot, a classifier by its own head, a language
+    model by its loss; or any model by a linear probe fitted to `probe` samples of the training split (100 if only
+    `evaluation="probe"` is given). No sample is used for both.
     """
-    settings = Settings.of({"n": n, **options})
+    settings = Settings.of({**options, "n": _measured_on(eval_samples, n)})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
     record = None if place is None else _port_record(place)
+    if record is not None and record.data is not None and record.data.special_tokens is False:
+        settings = replace(settings, special_tokens=False)
     data = _known_data(place, record) if data is None else data
     whole, vector, name, holder = _open(place or model, base, hub, allow_pickle)
+    require_unneeded(settings, [whole.layout])
     settings = with_model_defaults(settings, whole.layout, whole.layout) if probe is None else settings
     known_names = holder.origin.class_names or whole.origin.class_names or None
     open_with = partial(open_data, data, hub=hub, known_names=known_names, reads=whole.layout.reads)
@@ -114,12 +122,13 @@ def evaluate_model(
         raise UsageError("memory and device_map are of ports", "leave them out, or use a smaller batch_size")
     live = whole.load(choose_device(settings.device), choose_dtype(settings.dtype))
     keep_bfloat16_off_onednn(live.module)
-    live.max_length = settings.max_length
+    live.max_length, live.special_tokens = settings.max_length, settings.special_tokens
     changes = None if vector is None else vector.renamed(whole.layout.own_names)
     require_prepared([live], split, samples)
     notices = class_notices(measured, samples)
     result = partial(Evaluation, name, measured.name, split, len(samples))
     with changes.applied_to(live.module) if changes is not None else nullcontext():
+        notices += _reading_notices(name, live, samples, settings)
         if training is not None:
             value = probe_accuracy(live, training, samples, settings.batch)
             return result("accuracy", value, PROBE, trained_on=len(training), notices=tuple(notices))
@@ -127,6 +136,27 @@ def evaluate_model(
         if settings.objective == "classification":
             notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
         return result(head.metric, head.measure(live, samples, settings.batch), notices=tuple(notices))
+
+
+def _reading_notices(name: str, live: LiveModel, samples: Samples, settings: Settings) -> list[str]:
+    """Refuse texts that a model's tokenizer does not know; return notices about how it reads them."""
+    if not isinstance(live, TextModel) or not len(samples):
+        return []
+    items, _ = next(samples.batches(DEFAULT_MEASURED))
+    require_no_chats(settings, items)
+    notices = unknown_notices(require_known(live.tokenizer, items, name), name)
+    if settings.objective != LANGUAGE:
+        return notices
+    return [*notices, *special_token_notices([(name, live)], items, settings.special_tokens)]
+
+
+def _measured_on(eval_samples: int | None, n: int | None) -> int | None:
+    """Return the number of samples to evaluate on, which has two names; None for all."""
+    if eval_samples is None:
+        return n
+    if n not in (None, eval_samples):
+        raise UsageError(f"eval_samples is {eval_samples} and n is {n}, which is the same here", "give one of the two")
+    return Settings(eval_samples=eval_samples).eval_samples
 
 
 def _require_probe(probe: Any, settings: Settings) -> int | None:

@@ -107,6 +107,7 @@ class ModelPair:
                 target = lineage.target.family.wrap(copy.deepcopy(target.module))
             keep_bfloat16_off_onednn(source.module, target.module)
             source.max_length = target.max_length = settings.max_length
+            source.special_tokens = target.special_tokens = settings.special_tokens
         return cls(planned, settings, vector, pairs, source, target, device, team, unchanged)
 
     @property

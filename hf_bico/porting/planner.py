@@ -22,11 +22,11 @@ from hf_bico.hub.client import Hub
 from hf_bico.hub.references import hub_reference, is_hub_id
 from hf_bico.hub.retries import is_offline
 from hf_bico.models.adapters.adapter import Adapter
+from hf_bico.models.derived_tensors import is_buffer, planned_overlap
 from hf_bico.models.families.base import TEXT_TOWER
 from hf_bico.models.families.generic import require_same_kind
 from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 from hf_bico.models.model import Model, ModelReference, require_same_family
-from hf_bico.models.name_matching import overlap
 from hf_bico.porting.lineage import Lineage, resolve
 from hf_bico.porting.plan import Plan
 from hf_bico.runtime.library_errors import translate_errors
@@ -76,7 +76,9 @@ def make_plan(lineage: Lineage, blocks: Sequence[int] | None = None, towers: Seq
         if slot.tensor not in carried
     }
     method = method_sentence(base, target, pairs)
-    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | dict(base.others), (), (), method=method)
+    shapes = lineage.base.checkpoint.shapes
+    others = {name: reason for name, reason in base.others.items() if not is_buffer(name, shapes.get(name, ()))}
+    everything = Plan(lineage, tuple(blocks), tuple(pairs), left | others, (), (), method=method)
     source = lineage.source
     planned = _of_adapter(everything, source) if isinstance(source, Adapter) else _of_model(everything, source)
     return planned if towers is None else planned.of_towers(towers)
@@ -131,7 +133,7 @@ def _of_model(everything: Plan, tuned: Model) -> Plan:
     """Restrict a plan to the towers that the fine-tuned model has."""
     base = everything.lineage.base
     require_same_family(tuned, base)
-    shared = overlap(tuned.checkpoint.shapes, base.checkpoint.shapes)
+    shared = planned_overlap(tuned, base)
     missing = set(shared.missing)
     for site in base.layout.sites:
         if site.block is not None and not site.tower and site.weight.tensor in missing:
@@ -161,7 +163,7 @@ def _with_target_id(planned: Plan, repo_id: str, hub: Hub) -> Plan:
     repo = hub.repo(reference, "the target's id")
     if any(repo.sha256.get(name) != digest for name, digest in target.sha256.items()):
         raise BaseMismatchError(
-            f"the weights of the folder '{target.place.folder.name}' are not those of '{repo.id}' on the Hub",
+            f"the weights of the folder '{target.place.name}' are not those of '{repo.id}' on the Hub",
             "give the id, or OWNER/NAME@REVISION, that the folder was downloaded from",
         )
     named = replace(target, name=repo.id, place=replace(target.place, name=repo.id, repo=repo))

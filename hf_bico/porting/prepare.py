@@ -33,10 +33,10 @@ from hf_bico.hub.client import Hub
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.families.base import TOKENIZER_FILES
 from hf_bico.models.families.pretrained import PretrainedModel, load_tokenizer
-from hf_bico.models.families.text_models import CausalModel
+from hf_bico.models.families.text_models import CausalModel, TextModel
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.models.model import Model
-from hf_bico.models.tokenization import no_template, pairable
+from hf_bico.models.tokenization import no_template, pairable, require_known, unknown_notices, unknown_share
 from hf_bico.porting.calibration import no_predictions, require_enough_to_mispair
 from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
@@ -44,6 +44,7 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.porting.reading import require_readable
+from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import AUTO, DEFAULT_MEASURED, Settings
@@ -63,6 +64,8 @@ class PreparedPort:
     heads: Heads | None = None
     held_out: tuple[str, Samples] | None = None
     """A split, and those of its samples to evaluate on."""
+    doubts: tuple[str, ...] = ()
+    """Notices about how the models read the samples."""
     cut: tuple[int, int] = (0, 0)
     """The number of calibration samples, and of held-out ones, that are too long to be read whole."""
     asked: Settings = field(default_factory=Settings)
@@ -116,6 +119,8 @@ class PreparedPort:
         items, _ = next(self.drawn.samples.first(1).batches(1))
         if not isinstance(items[0], Chat | Answered):
             return None
+        if isinstance(items[0], Answered) and not self.settings.special_tokens:
+            return False
         both = (self.models.source, self.models.target)
         # a T5 reads a prompt as it is, and generates the answer
         return any(isinstance(model, CausalModel) and _has_template(model.tokenizer) for model in both)
@@ -142,6 +147,7 @@ def prepare(
     method = make_method("bico" if settings.method == AUTO else settings.method, settings)
     require_possible(planned, settings, method)
     require_device_map(settings, device, team.size)
+    require_unneeded(requested, lineage.layouts)
     drawn: CalibrationDraw | None = None
     with watch("sample"):
         if lineage.data is not None:
@@ -150,7 +156,7 @@ def prepare(
                 settings = without_labels(settings, requested.evaluation)
             if settings.control:
                 require_enough_to_mispair(len(drawn.samples))
-            require_tokenizers(lineage, [drawn])
+            require_tokenizers(lineage, [drawn], settings)
     with watch("download"):
         planned = planned.fetched(watch.progress)
     _hash_in_background(planned.lineage)
@@ -169,7 +175,7 @@ def prepare(
     loaded = (models.source, models.target)
     cut = require_readable(loaded, drawn.split, drawn.samples)
     cut_held_out = require_readable(loaded, *held_out) if prepared.evaluates else 0
-    prepared = replace(prepared, cut=(cut, cut_held_out))
+    prepared = replace(prepared, cut=(cut, cut_held_out), doubts=tuple(_doubts(models, drawn)))
     if settings.layers == "similarity":
         models = models.with_similar_blocks(drawn.samples)
     heads = make_heads(models, drawn.data.class_names, drawn)
@@ -240,8 +246,10 @@ def require_device_map(settings: Settings, device: torch.device, processes: int 
         raise UsageError("--device-map spreads models over all GPUs, and so would every process", "use one process")
 
 
-def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw]) -> None:
-    """Refuse tokenizers that split the texts differently or cannot take chats; fetches small files only.
+def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw], settings: Settings) -> None:
+    """Refuse tokenizers that do not know the texts, split them differently or cannot take chats.
+
+    Fetches small files only.
 
     The texts of CLIPs need not pair, so only a fine-tune whose tokenizer is not its base's is refused.
     """
@@ -253,9 +261,11 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw]) -> No
     for drawn in draws:
         items, labels = next(drawn.samples.batches(DEFAULT_MEASURED))  # candidates may be a whole split
         _require_texts(items, labels, drawn)
+        require_no_chats(settings, items)
         for model, tokenizer in zip(models, tokenizers, strict=True):
             if any(isinstance(item, Chat) for item in items) and not _has_template(tokenizer):
                 raise no_template(model.name)
+            require_known(tokenizer, items, model.name)
         pairable(source, target, items)
 
 
@@ -290,6 +300,19 @@ def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: Calibrati
             f"every text of the column '{column}' is the name of its own class, such as '{texts[0][0]}'",
             "name the column that holds the texts with --text-column",
         )
+
+
+def _doubts(models: ModelPair, drawn: CalibrationDraw) -> list[str]:
+    """Return notices about texts with unknown tokens, or with special tokens that a model was not trained with."""
+    lineage, settings = models.lineage, models.settings
+    if not isinstance(models.source, TextModel):
+        return []
+    items, _ = next(drawn.samples.batches(DEFAULT_MEASURED))
+    notices = unknown_notices(unknown_share(models.source.tokenizer, items)[0], lineage.base.name)
+    if settings.objective != LANGUAGE:
+        return notices
+    sides = ((lineage.base.name, models.source), (lineage.target.name, models.target))
+    return [*notices, *special_token_notices(sides, items, settings.special_tokens)]
 
 
 def _with_carried_towers(

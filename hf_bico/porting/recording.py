@@ -224,7 +224,7 @@ def _notices(
         measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
         notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]
         notices += class_notices(drawn.data, measured)
-        notices += reading_notices(prepared.models, drawn.samples, measured, prepared.cut)
+        notices += [*reading_notices(prepared.models, drawn.samples, measured, prepared.cut), *prepared.doubts]
         if head_origin == "carried":
             names, sorts = drawn.data.class_names, drawn.data.sorts_classes
             notices += class_order_notice(lineage.source.origin.head_names, names, sorts)
@@ -292,6 +292,7 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
         config=drawn.data.config,
         max_length=settings.max_length,
         chat_template=chat_template,
+        special_tokens=None if settings.special_tokens else False,
         parts=list(drawn.data.parts.get(drawn.split, [])),
     )
 

@@ -233,6 +233,7 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         "caption_column": data.columns.get("caption"),
         "text_column": format_text_columns({role: name for role, name in data.columns.items() if role != "label"}),
         "max_length": data.max_length,
+        "special_tokens": data.special_tokens is not False,
         "class_names": data.class_names,
     }
 

@@ -71,7 +71,8 @@ class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
     `labels` come from the "dataset", are "pseudo" (predictions of the fine-tuned source), or "none". `chat_template`
-    says whether prompts and chats were rendered with one.
+    says whether prompts and chats were rendered with one, and `special_tokens` is False if texts were read without the
+    tokenizer's.
     """
 
     id: str
@@ -89,6 +90,7 @@ class DataRecord:
     max_download: Count | None = None
     max_length: Count | None = None
     chat_template: bool | None = None
+    special_tokens: bool | None = None
     parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
 
 

@@ -41,15 +41,34 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+_called: dict[Path, str] = {}
+
+
+def call_folder(folder: Path, name: str) -> None:
+    """Let a folder in a cache, whose own name is a hash, be called after the model that was put there."""
+    _called[folder] = name
+
+
 def folder_name(folder: Path) -> str:
-    """Return the name of a folder, or the repo id if it is a snapshot in the Hub's cache.
+    """Return the name of a folder, or of the model that it is called after: the repo id of a snapshot of the Hub's.
 
     >>> folder_name(Path("hub/models--org--name/snapshots/0123"))
     'org/name'
     """
+    if folder in _called:
+        return _called[folder]
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.partition("--")[2].replace("--", "/") or folder.name
+
+
+def without_folder(text: object, folder: Path) -> str:
+    """Put the name of a folder into a library's message instead of its path, on one line.
+
+    >>> without_folder("no file in here/models/mine", Path("here/models/mine"))
+    'no file in mine'
+    """
+    return " ".join(str(text).replace(str(folder), folder_name(folder)).split())
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:

@@ -133,6 +133,13 @@ def test_eval(scene: Scene) -> None:
     assert 0 <= raw["value"] <= 1
 
 
+def test_eval_measures_on_so_many_samples_by_either_name(scene: Scene) -> None:
+    line = ("eval", str(scene.target), "--data", str(scene.data), "--json")
+    assert run(*line, "--eval-samples", "7").stdout == run(*line, "-n", "7").stdout
+    refused = run(*line, "--eval-samples", "0")
+    assert "--eval-samples is 0" in refused.stderr
+
+
 def test_templates_and_class_names_from_files(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "templates").write_text("the digit {}\n\nthis says {}\n")
     (tmp_path / "names").write_text("nine\neight\nseven\nsix\n", encoding="utf-8-sig")  # as some editors do

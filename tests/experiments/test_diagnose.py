@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -438,7 +439,15 @@ def test_the_cost_of_a_diagnosis_counts_the_weights_and_rows_of_its_models(pair:
     assert cost.training == 32_000 * counts[1]
     assert cost.rows == (ROWS * 17, ROWS * 5), "tokens of either grid"
     assert cost.seconds.keys() == {"calibrate", "align", "transport"}
-    assert f"{cost.training / cost.a_pass:,.0f} times as much" in cost_lines(cost)[0]
+
+
+def test_the_ratio_of_the_costs_follows_from_the_figures_that_are_printed_beside_it(diagnosis: Diagnosis) -> None:
+    units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    said = cost_lines(diagnosis.cost)[0]
+    found = re.search(r"P_B = (\S+) (\w) operations, .* 32,000 P_B = (\S+) (\w), (\S+) times", said)
+    assert found is not None
+    passed, trained = float(found[1]) * units[found[2]], float(found[3]) * units[found[4]]
+    assert float(found[5].replace(",", "")) == pytest.approx(trained / passed, rel=0.06)
 
 
 # Tables and files

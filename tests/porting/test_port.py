@@ -152,6 +152,22 @@ def test_default_evaluation_is_what_eval_measures(scene: Scene, tmp_path: Path) 
     assert values["source"] == evaluate_model(scene.tuned, scene.data).value
 
 
+def test_port_compare_and_eval_measure_on_the_same_samples(scene: Scene, tmp_path: Path) -> None:
+    some: dict[str, Any] = {"eval_samples": 7, "seed": 3, "device": "cpu"}
+    ported = port(scene, evaluate=True, **some)
+    alone = evaluate_model(scene.tuned, scene.data, **some)
+    assert (alone.n, alone.value) == (7, ported.record.value("source"))
+    assert alone.value != evaluate_model(scene.tuned, scene.data, **some | {"eval_samples": 20}).value
+    models: dict[str, Any] = {"to": scene.target, "base": scene.base, "data": scene.data}
+    compared = hf_bico.compare(scene.tuned, **models, methods=["naive@1"], n=[8], seeds=1, folder=tmp_path, **some)
+    assert alone.value in [cell.value for cell in compared.cells if cell.method == "source"]
+
+
+def test_eval_refuses_two_numbers_of_samples(scene: Scene) -> None:
+    with pytest.raises(UsageError, match="eval_samples is 7 and n is 8"):
+        evaluate_model(scene.tuned, scene.data, eval_samples=7, n=8)
+
+
 def test_source_is_measured_with_its_own_text_side(scene: Scene, tmp_path: Path) -> None:
     """A fine-tune that changed its text tower, too: here, the meaning of the class names."""
     tuned = tmp_path / "tuned"

@@ -286,3 +286,22 @@ def fine_tuned(base: Path, folder: Path, loader: Any, share: float = 0.1, only: 
     for file in [*base.glob("tok*"), *base.glob("*.jinja"), *base.glob("pre*")]:
         shutil.copy(file, folder)
     return folder
+
+
+def trained_without_special_tokens(folder: Path, width: int = 16, seed: int = 0) -> Path:
+    """A GPT-2 that learnt the sentences as they are, beside a tokenizer that puts <cls> and <sep> around each."""
+    from transformers import AutoModelForCausalLM
+
+    write_decoder(folder, "gpt2", width, seed=seed, tied=True)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), text_tokenizer("encoder")
+    optimiser, texts = torch.optim.Adam(model.parameters(), lr=1e-2), sentences(640, seed)
+    for start in range(0, len(texts), 16):
+        batch = tokenizer(texts[start : start + 16], padding=True, add_special_tokens=False, return_tensors="pt")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

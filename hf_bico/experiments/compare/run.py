@@ -45,6 +45,7 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import plan, with_blocks, with_model_defaults
 from hf_bico.porting.prepare import require_device_map, require_projection, require_tokenizers
+from hf_bico.porting.special_tokens import require_unneeded
 from hf_bico.porting.task_vector import FineTune, stored_tensors
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
@@ -159,12 +160,13 @@ class _Work:
             planned.lineage.require_same_function(settings.force)
         require_projection(first, settings)
         require_device_map(settings, device)
+        require_unneeded(settings, first.lineage.layouts)
         with watch("sample"):
             data_sets = open_data_sets(plans, grid, hub)
             draws = [draw_samples(*one, grid, hub) for one in zip(plans, data_sets, strict=True)]
             if settings.control:
                 require_enough_to_mispair(min(len(drawn.samples) for some in draws for drawn in some.values()))
-            require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()))
+            require_tokenizers(first.lineage, (drawn for some in draws for drawn in some.values()), settings)
         with watch("download"):
             first = first.fetched(watch.progress)
         models = ModelPair.open(first, settings, device, watch)
@@ -268,8 +270,9 @@ def _decisive(settings: Settings) -> dict[str, Any]:
 
 
 def _identifying(settings: Settings) -> dict[str, Any]:
-    """Return the settings that change a number, as logs had them before some of these could be chosen."""
-    values, added = _decisive(settings), {"eval_samples": DEFAULT_MEASURED, "bold": False, "fit_head": False}
+    """Return the settings that change a number, as logs had them before some of them could be chosen."""
+    values = _decisive(settings)
+    added = {"eval_samples": DEFAULT_MEASURED, "bold": False, "special_tokens": True, "fit_head": False}
     if not settings.finds_alpha:  # else rows differ in their steps
         values["path_steps"] = settings.steps
     return {name: value for name, value in values.items() if name not in added or value != added[name]}

@@ -220,9 +220,11 @@ def cost_lines(cost: Cost) -> list[str]:
     """Return the cost of a port by the paper's formulas, as sentences."""
     align = cost.covariances + cost.maps + cost.products
     return [
-        f"By the paper's formulas: 6 P_A + 6 P_B = {_large(cost.a_pass)} operations for each row of a pass, "
-        f"{_large(cost.calibration)} for all rows; fine-tuning the target takes 32,000 P_B = {_large(cost.training)}, "
-        f"{cost.training / cost.a_pass:,.0f} times as much.",
+        "By the paper's formulas, which count a pass as one whatever its rows: calibration takes 6 P_A + 6 P_B = "
+        f"{_large(cost.a_pass)} operations, and fine-tuning the target 32,000 P_B = {_large(cost.training)}, "
+        f"{_times(cost.training / cost.a_pass)} times as much.",
+        f"With all its rows counted, calibration takes {_large(cost.calibration)}; fine-tuning then costs more as "
+        "well, by the rows of its batches.",
         f"The maps take about {_large(align)} more: covariances {_large(cost.covariances)}, polar factors "
         f"{_large(cost.maps)}, products {_large(cost.products)}.",
     ]
@@ -241,6 +243,16 @@ def _large(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def _times(ratio: float) -> str:
+    """Round a ratio to two digits, to which it follows from rounded figures.
+
+    >>> _times(3357.4), _times(1.234)
+    ('3,400', '1.2')
+    """
+    rounded = float(f"{ratio:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def _mean_text(values: Iterable[float | None], percent: bool = False) -> str:

@@ -16,6 +16,7 @@ from hf_bico.models.adapters.config import LORA, PEFT_PREFIX, AdapterConfig, par
 from hf_bico.models.adapters.lora import AdapterChanges, changes_of
 from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles, convert
 from hf_bico.models.model import Model, OpenedRepo, open_weights
+from hf_bico.utils.files import call_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +46,7 @@ class Adapter(OpenedRepo):
                 )
             place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])
             folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, "README.md"])
+            call_folder(folder, place.name)
             place = replace(place, folder=folder, sizes={file.name: file.stat().st_size for file in folder.iterdir()})
             notice = f"The weights of {place.name} are pickled: tensors alone were read from {ADAPTER_PICKLE}."
         weights = WeightFiles((ADAPTER_FILE,))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_bico.errors import BrokenWeightsError, RepoError, UnsuitableMethodError, UnsupportedModelError
 from hf_bico.models.layout import Layout, Site, Slot, Tokens
-from hf_bico.utils.files import folder_name, read_object
+from hf_bico.utils.files import folder_name, read_object, without_folder
 from hf_bico.utils.samples import IMAGES
 
 if TYPE_CHECKING:
@@ -201,9 +201,8 @@ def _require_few_fields(config: Mapping[str, Any]) -> None:
 
 def weights_do_not_fit(folder: Path, reason: object) -> BrokenWeightsError:
     """Make the error for weights that the configuration beside them does not describe."""
-    words = " ".join(str(reason).split())
     return BrokenWeightsError(
-        f"the weights of '{folder_name(folder)}' do not fit its configuration: {words[:300]}",
+        f"the weights of '{folder_name(folder)}' do not fit its configuration: {without_folder(reason, folder)[:300]}",
         "copy or download the folder again",
     )
 

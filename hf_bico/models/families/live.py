@@ -34,6 +34,8 @@ class LiveModel(ABC):
 
     max_length: int | None = None
     """The most tokens of a text; None for the model's own limit."""
+    special_tokens: bool = True
+    """Whether texts are read with the tokenizer's special tokens."""
     runs_on: torch.device | None = None
     """The device that it runs on, if its weights are not there all the time."""
     swapped: bool = False

@@ -22,7 +22,7 @@ from hf_bico.models.families.live import ClipModel, LiveModel
 from hf_bico.models.families.pretrained import CANNOT_BUILD, TooLargeError, bounded, loadable
 from hf_bico.models.layout import Axis, Site, count_heads
 from hf_bico.runtime.turns import changed_together
-from hf_bico.utils.files import folder_name
+from hf_bico.utils.files import folder_name, without_folder
 
 if TYPE_CHECKING:
     import torch
@@ -353,7 +353,8 @@ class OpenClip(ClipFamily):
 
     def _cannot_build(self, folder: Path, error: Exception) -> RepoError:
         return RepoError(
-            f"open_clip cannot build a model from '{self.config_file}' of '{folder_name(folder)}': {error}",
+            f"open_clip cannot build a model from '{self.config_file}' of '{folder_name(folder)}': "
+            f"{without_folder(error, folder)}",
             "copy the file again, or use the open_clip release that it was made for",
         )
 

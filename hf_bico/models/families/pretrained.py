@@ -24,7 +24,7 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.layout import Site
 from hf_bico.runtime.library_errors import is_failure
 from hf_bico.runtime.turns import library_turn
-from hf_bico.utils.files import folder_name
+from hf_bico.utils.files import folder_name, without_folder
 from hf_bico.utils.text import machine_memory
 
 if TYPE_CHECKING:
@@ -133,6 +133,14 @@ def bounded(shapes: Shapes) -> Iterator[None]:
         yield
 
 
+_READ_BY = {
+    "vocab.txt": ("WordPiece", "BertTokenizer"),
+    "vocab.json": ("BPE", "GPT2Tokenizer"),
+    "spiece.model": ("SentencePiece", "T5Tokenizer"),
+    "tokenizer.model": ("SentencePiece", "LlamaTokenizer"),
+    "sentencepiece.bpe.model": ("SentencePiece", "XLMRobertaTokenizer"),
+}
+"""Files with a vocabulary: the kind of tokenizer that reads them, and a class of it."""
 CANNOT_BUILD = (*LIBRARY_ERRORS, MemoryError, SyntaxError)
 """What libraries raise for configurations that are not their own."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -190,7 +198,8 @@ def bare_model_of(folder: Path, name: str, config: Mapping[str, Any], shapes: Sh
         return bare_model(name, config, shapes, **options)
     except ValueError as error:
         raise RepoError(
-            f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': {error}",
+            f"transformers cannot build a {name} from the configuration of '{folder_name(folder)}': "
+            f"{without_folder(error, folder)}",
             "copy or download the folder again",
         ) from error
 
@@ -241,7 +250,38 @@ def origin_of(module: nn.Module) -> Path | None:
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a folder; it needs no weights beside it."""
-    return _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES, _try_tokenizer)
+    tokenizer = _from_folder(folder, "AutoTokenizer", "tokenizer", TOKENIZER_FILES, _try_tokenizer)
+    with loadable(folder, "tokenizer"):
+        is_empty = tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens)
+    if is_empty:  # transformers makes one of nothing where its class reads other files than those that are here
+        raise _no_vocabulary(folder, tokenizer)
+    return tokenizer
+
+
+def _no_vocabulary(folder: Path, tokenizer: Any) -> MissingProcessorError:
+    """Make the error for a folder with the vocabulary of another tokenizer than the model's, or with none."""
+    kind = type(tokenizer).__name__
+    needed = " and ".join(name for name in tokenizer.vocab_files_names.values() if name != "tokenizer.json")
+    found = next((name for name in _READ_BY if (folder / name).is_file()), None)
+    if found is None or found in tokenizer.vocab_files_names.values():
+        return MissingProcessorError(
+            f"the tokenizer of '{folder_name(folder)}' has no vocabulary: a {kind} reads {needed or 'tokenizer.json'}",
+            "copy it from the repo that the model came from",
+        )
+    what, reader = _READ_BY[found]
+    cased = ", do_lower_case=False" if found == "vocab.txt" and _is_cased(folder / found) else ""
+    return MissingProcessorError(
+        f"'{folder_name(folder)}' holds {found}, the vocabulary of a {what} tokenizer, and its configuration asks for "
+        f"a {kind}, which reads {needed or 'tokenizer.json'}",
+        "save the tokenizer that the model was trained with beside it, by its own class, such as "
+        f'transformers.{reader}.from_pretrained("FOLDER"{cased}).save_pretrained("FOLDER")',
+    )
+
+
+def _is_cased(file: Path) -> bool:
+    """Tell whether a vocabulary has capitals, other than in special tokens."""
+    tokens = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return any(token != token.lower() for token in tokens if not token.startswith("["))
 
 
 def _try_tokenizer(tokenizer: Any) -> None:
@@ -279,7 +319,7 @@ def loadable(folder: Path, what: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         raise MissingProcessorError(
-            f"'{folder_name(folder)}' has no {what} that can be loaded: {' '.join(str(error).split())[:200]}",
+            f"'{folder_name(folder)}' has no {what} that can be loaded: {without_folder(error, folder)[:200]}",
             "copy it from the repo that the model came from",
         ) from error
 

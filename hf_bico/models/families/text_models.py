@@ -53,7 +53,7 @@ class TextModel(PretrainedModel):
     def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
         from hf_bico.models.tokenization import tokenise
 
-        batch = tokenise(self.tokenizer, samples, longest or self.longest)
+        batch = tokenise(self.tokenizer, samples, longest or self.longest, special=self.special_tokens)
         model: Any = self.module
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
         # on a GPU, looking up a token without an embedding would end the process
