@@ -27,7 +27,7 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.deltas import finite_number
-from hf_bico.models.model import Model, ModelReference, require_same_family
+from hf_bico.models.model import Model, ModelReference, refuse_foreign, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
@@ -196,6 +196,7 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
         except _NO_BASE as error:
             raise type(error)(error.cause, "name the model that it was trained on with --to") from error
     if DELTA_FILE not in place.sizes:
+        refuse_foreign(place)
         raise RepoError(
             f"'{place.name}' is neither an adapter nor a task vector",
             "take a full model's change first: 'hf-bico extract MODEL --base BASE -o FOLDER'",

@@ -104,6 +104,10 @@ class Family(ABC):
     def recognises(self, shapes: Shapes) -> bool:
         """Tell whether a model with these tensors is of this family."""
 
+    def has_own_names(self, shapes: Shapes) -> bool:
+        """Tell whether these are the names that the library itself gives to such a model's tensors."""
+        return self.recognises(shapes)
+
     def accepts(self, model: Path | nn.Module) -> bool:
         """Tell whether this family takes a folder or loaded model that none recognises by its tensors."""
         return False
