@@ -179,6 +179,6 @@ def _listing(place: RepoFiles) -> list[str]:
     names = list(place.sizes)
     if place.repo is None:
         for entry in list(os.scandir(place.folder))[:_MOST_LISTED]:
-            if entry.is_dir() and os.access(entry.path, os.R_OK | os.X_OK):
+            if os.path.isdir(entry.path) and os.access(entry.path, os.R_OK | os.X_OK):
                 names += [f"{entry.name}/{name}" for name in os.listdir(entry.path)[:_MOST_LISTED]]
     return names
