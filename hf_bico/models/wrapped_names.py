@@ -6,7 +6,7 @@ Works on names alone; whether a name is a model's own is the caller's to say.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hf_bico.errors import UnsupportedModelError
 
@@ -48,7 +48,7 @@ def clean_names(shapes: Shapes, is_own: Callable[[Shapes], bool], called: str) -
 
 
 def _prefix(shapes: Shapes, is_own: Callable[[Shapes], bool], called: str) -> str:
-    for prefix in ("", *shared_prefixes(shapes)):
+    for prefix in ("", *_shared_prefixes(shapes)):
         if is_own(_under(prefix, shapes)):
             return prefix
     usual = [prefix for prefix in _usual_prefixes(shapes) if is_own(_under(prefix, shapes))]
@@ -66,10 +66,15 @@ def _under(prefix: str, shapes: Shapes) -> Shapes:
     return {name[len(prefix) :]: shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
-def shared_prefixes(names: Iterable[str]) -> list[str]:
+def likely_prefixes(names: Collection[str]) -> list[str]:
+    """Return the prefixes that may be a training tool's: those of all names, and the usual ones of some."""
+    return list(dict.fromkeys([*_shared_prefixes(names), *_usual_prefixes(names)]))
+
+
+def _shared_prefixes(names: Iterable[str]) -> list[str]:
     """Return the dotted prefixes that all names have, the shortest first.
 
-    >>> shared_prefixes(["module.model.a.w", "module.model.b"])
+    >>> _shared_prefixes(["module.model.a.w", "module.model.b"])
     ['module.', 'module.model.']
     """
     split = [name.split(".")[:-1][:_MOST_PARTS] for name in names]

@@ -28,7 +28,7 @@ from hf_bico.models.families.pretrained import (
 )
 from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.layout import Layout, Site
-from hf_bico.models.wrapped_names import shared_prefixes
+from hf_bico.models.wrapped_names import likely_prefixes
 from hf_bico.utils.samples import TEXTS
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class Generic(PretrainedFamily):
         return has_linear(model)
 
     def own_prefix(self, shapes: Shapes, config: Mapping[str, Any]) -> str:
-        """Return the prefix of all names without which most of them are those of the configured class."""
+        """Return the prefix without which most names are those of the configured class."""
         from hf_bico.models.families.modules import stored_names
 
-        prefixes = shared_prefixes(shapes)
+        prefixes = likely_prefixes(shapes)
         if not prefixes:
             return ""
         try:
@@ -72,7 +72,7 @@ class Generic(PretrainedFamily):
             return ""  # the layout reports it
 
         def fitting(prefix: str) -> tuple[int, int]:
-            found = stored_names(skeleton, {name[len(prefix) :]: shape for name, shape in shapes.items()})
+            found = stored_names(skeleton, {name.removeprefix(prefix): shape for name, shape in shapes.items()})
             return len(found), sum(own == name for own, name in found.items())
 
         return max(("", *prefixes), key=fitting)
