@@ -112,7 +112,7 @@ _TENSORS = (
         UnsupportedAdapterError,
     ),
     _format(
-        r"(?:unet|text_encoder(?:_\d)?|transformer)\..*\.lora(?:_\w+)?(?:\.(?:down|up|weight)|_layer\.).*",
+        r"(?:unet|text_encoder(?:_\d)?|transformer\.(?:single_)?transformer_blocks)\..*[._]lora[._].*",
         "{called} is a LoRA of an image generator in diffusers' format (its tensors look like '{found}')",
         f"{_GENERATORS}: name a PEFT adapter of such a model",
         UnsupportedAdapterError,

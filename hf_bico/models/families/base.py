@@ -276,7 +276,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> None:
     """Refuse quantised weights, and mixtures of experts."""
-    if config.get("quantization_config"):
+    if config.get("quantization_config") or config.get("quantization"):  # the second is MLX's
         raise UnsupportedModelError(
             f"the weights of {called} are quantised, and not kept as its layers multiply by them",
             "name the model that it was quantised from",
