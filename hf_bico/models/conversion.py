@@ -54,19 +54,21 @@ def sizes_in(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.iterdir()}
 
 
-def rename_tensors(folder: Path, weights: WeightFiles, names: Mapping[str, str], beside: Sequence[str]) -> Path:
-    """Copy safetensors to a folder of the cache under other tensor names; `names` maps old names to new ones."""
+def copy_renamed(
+    folder: Path, weights: WeightFiles, copies: WeightFiles, names: Mapping[str, str], beside: Sequence[str]
+) -> Path:
+    """Copy safetensors to a folder of the cache, as the files `copies`; `names` maps old tensor names to new ones."""
 
     def write(scratch: Path) -> None:
-        for name in weights.names:
-            _copy_renamed(folder / name, scratch / name, names)
+        for name, copy in zip(weights.names, copies.names, strict=True):
+            _copy_renamed(folder / name, scratch / copy, names)
         if weights.index is not None:
             index = read_object(folder / weights.index)
             index["weight_map"] = {names.get(name, name): file for name, file in index["weight_map"].items()}
             (scratch / weights.index).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     files = (*weights.names, *(() if weights.index is None else (weights.index,)))
-    return converted_folder(folder, files, {"names": dict(names)}, beside, write)
+    return converted_folder(folder, files, [copies.names, dict(names)], beside, write)
 
 
 def _copy_renamed(file: Path, copy: Path, names: Mapping[str, str]) -> None:

@@ -37,7 +37,7 @@ from hf_bico.models.checkpoints import (
     is_adapter,
     non_float_tensors,
 )
-from hf_bico.models.conversion import rename_tensors, sizes_in
+from hf_bico.models.conversion import copy_renamed, sizes_in
 from hf_bico.models.families import all_families, family_of, unwrapped_names
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
@@ -117,10 +117,17 @@ class OpenedRepo:
             return self
         place = self.place
         place.fetch(self.needed(beside), downloaded)
-        if self.renamed:
-            folder = rename_tensors(place.folder, self.weights, self.renamed, [*self.side_names, CARD])
+        weights = self.loadable(self.weights)
+        if self.renamed or weights != self.weights:
+            beside_copy = [*self.side_names, CARD]
+            folder = copy_renamed(place.folder, self.weights, weights, self.renamed, beside_copy)
             place = replace(place, folder=folder, sizes=sizes_in(folder))
-        return replace(self, place=place, checkpoint=FileCheckpoint.of(place.folder, self.weights), renamed={})
+        checkpoint = FileCheckpoint.of(place.folder, weights)
+        return replace(self, place=place, weights=weights, checkpoint=checkpoint, renamed={})
+
+    def loadable(self, weights: WeightFiles) -> WeightFiles:
+        """Return the names that the weight files must have for the model's library to find them."""
+        return weights
 
     @cached_property
     def sha256(self) -> dict[str, str]:
@@ -184,6 +191,11 @@ class Model(OpenedRepo):
         found = super().fetched(downloaded, beside)
         _require_floats(found.checkpoint, found.layout, f"'{found.name}'")
         return found
+
+    def loadable(self, weights: WeightFiles) -> WeightFiles:
+        if len(weights.names) > 1 or weights.index is not None or self.family.library != "transformers":
+            return weights
+        return WeightFiles((WEIGHT_FILES["transformers"],))  # it reads no single file of another name
 
     @property
     def side_names(self) -> Sequence[str]:

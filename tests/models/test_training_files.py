@@ -431,6 +431,15 @@ def _state(folder: Path) -> State:
     return load_file(folder / "model.safetensors")
 
 
+def test_transformers_loads_a_file_of_another_name(tmp_path: Path) -> None:
+    base = write_decoder(tmp_path / "base")
+    other = emptied(base, tmp_path / "other")
+    shutil.copy(base / "model.safetensors", other / "step_100.safetensors")
+    opened, state = loaded(other)
+    assert_same(state, loaded(base)[1])
+    assert opened.sha256.keys() == {"step_100.safetensors"}
+
+
 def test_shards_of_wrapped_safetensors_keep_their_index(tmp_path: Path) -> None:
     from huggingface_hub import save_torch_state_dict
 
