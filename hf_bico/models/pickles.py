@@ -125,7 +125,7 @@ def _unreadable(file: Path, error: BaseException) -> BrokenWeightsError:
     tensors = f"{{k: v.clone().contiguous() for k, v in {loaded}.items() if torch.is_tensor(v)}}"
     line = f"import torch; from safetensors.torch import save_file; save_file({tensors}, 'model.safetensors')"
     return BrokenWeightsError(
-        f"'{file.name}' cannot be read as tensors alone: it also holds a {other[1][:100]}",
+        f"'{file.name}' cannot be read as tensors alone: it also holds objects of '{other[1][:100]}'",
         f'if you trust who made it, convert it (this runs what is in the file): python -c "{line}"; then name the '
         "folder of model.safetensors, with the model's configuration in it",
     )

@@ -27,6 +27,7 @@ from hf_bico.errors import (
 )
 from hf_bico.models.families import unwrapped_names
 from hf_bico.models.model import Model
+from hf_bico.models.pickles import convert
 from hf_bico.porting.planner import plan
 from support.language_toys import (
     fine_tuned,
@@ -359,8 +360,8 @@ def test_what_torch_does_not_read_as_tensors_comes_with_the_line_that_converts_i
     torch.save({"state_dict": state, "hyper_parameters": Setting()}, folder / "last.ckpt")
     error = refusal(folder)
     assert type(error) is BrokenWeightsError
-    assert error.cause.startswith("'last.ckpt' cannot be read as tensors alone: it also holds a ")
-    assert error.cause.endswith(".Setting")
+    assert error.cause.startswith("'last.ckpt' cannot be read as tensors alone: it also holds objects of '")
+    assert error.cause.endswith(".Setting'")
     line = error.remedy.partition('python -c "')[2].partition('"')[0]
     monkeypatch.chdir(folder)
     exec(line, {})  # as a user would run it
@@ -450,3 +451,14 @@ def test_shards_of_wrapped_safetensors_keep_their_index(tmp_path: Path) -> None:
     assert_same(state, loaded(base)[1])
     index = json.loads((Path(str(opened.folder)) / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(_state(base))
+
+
+def test_pickles_that_an_earlier_run_converted_under_their_old_names_are_renamed(bert: tuple[Path, State]) -> None:
+    folder, state = bert
+    torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "pytorch_model.bin")
+    sides = [file.name for file in folder.iterdir() if file.name != "pytorch_model.bin"]
+    convert(folder, ["pytorch_model.bin"], "model.safetensors", sides)
+    assert Model.open(folder, "the model", allow_pickle=True).renamed
+    opened, _ = loaded(folder)
+    assert set(opened.checkpoint.shapes) == set(state)
+    assert opened.sha256.keys() == {"pytorch_model.bin"}

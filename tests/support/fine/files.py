@@ -118,7 +118,7 @@ class Settings:
     "it also holds objects of the training script",
     Refused(
         BrokenWeightsError,
-        "'last.ckpt' cannot be read as tensors alone: it also holds a support.fine.files.Settings",
+        "'last.ckpt' cannot be read as tensors alone: it also holds objects of 'support.fine.files.Settings'",
     ),
 )
 def objects_beside_the_weights(stage: Stage) -> Outcome:
