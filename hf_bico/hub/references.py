@@ -141,7 +141,10 @@ def _local(text: str, what: str, files: bool) -> Path:
     if os.path.isdir(path) or (files and os.path.isfile(path)):  # pathlib raises on long names
         return path.resolve()
     if os.path.isfile(path):
-        raise RepoNotFoundError(f"{what}: '{text}' is a file", f"name its folder, '{path.parent}'")
+        configs = "config.json (of open_clip: open_clip_config.json)"
+        raise RepoNotFoundError(
+            f"{what}: '{text}' is a file", f"name its folder, '{path.parent}', with the model's {configs} in it"
+        )
     similar = near_folder(text)
     raise RepoNotFoundError(
         f"{what}: there is no folder '{text}'", f"did you mean '{similar}'?" if similar else "check the path"

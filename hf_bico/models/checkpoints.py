@@ -1,4 +1,4 @@
-"""Read a model's named tensors from safetensors, lazily, or from memory; convert pickled weights.
+"""Read a model's named tensors from safetensors, lazily, or from memory; find which files hold them.
 
 Names and shapes come without torch and without reading a weight. Knows files and tensors; no kind of model.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
-import zipfile
+import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from hf_bico.errors import BrokenWeightsError, OutputError, PickledWeightsError, WeightsNotFoundError
+from hf_bico.errors import BrokenWeightsError, PickledWeightsError, WeightsNotFoundError
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.runtime.turns import job_turn
-from hf_bico.utils.files import folder_name, read_object, sha256_of
+from hf_bico.utils.files import folder_name, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,8 +36,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 """The files of a PEFT adapter."""
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_PICKLE)
+_PICKLE = re.compile(r"[^/]+\.(?:bin|pt|pth|ckpt|pkl)")
+_NO_WEIGHTS = re.compile(
+    r"(?:training_args|optimizer|optim|scheduler|lr_scheduler|scaler|rng_state|random_states|custom_checkpoint"
+    r"|adapter_model|openvino|ggml|tokenizer)(?:[._-].*)?|.*(?:zero_pp_rank|optim_states).*"
+)
+"""The names of pickles beside the weights: a trainer's state, and files of other formats with a pickle's ending."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights that can be computed with directly, as safetensors names them."""
 LONGEST_NAME = 500
@@ -220,6 +223,9 @@ class FileCheckpoint:
 
 def non_float_tensors(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the dtype of each tensor that is not stored as a float of 16 bits or more."""
+    if isinstance(checkpoint, RenamedCheckpoint):
+        found = non_float_tensors(checkpoint.inner)
+        return {checkpoint.names.get(name, name): dtype for name, dtype in found.items()}
     kept = checkpoint.dtypes if isinstance(checkpoint, FileCheckpoint) else {}
     return {name: dtype for name, dtype in kept.items() if dtype not in FLOATS}
 
@@ -277,6 +283,16 @@ def is_adapter(names: Collection[str]) -> bool:
     return ADAPTER_CONFIG in names and (ADAPTER_FILE in names or ADAPTER_PICKLE in names)
 
 
+def pickle_names(names: Iterable[str]) -> list[str]:
+    """Return those of a repo's files that may be pickled weights."""
+    return sorted(name for name in names if _PICKLE.fullmatch(name) and not _NO_WEIGHTS.fullmatch(name))
+
+
+def listed(names: Collection[str], most: int = 4) -> str:
+    """Join the names of files for a sentence; of many, the first few."""
+    return ", ".join([*sorted(names)[:most], *(["..."] if len(names) > most else [])])
+
+
 def find_weights(folder: Path, names: Collection[str], library: str, called: str | None = None) -> WeightFiles:
     """Choose a repo's weight files, in the layout of `library` where there are two; refuse pickles.
 
@@ -291,15 +307,21 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     if len(found) == 1 and found[0] != ADAPTER_FILE:
         return WeightFiles(tuple(found))
-    pickles = sorted(name for name in names if name.endswith(PICKLES) and "/" not in name and name not in NO_WEIGHTS)
+    pickles = pickle_names(names)
     if pickles:
         raise PickledWeightsError(
-            f"'{called}' holds only pickled weights ({', '.join(pickles)}), which can run code when loaded",
+            f"'{called}' holds only pickled weights ({listed(pickles)}), which can run code when loaded",
             "--allow-pickle loads tensors and nothing else from them; or save the model again as safetensors",
         )
     if ADAPTER_CONFIG in names:
         raise WeightsNotFoundError(
             f"'{called}' holds {ADAPTER_CONFIG} and no {ADAPTER_FILE}", "copy or download the adapter again"
+        )
+    if len(found) > 1:
+        raise WeightsNotFoundError(
+            f"'{called}' holds several safetensors ({listed(found)}), and neither {' nor '.join(WEIGHT_FILES.values())}"
+            " nor an index of shards says which are the model",
+            "copy the missing index, or keep the one file that is meant in a folder with its configuration",
         )
     raise WeightsNotFoundError(
         f"there are no weights in '{called}' (looked for {' and '.join(WEIGHT_FILES.values())})",
@@ -342,85 +364,3 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-_PICKLES = {
-    "transformers": ("pytorch_model.bin",),
-    "open_clip": ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pt"),
-}
-_UNREADABLE = (*LIBRARY_ERRORS, pickle.UnpicklingError, zipfile.BadZipFile, EOFError)
-_WRAPPERS = ("state_dict", "model")
-
-
-def pickled_files(folder: Path, names: Mapping[str, int], library: str) -> tuple[str, list[str]]:
-    """Return the library whose layout the pickles have, and their names; `folder` holds the index, if any."""
-    for layout in dict.fromkeys((library, *_PICKLES)):
-        for name in _PICKLES[layout]:
-            if name in names:
-                return layout, [name]
-            index = f"{name}.index.json"
-            if index in names:
-                return layout, _pickled_shards(folder / index, names)
-    raise WeightsNotFoundError(
-        f"none of the pickles of '{folder_name(folder)}' is a whole model",
-        f"looked for {', '.join(name for files in _PICKLES.values() for name in files)}; save it as safetensors",
-    )
-
-
-def _pickled_shards(index: Path, names: Mapping[str, int]) -> list[str]:
-    shards = sorted(set(weight_map(index, folder_name(index.parent)).values()))
-    missing = [shard for shard in shards if shard not in names]
-    if missing or not shards:
-        raise BrokenWeightsError(
-            f"the index '{index.name}' names the shard '{missing[0] if missing else ''}', which is not there",
-            "use a repo that holds all shards",
-        )
-    return shards
-
-
-def convert(folder: Path, names: Sequence[str], file_name: str, beside: Sequence[str]) -> Path:
-    """Write the same weights as one safetensors file, with the files `beside` it, into a cached folder."""
-    from huggingface_hub import constants
-
-    from hf_bico.runtime.output import atomic_folder, locked_folder, require_writable
-
-    sides = [name for name in beside if (folder / name).is_file()]
-    digests = sha256_of(folder / name for name in (*names, *sides))
-    key = hashlib.sha256(json.dumps([file_name, digests], sort_keys=True).encode()).hexdigest()
-    converted = Path(constants.HF_HOME) / "hf-bico" / "converted" / key
-    if converted.is_dir():  # maybe in a cache that may only be read
-        return converted
-    try:
-        require_writable(converted)
-    except OutputError as error:
-        raise OutputError(error.cause, "set HF_HOME to another folder") from error
-    with locked_folder(converted, waits=True):
-        if converted.is_dir():  # by another process
-            return converted
-        # clones: safetensors refuses tensors that share memory
-        tensors = {key: value.clone() for name in names for key, value in _tensors(folder / name).items()}
-        with atomic_folder(converted) as scratch:
-            save_tensors(tensors, scratch / file_name, {"format": "pt"})
-            for name in sides:
-                (scratch / name).write_bytes((folder / name).read_bytes())
-    return converted
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    import torch
-
-    try:
-        content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise BrokenWeightsError(
-            f"'{file.name}' cannot be read as tensors alone: {' '.join(str(error).split())[:200]}",
-            "load it in the library that made it and save it as safetensors",
-        ) from error
-    for wrapper in _WRAPPERS:
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    entries = content.items() if isinstance(content, dict) else ()
-    found = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
-    if not found:
-        raise BrokenWeightsError(f"there are no tensors in '{file.name}'", "name a repo that holds a model's weights")
-    return found

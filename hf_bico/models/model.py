@@ -7,8 +7,8 @@ loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -33,22 +33,27 @@ from hf_bico.models.checkpoints import (
     MemoryCheckpoint,
     RenamedCheckpoint,
     WeightFiles,
-    convert,
     find_weights,
     is_adapter,
     non_float_tensors,
-    pickled_files,
 )
-from hf_bico.models.families import all_families, family_of
+from hf_bico.models.conversion import copy_renamed, sizes_in
+from hf_bico.models.families import all_families, family_of, unwrapped_names
 from hf_bico.models.families.base import DeviceSpread, Family, require_dense
 from hf_bico.models.families.live import LiveModel
+from hf_bico.models.families.pooling import SENTENCE_FILES
 from hf_bico.models.families.pretrained import PROCESSOR_FILES, require_within
+from hf_bico.models.foreign_formats import refuse_format, refuse_pipeline, refuse_tensors
 from hf_bico.models.layout import Layout
+from hf_bico.models.pickles import convert, pickled_files
 from hf_bico.utils.files import call_folder, sha256_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+CARD = "README.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,10 @@ class OpenedRepo:
     """A remark for readers of the result about where its weights came from."""
     pickled: bool = False
     """Whether its weights had to be read from pickles."""
+    own_files: tuple[Path, ...] = ()
+    """The files in which its author keeps the weights, whatever was made of them to read them."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The names in the weight files that a training tool has changed, each with the model's own."""
 
     @property
     def folder(self) -> Path | None:
@@ -107,13 +116,25 @@ class OpenedRepo:
         """Download its files."""
         if self.place is None or self.weights is None:
             return self
-        self.place.fetch(self.needed(beside), downloaded)
-        return replace(self, checkpoint=FileCheckpoint.of(self.place.folder, self.weights))
+        place = self.place
+        place.fetch(self.needed(beside), downloaded)
+        weights = self.loadable(self.weights)
+        if self.renamed or weights != self.weights:
+            beside_copy = [*self.side_names, CARD]
+            folder = copy_renamed(place.folder, self.weights, weights, self.renamed, beside_copy)
+            call_folder(folder, place.name)
+            place = replace(place, folder=folder, sizes=sizes_in(folder))
+        checkpoint = FileCheckpoint.of(place.folder, weights)
+        return replace(self, place=place, weights=weights, checkpoint=checkpoint, renamed={})
+
+    def loadable(self, weights: WeightFiles) -> WeightFiles:
+        """Return the names that the weight files must have for the model's library to find them."""
+        return weights
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """Digests of the weight files, by name; empty for a loaded module."""
-        return sha256_of(self.checkpoint.files) if isinstance(self.checkpoint, FileCheckpoint) else {}
+        """Digests of the author's weight files, by name; empty for a loaded module, and until they are here."""
+        return sha256_of(self.own_files) if all(file.is_file() for file in self.own_files) else {}
 
 
 def open_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | HeaderCheckpoint:
@@ -173,13 +194,18 @@ class Model(OpenedRepo):
         _require_floats(found.checkpoint, found.layout, f"'{found.name}'")
         return found
 
+    def loadable(self, weights: WeightFiles) -> WeightFiles:
+        if len(weights.names) > 1 or weights.index is not None or self.family.library != "transformers":
+            return weights
+        return WeightFiles((WEIGHT_FILES["transformers"],))  # it reads no single file of another name
+
     @property
     def side_names(self) -> Sequence[str]:
         return self.family.side_names
 
     @property
     def config_names(self) -> Sequence[str]:
-        known = (self.family.config_file, *PROCESSOR_FILES)
+        known = (self.family.config_file, *PROCESSOR_FILES, *SENTENCE_FILES)
         return [name for name in self.side_names if name in known]
 
     @property
@@ -231,11 +257,9 @@ def require_same_family(tuned: Model, base: Model) -> None:
         )
 
 
-def fetch_checkpoint(place: RepoFiles, library: str = "transformers", allow_pickle: bool = False) -> FileCheckpoint:
-    """Download the weights of a repo, whatever its kind of model."""
-    place, weights, *_ = _find_weights(place, library, allow_pickle)
-    place.fetch([*weights.names, *([weights.index] if weights.index else [])])
-    return FileCheckpoint.of(place.folder, weights)
+def fetch_weights(place: RepoFiles, library: str = "transformers", allow_pickle: bool = False) -> OpenedRepo:
+    """Open and download the weights of a repo, whatever its kind of model."""
+    return opened_weights(place, f"'{place.name}'", library, allow_pickle).fetched()
 
 
 def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -> Model:
@@ -250,8 +274,8 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
             f"{called} is a PEFT adapter, not a model",
             "merge it into its base first: 'hf-bico apply ADAPTER -o FOLDER'",
         )
-    place, weights, notice, pickled = _find_weights(place, library, allow_pickle)
-    checkpoint = open_weights(place, weights)
+    opened = opened_weights(place, called, library, allow_pickle)
+    place, checkpoint = opened.place or place, opened.checkpoint
     family = family_of(checkpoint.shapes, called, place.folder)
     config = family.read_config(place.folder)
     require_dense(called, checkpoint.shapes, config)
@@ -265,16 +289,7 @@ def _open_place(place: RepoFiles, what: str, library: str, allow_pickle: bool) -
             f"the {family.config_file} of {called} does not describe a model: {error}", "copy or download it again"
         ) from error
     _require_floats(checkpoint, layout, called)
-    return Model(
-        name=place.name,
-        checkpoint=checkpoint,
-        family=family,
-        layout=layout,
-        place=place,
-        weights=weights,
-        notice=notice,
-        pickled=pickled,
-    )
+    return Model(**vars(opened), family=family, layout=layout)
 
 
 def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None:
@@ -288,36 +303,87 @@ def _require_floats(checkpoint: Checkpoint, layout: Layout, called: str) -> None
         )
 
 
-_FoundWeights: TypeAlias = tuple[RepoFiles, WeightFiles, str | None, bool]
-"""Weight files, where they are, a remark on where they came from, and whether they were pickled."""
+@dataclass(frozen=True)
+class _FoundWeights:
+    """Weight files, where they are, which ones are the author's, and what is to be said of them."""
+
+    place: RepoFiles
+    weights: WeightFiles
+    own_files: tuple[Path, ...]
+    notice: str | None = None
+    pickled: bool = False
+
+    @classmethod
+    def of(cls, place: RepoFiles, library: str, notice: str | None = None) -> _FoundWeights:
+        """Find the safetensors of a repo."""
+        weights = find_weights(place.folder, place.sizes, library, place.name)
+        return cls(place, weights, tuple(place.folder / name for name in weights.names), notice)
+
+
+def opened_weights(place: RepoFiles, called: str, library: str, allow_pickle: bool) -> OpenedRepo:
+    """Read names and shapes of a repo's weights, under the model's own names; refuse what is known to be no model."""
+    refuse_pipeline(place.sizes, called)
+    try:
+        found = _find_weights(place, library, allow_pickle)
+    except WeightsNotFoundError:
+        refuse_format(place, called)
+        raise
+    checkpoint: Checkpoint = open_weights(found.place, found.weights)
+    refuse_tensors(checkpoint.shapes, called)
+    names = unwrapped_names(checkpoint.shapes, found.place.folder, called)
+    return OpenedRepo(
+        name=place.name,
+        checkpoint=RenamedCheckpoint(checkpoint, names) if names else checkpoint,
+        place=found.place,
+        weights=found.weights,
+        notice=found.notice,
+        pickled=found.pickled,
+        own_files=found.own_files,
+        renamed=names,
+    )
+
+
+def refuse_foreign(place: RepoFiles) -> None:
+    """Refuse a repo in a format that is known and cannot be read; what else it may be is the caller's to say."""
+    called = f"'{place.name}'"
+    refuse_pipeline(place.sizes, called)
+    try:
+        names = open_weights(place, find_weights(place.folder, place.sizes, "transformers", place.name)).shapes
+    except WeightsNotFoundError:
+        refuse_format(place, called)
+    except (BrokenWeightsError, PickledWeightsError):
+        pass
+    else:
+        refuse_tensors(names, called)
 
 
 def _find_weights(place: RepoFiles, library: str, allow_pickle: bool) -> _FoundWeights:
     """Find safetensors: the repo's own, the Hub's conversion, or converted from pickles where allowed."""
     try:
-        return place, find_weights(place.folder, place.sizes, library, place.name), None, False
+        return _FoundWeights.of(place, library)
     except (PickledWeightsError, WeightsNotFoundError) as error:
         if isinstance(error, WeightsNotFoundError) and not is_offline():
             raise  # offline, pickles that were never fetched are not listed
         repo = place.repo
         converted = None if repo is None else repo.hub.conversion(repo)
         if converted is not None:
-            found = fetch_small_files(converted)
             notice = (
                 f"The safetensors of {place.name} are those of the Hub's pull request {converted.requested.revision}."
             )
-            return found, find_weights(found.folder, found.sizes, library, found.name), notice, False
+            return _FoundWeights.of(fetch_small_files(converted), library, notice)
         if not allow_pickle or isinstance(error, WeightsNotFoundError):
             raise
     return _without_pickles(place, library)
 
 
 def _without_pickles(place: RepoFiles, library: str) -> _FoundWeights:
-    layout, pickles = pickled_files(place.folder, place.sizes, library)
-    beside = [name for family in all_families() for name in family.side_names if name in place.sizes]
+    layout, pickles = pickled_files(place.folder, place.sizes, library, place.name)
+    sides = [name for family in all_families() for name in family.side_names]
+    beside = [name for name in sides if name in place.sizes or (place.folder / name).is_file()]
     place.fetch([*pickles, *beside])
-    folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, "README.md"])
+    renaming = partial(unwrapped_names, folder=place.folder, called=f"'{place.name}'")
+    folder = convert(place.folder, pickles, WEIGHT_FILES[layout], [*beside, CARD], renaming)
     call_folder(folder, place.name)
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    converted = _FoundWeights.of(replace(place, folder=folder, sizes=sizes_in(folder)), layout)
     notice = f"The weights of {place.name} are pickled: tensors alone were read from {', '.join(pickles)}."
-    return replace(place, folder=folder, sizes=sizes), find_weights(folder, sizes, layout, place.name), notice, True
+    return replace(converted, own_files=tuple(place.folder / name for name in pickles), notice=notice, pickled=True)

@@ -14,7 +14,7 @@ from hf_bico.models.checkpoints import Checkpoint
 from hf_bico.models.families import all_families
 from hf_bico.models.families.base import FIT_INSTEAD, HeadModules
 from hf_bico.models.families.encoders import POOLER
-from hf_bico.models.families.pooling import declares_pooling
+from hf_bico.models.families.pooling import declares_pooling, read_pooling
 from hf_bico.models.model import Model
 from hf_bico.porting.lineage import Lineage
 
@@ -92,7 +92,11 @@ def has_usable_head(lineage: Lineage) -> bool:
         place = place_in_source(lineage.source, lineage.base)
     except ModelError:
         return False
-    return parameter(lineage.source.checkpoint, place.out, "weight") is not None
+    if parameter(lineage.source.checkpoint, place.out, "weight") is not None:
+        return True
+    folder = lineage.source.folder
+    pooling = None if folder is None or isinstance(lineage.source, Adapter) else read_pooling(folder)
+    return pooling is not None and bool(pooling.head)
 
 
 def head_refusal(lineage: Lineage, fitted: bool = False) -> ModelError | None:

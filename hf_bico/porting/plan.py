@@ -27,7 +27,7 @@ from hf_bico.alignment.memory import (
 )
 from hf_bico.errors import EmptyTaskVectorError, ModelError
 from hf_bico.models.adapters.adapter import Adapter
-from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint
+from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint, RenamedCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
 from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model
@@ -270,6 +270,7 @@ class Plan:
         if self.format == "adapter":
             return None if isinstance(self.requested_rank, float) else self._adapter_bytes(self.requested_rank)
         checkpoint = self.lineage.target.checkpoint
+        checkpoint = checkpoint.inner if isinstance(checkpoint, RenamedCheckpoint) else checkpoint
         if self.format == "delta":
             return 4 * sum(pair.target.shape[0] * (pair.target.shape[1] + 1) for pair in self.pairs)
         if isinstance(checkpoint, FileCheckpoint | HeaderCheckpoint):

@@ -5,7 +5,7 @@ Does not run anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hf_bico.data.draw import CalibrationDraw, calibration_notices, class_notice
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.families.pooling import read_pooling
-from hf_bico.models.model import Model
+from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.head_plan import place_in_source
@@ -297,6 +297,16 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
     )
 
 
+def origin_notices(models: Iterable[OpenedRepo]) -> list[str]:
+    """List where the models' weights came from, if it was not from safetensors of their own; each notice once."""
+    return list(dict.fromkeys(model.notice for model in models if model.notice))
+
+
+def allowing(models: Iterable[OpenedRepo]) -> list[str]:
+    """Return the option that a command needs to read these models again."""
+    return ["--allow-pickle"] if any(model.pickled for model in models) else []
+
+
 def typed_reference(model: Model | Adapter) -> str:
     """Return what to type for a model: its Hub id, with the requested revision, or the folder's name."""
     repo = None if model.place is None else model.place.repo
@@ -323,7 +333,7 @@ def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
     values["alpha"] = None if trains and settings.finds_alpha else settings.alpha
     for name in dict.fromkeys((*_FIRST, *OPTIONS)):
         if name == "force":
-            words += ["--allow-pickle"] if any(model.pickled for model in models) else []
+            words += allowing(models)
         value, option = values[name], OPTIONS[name]
         known = settings.method in option_methods(name) and value is not None
         if (name in _SPELT and known) or (option.recorded and known and value != usual[name]):

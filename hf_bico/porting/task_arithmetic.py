@@ -27,11 +27,11 @@ from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import DELTA_FILE, is_adapter
 from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.deltas import finite_number
-from hf_bico.models.model import Model, ModelReference, require_same_family
+from hf_bico.models.model import Model, ModelReference, refuse_foreign, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.plausibility import implausible
-from hf_bico.porting.recording import source_record, tensor_notices, typed_reference
+from hf_bico.porting.recording import allowing, origin_notices, source_record, tensor_notices, typed_reference
 from hf_bico.porting.result import ChangeResult, make_change_record
 from hf_bico.porting.task_vector import SEVERAL, TaskVector, recorded_base
 from hf_bico.reports.record import ModelRecord, Summand
@@ -77,6 +77,7 @@ def apply(
         total = alpha * sum(others, start=first)
         # everything: the sum holds all tensors that its parts hold
         form = format_change(total, target, format, rank, device=choose_device(device), everything=True)
+    opened = [*(part.opened for part in parts if part.opened is not None), target]
     sources = [Summand(part.record, share) for share, part in zip(shares, parts, strict=True)]
     typed = target.folder is not None and not any(isinstance(name, TaskVector) for name in named)
     record = make_change_record(
@@ -87,8 +88,11 @@ def apply(
         alpha=alpha,
         started=started,
         seconds=sum(watch.seconds.values()),
-        command=_command(named, sources, target, alpha, form) if typed else None,
-        notices=[one for part in parts for one in (*part.other_base(target), *tensor_notices(part.vector.overlap))],
+        command=[*_command(named, sources, target, alpha, form), *allowing(opened)] if typed else None,
+        notices=[
+            *origin_notices(opened),
+            *(one for part in parts for one in (*part.other_base(target), *tensor_notices(part.vector.overlap))),
+        ],
     )
     return ChangeResult(total, target, form, record)
 
@@ -101,6 +105,7 @@ class _Part:
     record: ModelRecord
     named_base: str | None = None
     """Name of the base in an adapter's configuration."""
+    opened: Adapter | None = None
 
     def other_base(self, target: Model) -> list[str]:
         """Return a notice if it is known to be made for other weights."""
@@ -192,10 +197,11 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
             base = target or Model.open(find_base(place, hub), "the base", adapter.library, hub, allow_pickle).fetched()
             vector = TaskVector.over(adapter, base)
             vector.about |= recorded_base(place)
-            return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None)
+            return _Part(vector, source_record(adapter, None), adapter.origin.adapter_base or None, adapter)
         except _NO_BASE as error:
             raise type(error)(error.cause, "name the model that it was trained on with --to") from error
     if DELTA_FILE not in place.sizes:
+        refuse_foreign(place)
         raise RepoError(
             f"'{place.name}' is neither an adapter nor a task vector",
             "take a full model's change first: 'hf-bico extract MODEL --base BASE -o FOLDER'",
@@ -260,7 +266,9 @@ def extract(
         command = [typed_reference(source), "--base", typed_reference(start)]
         command += ["--rank", str(rank)] if rank is not None else []
         command += ["--everything"] if everything else []
-    notices = [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
+        command += allowing((source, start))
+    notices = origin_notices((source, start))
+    notices += [] if doubt is None else [f"Is {start.name} its base? {doubt.cause[:1].upper()}{doubt.cause[1:]}."]
     notices += difference_notices(config_differences(source, start), source.name) if isinstance(source, Model) else []
     record = make_change_record(
         "extract",

@@ -34,7 +34,7 @@ from hf_bico.models.checkpoints import (
 from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
 from hf_bico.models.low_rank import Change, Factors
-from hf_bico.models.model import Model, ModelReference, fetch_checkpoint
+from hf_bico.models.model import Model, ModelReference, fetch_weights, refuse_foreign
 from hf_bico.models.name_matching import Overlap, align_names
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
 from hf_bico.porting.publish import push_folder
@@ -43,7 +43,7 @@ from hf_bico.reports.model_cards.change_card import render_vector_card
 from hf_bico.reports.record import read_any
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart
-from hf_bico.utils.files import expanded, sha256_of
+from hf_bico.utils.files import expanded
 
 ModelLike = str | Path | nn.Module | Checkpoint
 """A Hub id, a model folder, a loaded model, or an opened checkpoint."""
@@ -149,6 +149,7 @@ class TaskVector(Deltas):
             return cls.over(Adapter.of(adapter), Model.open(known, "the base", hub=hub).fetched())
         place = adapter if isinstance(adapter, RepoFiles) else locate(adapter, "the adapter", hub)
         if not is_adapter(place.sizes):
+            refuse_foreign(place)
             raise AdapterError(f"'{place.name}' holds no PEFT adapter", "take its task vector with from_models")
         source = Adapter.open(place, allow_pickle)
         start = find_base(place, hub) if base is None else base
@@ -374,13 +375,13 @@ def _open_weights(
     about: dict[str, Any] = {MADE_FROM: [list(LOCAL)]}
     if not isinstance(model, RepoFiles):
         return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model, about
-    checkpoint = fetch_checkpoint(model, library, allow_pickle)
-    about |= {part: model.name, f"{part}_sha256": sha256_of(checkpoint.files)}
+    opened = fetch_weights(model, library, allow_pickle)
+    about |= {part: model.name, f"{part}_sha256": opened.sha256}
     if model.commit is not None:
         about |= {f"{part}_commit": model.commit, MADE_FROM: [["model", model.name]]}
-    names = {file.name for file in checkpoint.files}
+    names = () if opened.weights is None else opened.weights.names
     layouts = [layout for layout, name in WEIGHT_FILES.items() if name in names]
-    return checkpoint, {**about, "library": layouts[0]} if layouts else about
+    return opened.checkpoint, {**about, "library": layouts[0]} if layouts else about
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,21 @@ def test_a_bias_of_the_second_factor_is_left_where_the_configuration_denies_it(b
     assert_same(vector, by_peft(folder, base))
 
 
+@pytest.mark.parametrize(
+    "wrapped", ["module.{}", "_orig_mod.{}", "_fsdp_wrapped_module.{}", "base_model.model._orig_mod.{}"]
+)
+def test_names_of_training_tools_are_taken_off(
+    wrapped: str, plain: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf-home"))
+    before = dict(read(plain, base))
+    inside = PREFIX if wrapped.startswith(PREFIX) else ""
+    tensors = {wrapped.format(name.removeprefix(inside)): tensor for name, tensor in tensors_of(plain).items()}
+    assert same(read(rewritten(plain, tensors), base), before)
+
+
 def test_pickles_are_read_where_they_are_allowed(
     plain: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,3 +109,18 @@ def test_modules_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (saved / "1_Pooling/config.json").write_text('{"pooling_mode": "median"}')
     with pytest.raises(RepoError, match="the pooling mode is"):
         read_pooling(saved)
+
+
+def test_a_pickled_encoder_keeps_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    made = sentence_encoder(tmp_path, "bert", "max", models.Normalize())
+    saved = tmp_path / "saved"
+    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    live = Model.open(saved, "the encoder", allow_pickle=True).load(torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        found = live.features([Text(text) for text in TEXTS])
+    assert (found - made.encode(TEXTS, convert_to_tensor=True)).abs().max() < 1e-6

@@ -14,8 +14,18 @@ from hf_bico.hub.client import RepoFiles
 from hf_bico.hub.repo_metadata import ADAPTER_CONFIG
 from hf_bico.models.adapters.config import LORA, PEFT_PREFIX, AdapterConfig, parse_adapter_config, read_adapter_config
 from hf_bico.models.adapters.lora import AdapterChanges, changes_of
-from hf_bico.models.checkpoints import ADAPTER_FILE, ADAPTER_PICKLE, MemoryCheckpoint, WeightFiles, convert
-from hf_bico.models.model import Model, OpenedRepo, open_weights
+from hf_bico.models.checkpoints import (
+    ADAPTER_FILE,
+    ADAPTER_PICKLE,
+    Checkpoint,
+    MemoryCheckpoint,
+    RenamedCheckpoint,
+    WeightFiles,
+)
+from hf_bico.models.conversion import sizes_in
+from hf_bico.models.model import CARD, Model, OpenedRepo, open_weights
+from hf_bico.models.pickles import convert
+from hf_bico.models.wrapped_names import clean_names
 from hf_bico.utils.files import call_folder
 
 if TYPE_CHECKING:
@@ -38,6 +48,7 @@ class Adapter(OpenedRepo):
         """Read its configuration, and the names and shapes of its tensors; refuse what cannot be read exactly."""
         config = read_adapter_config(place.folder, place.name)
         notice, pickled = None, ADAPTER_FILE not in place.sizes
+        own_files = (place.folder / (ADAPTER_PICKLE if pickled else ADAPTER_FILE),)
         if pickled:
             if not allow_pickle:
                 raise PickledWeightsError(
@@ -45,18 +56,22 @@ class Adapter(OpenedRepo):
                     "--allow-pickle loads tensors and nothing else from them; or save the adapter again as safetensors",
                 )
             place.fetch([ADAPTER_PICKLE, ADAPTER_CONFIG])
-            folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, "README.md"])
+            folder = convert(place.folder, [ADAPTER_PICKLE], ADAPTER_FILE, [ADAPTER_CONFIG, CARD])
             call_folder(folder, place.name)
-            place = replace(place, folder=folder, sizes={file.name: file.stat().st_size for file in folder.iterdir()})
+            place = replace(place, folder=folder, sizes=sizes_in(folder))
             notice = f"The weights of {place.name} are pickled: tensors alone were read from {ADAPTER_PICKLE}."
         weights = WeightFiles((ADAPTER_FILE,))
+        checkpoint: Checkpoint = open_weights(place, weights)
+        names = clean_names(checkpoint.shapes, _are_peft_names, f"'{place.name}'")
         return cls(
             name=place.name,
-            checkpoint=open_weights(place, weights),
+            checkpoint=RenamedCheckpoint(checkpoint, names) if names else checkpoint,
             place=place,
             weights=weights,
             notice=notice,
             pickled=pickled,
+            own_files=own_files,
+            renamed=names,
             config=config,
         )
 
@@ -119,6 +134,10 @@ class Adapter(OpenedRepo):
         module = live.module if base.folder is not None else copy.deepcopy(live.module)
         computed = changes_by_peft(self.folder, self.checkpoint, self.config, module, self.name)
         return Deltas(_as_stored(by_base_names(computed, base.as_loaded), base))
+
+
+def _are_peft_names(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return all(name.startswith(PEFT_PREFIX) for name in shapes)
 
 
 def _require_plain(model: Any, name: str) -> None:

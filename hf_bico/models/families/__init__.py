@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from hf_bico.models.families.open_clip import OpenClip
 from hf_bico.models.families.t5 import T5
 from hf_bico.models.families.transformers_clip import TransformersClip
 from hf_bico.models.families.vit import Vit
+from hf_bico.models.wrapped_names import clean_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,3 +64,18 @@ def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
             f"use a model of one of these families: {', '.join(family.name for family in known[:-1])}",
         )
     return family
+
+
+def unwrapped_names(shapes: Shapes, folder: Path, called: str) -> Mapping[str, str]:
+    """Map the tensor names that a training tool has changed to those that the model's library gives.
+
+    `folder` holds the model's configuration, `called` names the model in errors.
+    """
+    known = all_families()
+    names = clean_names(shapes, lambda found: any(family.has_own_names(found) for family in known), called)
+    own = {names.get(name, name): shape for name, shape in shapes.items()}
+    if any(family.recognises(own) for family in known) or not _GENERIC.accepts(folder):
+        return names
+    prefix = _GENERIC.own_prefix(own, _GENERIC.read_config(folder))
+    cut = {name: names.get(name, name).removeprefix(prefix) for name in shapes}
+    return {name: other for name, other in cut.items() if name != other}

@@ -132,6 +132,10 @@ class Family(ABC):
     def recognises(self, shapes: Shapes) -> bool:
         """Tell whether a model with these tensors is of this family."""
 
+    def has_own_names(self, shapes: Shapes) -> bool:
+        """Tell whether these are the names that the library itself gives to such a model's tensors."""
+        return self.recognises(shapes)
+
     def accepts(self, model: Path | nn.Module) -> bool:
         """Tell whether this family takes a folder or loaded model that none recognises by its tensors."""
         return False
@@ -299,7 +303,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 def require_dense(called: str, shapes: Shapes, config: Mapping[str, Any]) -> None:
     """Refuse quantised weights, and mixtures of experts."""
-    if config.get("quantization_config"):
+    if config.get("quantization_config") or config.get("quantization"):  # the second is MLX's
         raise UnsupportedModelError(
             f"the weights of {called} are quantised, and not kept as its layers multiply by them",
             "name the model that it was quantised from",

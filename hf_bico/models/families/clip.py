@@ -30,6 +30,8 @@ class ClipFamily(Family):
     pipeline_tag = ZERO_SHOT_TASK
     tower_name: ClassVar[str]
     """The vision tower in errors."""
+    roots: ClassVar[tuple[str, ...]]
+    """What the library itself puts before the tower's names: in a whole model, and in a tower alone."""
     stem: ClassVar[str]
     """Precedes a block's number."""
     modules: ClassVar[Mapping[str, str]]
@@ -51,6 +53,9 @@ class ClipFamily(Family):
 
     def recognises(self, shapes: Shapes) -> bool:
         return self.vision_prefix(shapes) is not None
+
+    def has_own_names(self, shapes: Shapes) -> bool:
+        return self.vision_prefix(shapes) in self.roots
 
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         root = self.vision_prefix(shapes)

@@ -28,6 +28,7 @@ from hf_bico.models.families.pretrained import (
 )
 from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.layout import Layout, Site
+from hf_bico.models.wrapped_names import likely_prefixes
 from hf_bico.utils.samples import TEXTS
 
 if TYPE_CHECKING:
@@ -57,6 +58,24 @@ class Generic(PretrainedFamily):
         from hf_bico.models.families.modules import has_linear
 
         return has_linear(model)
+
+    def own_prefix(self, shapes: Shapes, config: Mapping[str, Any]) -> str:
+        """Return the prefix without which most names are those of the configured class."""
+        from hf_bico.models.families.modules import stored_names
+
+        prefixes = likely_prefixes(shapes)
+        if not prefixes:
+            return ""
+        try:
+            skeleton = bare_model(first_architecture(config) or "", config, shapes)
+        except ValueError:
+            return ""  # the layout reports it
+
+        def fitting(prefix: str) -> tuple[int, int]:
+            found = stored_names(skeleton, {name.removeprefix(prefix): shape for name, shape in shapes.items()})
+            return len(found), sum(own == name for own, name in found.items())
+
+        return max(("", *prefixes), key=fitting)
 
     def layout(self, shapes: Shapes, config: Mapping[str, Any]) -> Layout:
         from hf_bico.models.families.modules import module_layout, stored_names

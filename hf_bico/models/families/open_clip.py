@@ -240,6 +240,7 @@ class OpenClip(ClipFamily):
     can_be_spread = False
     packed_attention = True
     tower_name = "the vision transformer"
+    roots = ("visual.", "")
     stem = "transformer.resblocks."
     modules: ClassVar[Mapping[str, str]] = {
         "attn.q": "attn.in_proj_",

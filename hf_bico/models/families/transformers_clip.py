@@ -59,6 +59,7 @@ class TransformersClip(ClipFamily, PretrainedFamily):
     processor_files = PROCESSOR_FILES
     live = TransformersClipModel
     tower_name = "the vision tower"
+    roots = ("vision_model.", "")
     stem = "encoder.layers."
     modules: ClassVar[Mapping[str, str]] = {
         "attn.q": "self_attn.q_proj.",

@@ -106,7 +106,7 @@ def _public_record(record: ChangeRecord) -> ChangeRecord:
     pairs = list(zip(record.models, public.models, strict=True))
     return replace(
         public,
-        notices=[rendering.without_names(notice, pairs) for notice in record.notices],
+        notices=list(dict.fromkeys(rendering.without_names(notice, pairs) for notice in record.notices)),
         command=rendering.public_command(record.command, record.job, arguments, options),
     )
 

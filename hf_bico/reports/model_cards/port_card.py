@@ -243,7 +243,7 @@ def _public_record(record: Record) -> Record:
     pairs = [*zip(record.models, public.models, strict=True), (record.data, data)]
     return replace(
         public,
-        notices=[rendering.without_names(notice, pairs) for notice in record.notices],
+        notices=list(dict.fromkeys(rendering.without_names(notice, pairs) for notice in record.notices)),
         command=rendering.public_command(record.command, "port", [(public.source, "SOURCE")], options),
     )
 

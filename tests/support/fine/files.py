@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf_bico
-from hf_bico.errors import BaseMismatchError, PushError
+from hf_bico.errors import (
+    BaseMismatchError,
+    BicoError,
+    BrokenWeightsError,
+    PushError,
+    UnsupportedAdapterError,
+    UnsupportedModelError,
+    WeightsNotFoundError,
+)
 from support.fine.cases import FILE, Outcome, Refused, Right, Said, Stage, case, outcome_of, rewrite
 from support.paper import PAPER
 from support.transformers_world import as_transformers
@@ -54,6 +62,151 @@ def stale_shards(stage: Stage) -> Outcome:
     names = ",".join(f'"{name}": "{shard.name}"' for name in load_file(shard))
     (tuned / f"{FILE}.index.json").write_text(f'{{"weight_map": {{{names}}}}}')
     return stage.port(tuned)
+
+
+@case(FILES, "weights in safetensors", "their names begin with `module._orig_mod.`: DDP around torch.compile", Right())
+def names_of_a_training_run(stage: Stage) -> Outcome:
+    return stage.port(
+        stage.altered(stage.tuned, lambda state: {f"module._orig_mod.{name}": t for name, t in state.items()})
+    )
+
+
+def _without_weights(stage: Stage) -> Path:
+    folder = stage.copied(stage.tuned)
+    (folder / FILE).unlink()
+    return folder
+
+
+@case(
+    FILES,
+    "`epoch_5.pt` of open_clip's own training, with `--allow-pickle`",
+    "the weights are one section of it, under names that begin with `module.`",
+    Right(
+        sentence="The weights of narrow-inverted are pickled: tensors alone were read from epoch_5.pt.",
+    ),
+)
+def a_checkpoint_of_open_clips_training(stage: Stage) -> Outcome:
+    folder = _without_weights(stage)
+    state = {f"module.{name}": tensor for name, tensor in load_file(stage.tuned / FILE).items()}
+    torch.save({"epoch": 5, "name": "run", "state_dict": state, "optimizer": {}}, folder / "epoch_5.pt")
+    return stage.port(folder, allow_pickle=True)
+
+
+@case(
+    FILES,
+    "pickles of a training run, with `--allow-pickle`",
+    "there are several, and none is named as the model",
+    Refused(
+        WeightsNotFoundError,
+        "'narrow-inverted' holds several pickles (epoch_1.pt, epoch_2.pt), and none has the name of a whole model",
+    ),
+)
+def several_pickles(stage: Stage) -> Outcome:
+    folder = _without_weights(stage)
+    for epoch in (1, 2):
+        torch.save({"state_dict": load_file(stage.tuned / FILE)}, folder / f"epoch_{epoch}.pt")
+    return stage.port(folder, allow_pickle=True)
+
+
+class Settings:
+    """An object that a training script keeps with its weights."""
+
+
+@case(
+    FILES,
+    "Lightning's `last.ckpt`, with `--allow-pickle`",
+    "it also holds objects of the training script",
+    Refused(
+        BrokenWeightsError,
+        "'last.ckpt' cannot be read as tensors alone: it also holds objects of 'support.fine.files.Settings'",
+    ),
+)
+def objects_beside_the_weights(stage: Stage) -> Outcome:
+    folder = _without_weights(stage)
+    state = {f"model.{name}": tensor for name, tensor in load_file(stage.tuned / FILE).items()}
+    torch.save({"state_dict": state, "hyper_parameters": Settings()}, folder / "last.ckpt")
+    return stage.port(folder, allow_pickle=True)
+
+
+_SOURCE = "the fine-tuned model 'narrow-inverted'"
+_OTHERS: dict[str, tuple[str, str, type[BicoError], str]] = {
+    "model-q4_k_m.gguf": (
+        "a folder for llama.cpp",
+        "its weights are GGUF",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds its weights in llama.cpp's format (model-q4_k_m.gguf), which is mostly quantised",
+    ),
+    "onnx/model.onnx": (
+        "an exported model",
+        "its weights are ONNX",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds its weights as ONNX (onnx/model.onnx), a graph without the names of layers",
+    ),
+    "tf_model.h5": (
+        "a model's repo",
+        "its weights are TensorFlow's",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds its weights in TensorFlow's format (tf_model.h5)",
+    ),
+    "flax_model.msgpack": (
+        "a model's repo",
+        "its weights are Flax's",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds its weights in Flax's format (flax_model.msgpack)",
+    ),
+    "global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt": (
+        "the output of a training with DeepSpeed",
+        "each process has written its own part of the weights",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds the shards of a DeepSpeed training run "
+        "(global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt), and no whole model",
+    ),
+    "pytorch_model_fsdp_0/__0_0.distcp": (
+        "the output of a training with FSDP",
+        "each process has written its own part of the weights",
+        WeightsNotFoundError,
+        f"{_SOURCE} holds the shards of an FSDP training run (pytorch_model_fsdp_0/__0_0.distcp), and no whole model",
+    ),
+    "model_index.json": (
+        "a repo of diffusers",
+        "it is an image generator",
+        UnsupportedModelError,
+        f"{_SOURCE} is an image generator in diffusers' format (model_index.json)",
+    ),
+}
+
+
+def _in_another_format(file: str, looks: str, is_not: str, error: type[BicoError], sentence: str) -> None:
+    def another_format(stage: Stage) -> Outcome:
+        folder = _without_weights(stage)
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(b"{}")
+        return stage.port(folder)
+
+    another_format.__name__ = f"another_format_{Path(file).stem}"
+    case(FILES, looks, is_not, Refused(error, sentence))(another_format)
+
+
+for _file, (_looks, _is_not, _error, _sentence) in _OTHERS.items():
+    _in_another_format(_file, _looks, _is_not, _error, _sentence)
+
+
+@case(
+    FILES,
+    "a LoRA in one file of safetensors",
+    "it is an image generator's, in kohya's format",
+    Refused(
+        UnsupportedAdapterError,
+        f"{_SOURCE} is a LoRA of an image generator in kohya's format (its tensors look like "
+        "'lora_te_text_model_encoder_layers_0_mlp_fc1.alpha')",
+    ),
+)
+def a_lora_of_kohya(stage: Stage) -> Outcome:
+    folder = _without_weights(stage)
+    name = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    factors = {f"{name}.lora_down.weight": torch.ones(2, 4), f"{name}.lora_up.weight": torch.ones(4, 2)}
+    save_file({f"{name}.alpha": torch.tensor(2.0), **factors}, folder / "style.safetensors")
+    return stage.port(folder)
 
 
 def _saved_vector(stage: Stage) -> Path:
