@@ -392,7 +392,7 @@ class Settings:
         group="limits", choices=("auto", "balanced", "sequential"))
     method: str = option(
         AUTO, _METHOD, "How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side. auto: "
-        "bico-path where the objective predicts classes, else bico.",
+        "bico-path where the objective predicts classes, else bico; of decoders bico-last too, if samples prefer it.",
         choices=METHODS, metavar="METHOD", takes_auto=True)
     completion: str = option(
         "drop", _METHOD, "What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the "

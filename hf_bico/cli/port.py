@@ -42,6 +42,7 @@ from hf_bico.cli.options import (
     typed_line,
 )
 from hf_bico.errors import LineageError
+from hf_bico.models.families.base import FIT_INSTEAD
 from hf_bico.reports.record import ModelRecord, Record, read_record
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.reports.verdict import held_back_sentence
@@ -329,6 +330,8 @@ def _limits(settings: Settings) -> MemoryLimits:
 def _print_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:
     if needs_data and planned.lineage.data is None:
         command += " --data DATA"
+    if planned.head_refusal is not None and planned.head_refusal.remedy == FIT_INSTEAD:
+        command += " --probe"
     if as_json:
         console.echo_json({**planned.as_dict(), "command": command})
     elif not quiet:

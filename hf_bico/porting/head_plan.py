@@ -6,6 +6,7 @@ Reads names, shapes and configurations; imports no torch, so that a plan can ref
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import ModelError, UnsuitableMethodError, UnsupportedModelError
@@ -15,6 +16,7 @@ from hf_bico.models.families import all_families
 from hf_bico.models.families.base import FIT_INSTEAD, HeadModules
 from hf_bico.models.families.encoders import POOLER
 from hf_bico.models.families.pooling import declares_pooling, read_pooling
+from hf_bico.models.families.pretrained import origin_of
 from hf_bico.models.model import Model
 from hf_bico.porting.lineage import Lineage
 
@@ -43,9 +45,15 @@ def has_pooler(model: Model) -> bool:
     return any(site.role == POOLER for site in model.layout.sites)
 
 
+def files_of(model: Model) -> Path | None:
+    """Return the folder of a model; of a loaded module, the one that it was read from, if known."""
+    return origin_of(model.module) if model.folder is None else model.folder
+
+
 def pools_by_file(model: Model) -> bool:
     """Tell whether the files of a model of texts say how its tokens are pooled."""
-    return model.folder is not None and model.place is not None and declares_pooling(model.folder, model.place.sizes)
+    folder = files_of(model)
+    return folder is not None and declares_pooling(folder, {} if model.place is None else model.place.sizes)
 
 
 def place_in_source(source: Model | Adapter, base: Model) -> HeadModules:

@@ -17,7 +17,7 @@ from hf_bico.models.families.pooling import read_pooling
 from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.calibration import Calibration
-from hf_bico.porting.head_plan import place_in_source
+from hf_bico.porting.head_plan import files_of, place_in_source
 from hf_bico.porting.heads import class_order_notice
 from hf_bico.porting.identity import BASE, FINE_TUNED, has_weights_of
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
@@ -199,7 +199,8 @@ def model_record(model: Model | Adapter) -> ModelRecord:
 
 def _pooling(target: Model) -> str | None:
     """Say how a sentence encoder's tokens are pooled before its head reads them."""
-    pooling = None if target.folder is None else read_pooling(target.folder)
+    folder = files_of(target)
+    pooling = None if folder is None else read_pooling(folder)
     return None if pooling is None else str(pooling)
 
 

@@ -5,6 +5,7 @@ Knows where each kind of model keeps its head; not how a head was made.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from hf_bico.models.families.modules import stored_names
 from hf_bico.models.families.pooling import SENTENCE_FILES, DenseLayer, Pooling, read_pooling, write_head
 from hf_bico.models.families.pretrained import bare_model
 from hf_bico.models.model import Model
-from hf_bico.porting.head_plan import HeadPlan, read_config
+from hf_bico.porting.head_plan import HeadPlan, files_of, read_config
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,11 @@ class SentenceHead:
 
     def model(self, target: Model, changes: Mapping[str, Tensor]) -> nn.Module:
         """Build the encoder with its pooling and the head, with the target's changed weights, in float32."""
-        live = target.load(torch.device("cpu"), torch.float32)
-        own = target.layout.own_names
-        state = live.module.state_dict()
+        encoder: Any = copy.deepcopy(target.load(torch.device("cpu"), torch.float32).module).float()
+        own, state = target.layout.own_names, encoder.state_dict()
         with torch.no_grad():
             for name, change in changes.items():
                 state[own.get(name, name)].add_(change.float())
-        encoder: Any = live.module
         return PooledClassifier(encoder.base_model, self.pooling, self.head).eval()
 
     def add_to_model(self, target: Model, folder: Path) -> None:
@@ -237,7 +236,8 @@ class Logits:
 
 def written_head(head: ClassHead, target: Model, class_names: Sequence[str]) -> WrittenHead | SentenceHead:
     """Bring a head into the form that the target's library reads."""
-    pooling = None if target.folder is None else read_pooling(target.folder)
-    if pooling is None or target.folder is None:
+    folder = files_of(target)
+    pooling = None if folder is None else read_pooling(folder)
+    if pooling is None or folder is None:
         return WrittenHead.of(head, target, class_names)
-    return SentenceHead(head, tuple(class_names), target.folder, pooling)
+    return SentenceHead(head, tuple(class_names), folder, pooling)

@@ -52,7 +52,7 @@ def bash(line: str, here: Path, **environment: str) -> list[str]:
 def test_bash_completes(here: Path) -> None:
     assert bash("hf-bico p", here) == ["port", "plan", "push"]
     assert bash("hf-bico port x --overw", here) == ["--overwrite"]
-    assert bash("hf-bico port x --method bico-", here) == ["bico-fisher", "bico-path"]
+    assert bash("hf-bico port x --method bico-", here) == ["bico-fisher", "bico-path", "bico-last"]
     assert bash("hf-bico compare x --methods naive,the", here) == ["naive,theseus"]
     assert bash("hf-bico plan ", here) == ["data/", "home/", "models/", "gpt2", "org/other", "org/vit"]
     assert bash("hf-bico plan x --to mod", here) == ["models/", "models/narrow/", "models/wide/"]

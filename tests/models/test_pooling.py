@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, models
 
 from hf_bico.errors import BrokenWeightsError, RepoError, UnsupportedModelError
@@ -95,7 +96,18 @@ def test_modules_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (saved / "2_Dense/config.json").write_text(json.dumps({**config, "activation_function": "os.system"}))
     with pytest.raises(UnsupportedModelError, match="the activation 'system'"):
         read_pooling(saved)
+    (saved / "2_Dense/config.json").write_text(json.dumps(config))
+    weights.write_bytes(b"no safetensors")
+    with pytest.raises(BrokenWeightsError, match="cannot be read as safetensors"):
+        read_pooling(saved)
+    save_file({"linear.weight": torch.ones(4, 15)}, weights)
+    with pytest.raises(BrokenWeightsError, match="reads 15 numbers, and gets 16"):
+        features(saved)
+    save_file({"weight": torch.ones(4, 16)}, weights)
+    with pytest.raises(RepoError, match="cannot be read"):
+        read_pooling(saved)
     for listed, error, said in (
+        ([{"type": "x.Normalize", "path": ""}] * 21, RepoError, "there are more than 20"),
         ([{"type": "x.Transformer", "path": ""}], RepoError, "no pooling among them"),
         ([{"type": "x.Pooling", "path": "../../1_Pooling"}], RepoError, "is no folder of the model"),
         ([{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "x.LSTM", "path": ""}], UnsupportedModelError, "'LSTM'"),

@@ -192,6 +192,26 @@ def test_a_port_is_that_of_the_slow_reference(name: str, case: Callable[[str], C
     assert distance(case(name).ported, case(name).expected()) < 1e-5
 
 
+def test_bico_last_is_bico_in_the_last_block_and_theseus_before_it(case: Callable[[str], Case]) -> None:
+    found = case("gpt2")
+    whole, outputs, last = (found.port(method=name).task_vector for name in ("bico", "theseus", "bico-last"))
+    for name in last:
+        expected = whole if name.startswith("transformer.h.2.") else outputs
+        assert (last[name] - expected[name]).norm() <= 1e-9 * expected[name].norm()
+    assert any((whole[name] - outputs[name]).norm() > 0.1 * whole[name].norm() for name in whole)
+
+
+def test_auto_tries_both_on_a_decoder_and_takes_what_the_samples_gain_most_by(case: Callable[[str], Case]) -> None:
+    found = case("gpt2")
+    ported = found.port(method="auto", alpha="auto")
+    tried = {one.method: one for one in ported.record.method.candidates}
+    assert set(tried) == {"bico", "bico-last"}
+    best = max(tried.values(), key=lambda one: (not one.held_back, one.gain))
+    assert ported.record.method.name == best.method
+    assert "bico or bico-last, as the samples choose" in hf_bico.plan(found.tuned, found.target, base=found.base).method
+    assert found.port(method="auto").record.method.candidates == []  # with a number for alpha, nothing is chosen
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_plan_names_all_linear_sites_of_the_blocks(name: str, case: Callable[[str], Case]) -> None:
     found = case(name)

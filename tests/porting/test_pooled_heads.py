@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from sentence_transformers import SentenceTransformer
-from transformers import AutoTokenizer, BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
 import hf_bico
 from hf_bico.cli.main import main
@@ -50,7 +50,7 @@ class Scene:
             shutil.copy(file, folder / "start")
         return fine_tuned(folder / "start", folder / "end", BertForSequenceClassification)
 
-    def port(self, to: Path, source: Path | None = None, **options: Any) -> hf_bico.Ported:
+    def port(self, to: Any, source: Path | None = None, **options: Any) -> hf_bico.Ported:
         given = {"base": self.base, "data": DATA, "n": N, "alpha": 1.0, "method": "bico", **options}
         return hf_bico.port(source or self.tuned, to=to, **given)
 
@@ -151,6 +151,16 @@ def test_a_head_without_its_pooler_is_no_head(scene: Scene, tmp_path: Path) -> N
     assert f"source, fine-tuned, with a head fitted to {N} samples" in rows
 
 
+def test_a_loaded_sentence_encoder_is_read_as_its_files_say(scene: Scene, tmp_path: Path) -> None:
+    target = as_sentence_encoder(scene.pooled, "mean", tmp_path / "target")
+    module = BertModel.from_pretrained(target)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    by_folder, by_module = scene.port(target, format="delta"), scene.port(module, format="delta")
+    assert values(by_folder) == values(by_module)
+    assert (logits(by_folder.model(), target) - logits(by_module.model(), target)).abs().max() < 1e-5
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
 def test_a_plan_refuses_the_head_that_a_port_refuses(scene: Scene, tmp_path: Path) -> None:
     """The hidden layer has 8 units, and the target's pooler 6; every command that names --probe has it."""
     narrow = write_encoder(tmp_path / "narrow", width=6, seed=1)
@@ -166,6 +176,7 @@ def test_a_plan_refuses_the_head_that_a_port_refuses(scene: Scene, tmp_path: Pat
     planned = run("plan")
     assert "refused the head's hidden layer has 8 units" in planned.output
     assert "Not yet: the fine-tuned model's head cannot be carried." in planned.output
+    assert planned.output.rstrip().endswith(" --probe")
     assert json.loads(run("plan", "--json").output)["refused"].startswith("the head's hidden layer has 8 units")
     out = ["-n", "24", "-o", str(tmp_path / "refused")]
     for command in (["port", "--dry-run"], ["port", *out], ["compare", *out]):

@@ -36,11 +36,11 @@ class Aligner(Carrier):
         cls.kinds = frozenset(kind for kind in kinds if kind is not None)
 
     def prepare(self, pairs: Sequence[SitePair], inputs: MethodInputs) -> None:
-        last = inputs.target.layout.blocks - 1
-
         def output_kind(pair: SitePair) -> Kind | None:
-            is_early = pair.target.block not in (None, last) and not pair.target.tower
-            return (self.early_output_kind if is_early else None) or self.output_kind
+            if self.early_output_kind is None or pair.target.tower or pair.target.block is None:
+                return self.output_kind
+            is_last = pair.target.block == inputs.target.layout.blocks - 1
+            return self.output_kind if is_last else self.early_output_kind
 
         wanted = {pair.target.name: (self.input_kind, output_kind(pair)) for pair in pairs}
         sums = {

@@ -24,7 +24,7 @@ MODULES_FILE = "modules.json"
 POOLING_FILE = "1_Pooling/config.json"
 DENSE_WEIGHTS = "model.safetensors"
 LENGTH_FILE = "sentence_bert_config.json"
-_NUMBERS = range(1, 6)
+_NUMBERS, _MOST_MODULES = range(1, 6), 20
 SENTENCE_FILES = (
     *(MODULES_FILE, LENGTH_FILE, "config_sentence_transformers.json"),
     *(f"{number}_{kind}/config.json" for number in _NUMBERS for kind in ("Pooling", "Dense", "Normalize")),
@@ -91,6 +91,11 @@ class Pooling:
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         pooled = torch.cat([_pooled(mode, wide, mask) for mode in self.modes], -1)
         for step in self.steps:
+            if step is not None and step.weight.shape[1] != pooled.shape[1]:
+                raise BrokenWeightsError(
+                    f"a dense layer of the encoder reads {step.weight.shape[1]} numbers, and gets {pooled.shape[1]}",
+                    "copy or download the model again",
+                )
             pooled = torch.nn.functional.normalize(pooled, dim=-1) if step is None else step(pooled)
         return pooled
 
@@ -123,7 +128,7 @@ def read_pooling(folder: Path) -> Pooling | None:
     try:
         modes, steps = _read_modules(folder)
         length = read_object(folder / LENGTH_FILE).get("max_seq_length") if (folder / LENGTH_FILE).is_file() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RepoError(
             f"the modules of '{folder_name(folder)}' that sentence-transformers lists cannot be read: {error}",
             f"copy {MODULES_FILE} and the folders that it names again",
@@ -137,6 +142,8 @@ def _read_modules(folder: Path) -> tuple[tuple[str, ...], list[DenseLayer | None
     listed = [{"type": _POOLING, "path": "1_Pooling"}]
     if (folder / MODULES_FILE).is_file():
         listed = list(read_json(folder / MODULES_FILE))
+    if len(listed) > _MOST_MODULES:
+        raise ValueError(f"there are more than {_MOST_MODULES}")
     modes: tuple[str, ...] = ()
     steps: list[DenseLayer | None] = []
     for module in listed:
@@ -169,7 +176,7 @@ def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _dense(folder: Path, place: Path) -> DenseLayer:
-    from safetensors.torch import load_file
+    from hf_bico.models.checkpoints import FileCheckpoint
 
     config = read_object(place / "config.json")
     named = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
@@ -183,8 +190,13 @@ def _dense(folder: Path, place: Path) -> DenseLayer:
             f"the dense layer '{place.name}' of '{folder_name(folder)}' has no {DENSE_WEIGHTS}",
             "save the model again with sentence-transformers, which writes safetensors",
         )
-    tensors = load_file(place / DENSE_WEIGHTS)
-    return DenseLayer(tensors["linear.weight"], tensors.get("linear.bias"), ACTIVATIONS[named])
+    stored = FileCheckpoint([place / DENSE_WEIGHTS])
+    weight = stored.tensor("linear.weight")
+    bias = stored.tensor("linear.bias") if "linear.bias" in stored.shapes else None
+    stored.close()
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(f"'{place.name}' holds no matrix with a bias for each row")
+    return DenseLayer(weight, bias, ACTIVATIONS[named])
 
 
 def _head_of(folder: Path, steps: Sequence[DenseLayer | None]) -> list[DenseLayer]:
