@@ -311,7 +311,7 @@ class Plan:
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
             "notices": list(lineage.notices),
-            "refused": next(iter(self.refusals), None),
+            "refused": next((one.cause for one in (lineage.other_function, self.head_refusal) if one), None),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
             "sites": [_about_pair(pair, self.distances) for pair in self.main_pairs],
