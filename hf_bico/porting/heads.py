@@ -43,17 +43,14 @@ from hf_bico.settings import Settings
 
 def read_head(source: Model | Adapter, base: Model) -> ClassHead | None:
     """Read the head of a fine-tuned model or an adapter of `base`, as `base` runs it; None if it has none."""
-    if isinstance(source, Model) and source.folder is not None:
-        pooling = read_pooling(source.folder)
-        if pooling is not None and pooling.head:
-            *before, last = pooling.head
-            bias = torch.zeros(len(last.weight)) if last.bias is None else last.bias
-            hidden = [(layer.weight, layer.bias) for layer in before if layer.bias is not None]
-            return ClassHead(last.weight, bias, next(iter(hidden), None), before[0].activation if before else None)
+    pooling = read_pooling(source.folder) if isinstance(source, Model) and source.folder is not None else None
+    if pooling is not None and pooling.head:
+        *before, last = pooling.head
+        return ClassHead(*last.parts, *((before[0].parts, before[0].activation) if before else ()))
     place = place_in_source(source, base)
     by_name = {name: _layer(source.checkpoint, name) for name in place.layers}
     layers = [layer for layer in by_name.values() if layer is not None]
-    if by_name[place.out] is None and (len(layers) < 1 or place.hidden == place.pooler):
+    if not layers:
         return None
     if len(layers) < len(by_name):
         lacking = next(name for name, layer in by_name.items() if layer is None)

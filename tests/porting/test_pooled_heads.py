@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ class Scene:
         self.bare = write_encoder(folder / "bare", task="ForMaskedLM", width=24, seed=1)
         self.pooled = write_encoder(folder / "pooled", width=24, seed=2)
 
-    def classifier(self, base: Path, folder: Path) -> Path:
+    def classifier(self, base: Path, folder: Path, drawn: Sequence[str] = ("bert.pooler.dense", "classifier")) -> Path:
         torch.manual_seed(1)
         labels = dict(enumerate(NAMES))
         start = BertForSequenceClassification.from_pretrained(base, id2label=labels, num_labels=3)
         with torch.no_grad():
-            for name in ("bert.pooler.dense", "classifier"):
+            for name in drawn:
                 start.get_submodule(name).weight.normal_()
         start.save_pretrained(folder / "start")
         for file in base.glob("tok*"):
@@ -149,6 +150,24 @@ def test_a_head_without_its_pooler_is_no_head(scene: Scene, tmp_path: Path) -> N
     assert entry.trained_on == N
     rows = [row[0] for row in result_rows(ported.record)]
     assert f"source, fine-tuned, with a head fitted to {N} samples" in rows
+
+
+@pytest.mark.parametrize("method", ["bico", "bico-path", "theseus"])
+def test_poolers_that_lie_unused_in_both_encoders(method: str, scene: Scene, tmp_path: Path) -> None:
+    """As sentence-transformers saves a BERT: no gradient reaches them, and the source's head still reads its own."""
+    pooled = write_encoder(tmp_path / "pooled", width=8, seed=5)
+    tuned = scene.classifier(pooled, tmp_path / "tuned", ["classifier"])
+    base = as_sentence_encoder(pooled, "mean", tmp_path / "base")
+    target = as_sentence_encoder(scene.pooled, "mean", tmp_path / "target")
+    ported = scene.port(target, tuned, base=base, method=method)
+    expected = accuracy(logits(BertForSequenceClassification.from_pretrained(tuned), tuned))
+    assert values(ported)["source"] == expected == evaluate_model(tuned, DATA).value
+    compared = hf_bico.compare(
+        tuned, to=target, base=base, data=DATA, methods=[method], n=[N], seeds=1, folder=tmp_path / "out"
+    )
+    [row] = [row for row in compared.rows() if row.method == "source"]
+    assert row.average is not None
+    assert row.average.mean == pytest.approx(expected)
 
 
 def test_a_loaded_sentence_encoder_is_read_as_its_files_say(scene: Scene, tmp_path: Path) -> None:

@@ -60,12 +60,16 @@ class DenseLayer:
     bias: Tensor | None
     activation: str | None = None
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias; without a bias, zeros."""
+        return self.weight, self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+
     def __call__(self, rows: Tensor) -> Tensor:
         import torch
 
-        outputs = rows @ self.weight.to(rows).T
-        if self.bias is not None:
-            outputs = outputs + self.bias.to(rows)
+        weight, bias = (part.to(rows) for part in self.parts)
+        outputs = rows @ weight.T + bias
         return outputs if self.activation is None else getattr(torch, self.activation)(outputs)
 
 
@@ -224,9 +228,9 @@ def write_head(folder: Path, layers: Sequence[DenseLayer], replacing: Pooling) -
         number = len(listed)
         place = folder / f"{number}_{_DENSE}"
         place.mkdir(exist_ok=True)
-        rows, columns = layer.weight.shape
-        bias = layer.weight.new_zeros(rows) if layer.bias is None else layer.bias
-        save_tensors({"linear.weight": layer.weight, "linear.bias": bias}, place / DENSE_WEIGHTS, {"format": "pt"})
+        weight, bias = layer.parts
+        rows, columns = weight.shape
+        save_tensors({"linear.weight": weight, "linear.bias": bias}, place / DENSE_WEIGHTS, {"format": "pt"})
         activation = f"torch.nn.modules.{kinds[layer.activation]}"
         config = {"in_features": columns, "out_features": rows, "bias": True, "activation_function": activation}
         _write(config, place / "config.json")
