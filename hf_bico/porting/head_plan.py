@@ -77,9 +77,10 @@ def parameter(checkpoint: Checkpoint, layer: str, kind: str) -> str | None:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Where a target keeps its classification head; None for dense layers behind a sentence encoder's pooling."""
+    """How a classification head is written for a target."""
 
     place: HeadModules | None
+    """The layers of the target's class; None for dense layers behind a sentence encoder's pooling."""
     past_pooler: bool = False
     """Whether the head reads the first token, and its hidden layer is written as the pooler."""
 
@@ -108,7 +109,7 @@ def has_usable_head(lineage: Lineage) -> bool:
 
 
 def head_refusal(lineage: Lineage, fitted: bool = False) -> ModelError | None:
-    """Return why a port would refuse the head of these models; None if it would not, or if there is none."""
+    """Return the error that a port would raise over the classification head of these models, if any."""
     if "classification" not in lineage.base.layout.objectives[:1]:
         return None
     try:
