@@ -139,7 +139,7 @@ def _measure(folder: Path, job: Job, missing: Sequence[tuple[int, int, str]]) ->
 
     torch.set_num_threads(1)
     made = build(world_folder(folder, job.world), seed=job.world, shapes=(), tasks=())
-    source, base = _source(made, folder, job)
+    source, base = source_of(made, folder, job)
     planned = plan(source, made.base(job.target), base=base, data=made.data(job.task), hub=Hub())
     before: float | None = None
     drawn: dict[tuple[int, int], PreparedPort] = {}
@@ -170,7 +170,7 @@ def world_folder(folder: Path, world: int) -> Path:
     return folder / "worlds" / f"seed-{world}"
 
 
-def _source(world: World, folder: Path, job: Job) -> tuple[Path, Path]:
+def source_of(world: World, folder: Path, job: Job) -> tuple[Path, Path]:
     """Return the fine-tuned model or the LoRA, and its base."""
     if job.kind == KINDS[0]:
         return world.fine_tuned(job.source, job.task), world.base(job.source)

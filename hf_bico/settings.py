@@ -36,6 +36,8 @@ DEFAULT_SAMPLES = 100
 DEFAULT_MEASURED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
+DEFAULT_RATE, FINETUNE_STEPS, BRIEF_STEPS, POLISH_STEPS = 1e-5, 2000, 60, 20
+"""Of a training by default: the learning rate, and the steps of each kind."""
 USUAL_BATCH = 32
 FEW_SAMPLES = 50
 """Below so many samples, methods that ask for it get altered copies of each."""
@@ -144,6 +146,7 @@ def _known(name: str, home: str, label: str, sentence: str, **about: Any) -> Non
 _MAPS = {"options": ("completion",)}
 _WEIGHTED = {"maps": "inputs, weighted by gradients, (in) and output gradients (out)", "uses_labels": False}
 _RECIPE = ("learning_rate", "weight_decay")
+_BRIEFLY = (*_RECIPE, "train_steps", "train_batch", "checkpoint")
 _known("bico", "aligned:Bico", "BiCo",
        "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
        "the gradients of the loss at its outputs.",
@@ -193,10 +196,25 @@ _known("fewshot", "finetuning:Fewshot", "one training step",
        turns=False, trains_on="samples", options=_RECIPE, usual=True, row=4, style=("#888888", "v"))
 _known("finetune", "finetuning:Finetune", "fine-tuning",
        "AdamW on nine in ten of the split's samples, but for those that are measured on: what training gives.",
-       turns=False, trains_on="split", options=(*_RECIPE, "train_steps", "train_batch", "warmup", "checkpoint"),
-       row=5, style=("#333333", "p"))
+       turns=False, trains_on="split", options=(*_BRIEFLY, "warmup"), row=5, style=("#333333", "p"))
+_known("readout", "untouched:ReadoutAlone", "readout",
+       "The target as it is, with its final projection corrected in closed form towards the fine-tuned source's "
+       "predictions. Nothing is carried.",
+       uses_labels=False, turns=False, row=20, style=("#4C9A8A", "8"))
+_known("train", "brief:Train", "training",
+       "A few steps of AdamW on the samples and their labels, without a source: what the same samples give to who "
+       "trains on them. Samples left out choose the learning rate and the number of steps.",
+       turns=False, trains_on="samples", options=_BRIEFLY, row=21, style=("#5B5B5B", "<"))
+_known("distill", "brief:Distill", "distilling",
+       "A few steps of AdamW towards the fine-tuned source's predictions of the samples, without labels; nothing is "
+       "carried. Samples left out choose the learning rate and the number of steps.",
+       turns=False, trains_on="samples", uses_labels=False, options=_BRIEFLY, row=22, style=("#1B5E85", ">"))
 # fmt: on
 _BUILT_IN |= set(METHODS)
+BRIEF = ("train", "distill")
+"""The methods that train for a few steps, which a comparison may count: "train@20"."""
+POLISH_OPTIONS = (*_RECIPE, "train_batch", "checkpoint")
+"""The options that a polish reads, whatever the method is."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +351,7 @@ def _require_one_of(option: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{option} is '{value}'", remedy)
 
 
-_DATA, _METHOD, _TRAINING = "Samples", "Method", "Training, of fewshot and finetune"
+_DATA, _METHOD, _TRAINING = "Samples", "Method", "Training"
 _MEASURING, _RUN, _OUTPUT = "Measuring", "Running", "Output"
 
 
@@ -427,12 +445,16 @@ class Settings:
     signs: str = option(
         "mean", _METHOD, "gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
         group="aligning", choices=("mean", "majority"), decisive=True)
-    learning_rate: float = option(
-        1e-5, _TRAINING, "Of fewshot and finetune.", group="training", type=float, least=0, decisive=True)
+    learning_rate: float | None = option(
+        None, _TRAINING, f"Of fewshot and finetune {DEFAULT_RATE} by default; of train, distill and a polish, samples "
+        "left out choose it.", group="training", type=float, least=0, decisive=True)
     weight_decay: float = option(
-        0.1, _TRAINING, "Of fewshot and finetune.", group="training", type=float, least=0, decisive=True)
-    train_steps: int = option(2000, _TRAINING, "Of finetune.", group="training", type=int, least=1, decisive=True)
-    train_batch: int = option(128, _TRAINING, "Of finetune.", group="training", type=int, least=1, decisive=True)
+        0.1, _TRAINING, "Of AdamW.", group="training", type=float, least=0, decisive=True)
+    train_steps: int | None = option(
+        None, _TRAINING, f"Of finetune, {FINETUNE_STEPS} by default; of train and distill at most, "
+        f"{BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
+    train_batch: int = option(
+        128, _TRAINING, "Samples of a training step.", group="training", type=int, least=1, decisive=True)
     warmup: int = option(200, _TRAINING, "Steps of finetune.", group="training", type=int, least=0, decisive=True)
     eval_samples: int = option(
         DEFAULT_MEASURED, _MEASURING, "Held-out samples to measure on, at most.",
@@ -449,10 +471,18 @@ class Settings:
         group="aligning", decisive=True)
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)
+    polish: bool = option(
+        False, _METHOD, "After the port, train what was carried a few steps towards the source's predictions, the "
+        "readout first; samples left out stop it.", type=bool, decisive=True)
+    polish_steps: int = option(
+        POLISH_STEPS, _TRAINING, "Most steps of --polish.", type=int, least=1, decisive=True)
+    polish_on: str = option(
+        "source", _TRAINING, "What --polish learns: the source's predictions, or the samples' labels.",
+        choices=("source", "labels"), decisive=True)
     control: bool = option(
         False, _MEASURING, "Measure a port from mispaired samples too: its gain should vanish.", type=bool)
     checkpoint: str | None = option(
-        None, _TRAINING, "Of finetune: where to go on from; by default beside the output.",
+        None, _TRAINING, "Where a training goes on from; by default beside the output.",
         metavar="FOLDER", recorded=False)
     format: str | None = option(
         None, _OUTPUT, "A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything "
@@ -562,6 +592,27 @@ class Settings:
     def steps(self) -> int:
         """Steps of bico-path."""
         return self.path_steps or (4 if self.finds_alpha else 2)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, where it is not chosen by samples."""
+        return DEFAULT_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
+    def training_steps(self) -> int:
+        """The steps of a method that trains."""
+        return self.train_steps or FINETUNE_STEPS if self.trains_on_all else self.brief_steps
+
+    @property
+    def brief_steps(self) -> int:
+        """The steps of train and distill."""
+        return self.train_steps or BRIEF_STEPS
+
+    def reads(self, name: str) -> bool:
+        """Return whether the method, or the polish after it, reads an option."""
+        if name in ("polish_steps", "polish_on"):
+            return self.polish
+        return self.method in option_methods(name) or (self.polish and name in POLISH_OPTIONS)
 
     @property
     def batch(self) -> int:

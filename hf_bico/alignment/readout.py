@@ -41,6 +41,28 @@ class Readout:
     """The same for left-out samples, with the change that the others give at the best strength."""
 
 
+@dataclass(frozen=True)
+class ReadoutProblem:
+    """What a readout is solved from: the inputs of the final projection W, a row each, and the desired logits.
+
+    Rows of equal origin are copies of one sample.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    head: ZeroShotHead
+    desired: Tensor
+    origins: tuple[int, ...]
+
+    def solve(self, rows: Sequence[int] | None = None) -> Readout:
+        """Solve for the change of W, from some rows alone if they are given."""
+        if rows is None:
+            return solve_readout(self.hidden, self.weight, self.head, self.desired, self.origins)
+        chosen = list(rows)
+        origins = [self.origins[row] for row in chosen]
+        return solve_readout(self.hidden[chosen], self.weight, self.head, self.desired[chosen], origins)
+
+
 @torch.no_grad()
 def solve_readout(
     hidden: Tensor, weight: Tensor, head: ZeroShotHead, desired: Tensor, origins: Sequence[int]

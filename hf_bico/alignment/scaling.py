@@ -7,7 +7,7 @@ models, nor how a change was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -33,6 +33,17 @@ class SampleScores:
     losses: Tensor
     accuracies: Tensor | None = None
     predictions: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[SampleScores]) -> SampleScores:
+        """Return the scores of several batches as one."""
+
+        def all_of(values: Sequence[Tensor | None]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return torch.cat(known) if known else None
+
+        losses = torch.cat([part.losses for part in parts])
+        return cls(losses, all_of([part.accuracies for part in parts]), all_of([part.predictions for part in parts]))
 
     def gains_over(self, other: SampleScores) -> Tensor:
         """Return the gain of each sample: in expected accuracy, or in loss where no classes are predicted."""

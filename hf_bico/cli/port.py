@@ -181,7 +181,7 @@ def _port(
         destination.write(ported)
     ending.interrupted = f"the result is in {destination.folder}"
     if own_checkpoint:
-        from hf_bico.alignment.methods.finetuning import remove_checkpoint
+        from hf_bico.alignment.methods.saved_training import remove_checkpoint
 
         remove_checkpoint(Path(str(settings.checkpoint)))
     if not silent:

@@ -21,7 +21,7 @@ from hf_bico.alignment.memory import MemoryPlan, solved_together
 from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSite
 from hf_bico.alignment.objectives.base import Classifier, Heads, LikelyLabels, LossBatch
 from hf_bico.alignment.objectives.clip import ZeroShotHead
-from hf_bico.alignment.readout import Readout, solve_readout
+from hf_bico.alignment.readout import Readout, ReadoutProblem
 from hf_bico.alignment.statistics import OF_EXPECTED_LOSSES, OF_INPUTS, OF_TARGET, Kind, Statistics
 from hf_bico.alignment.transport import joined, scaled, site_delta
 from hf_bico.data.augmentation import AugmentedSamples
@@ -112,6 +112,25 @@ class Calibration:
         with self.models.tuned_source():
             return logits_of(self.models.source, head, self.samples, self.settings.batch)
 
+    @property
+    def unlabelled(self) -> Samples | None:
+        """Samples without labels, beside the calibration samples."""
+        more = getattr(self._drawn, "unlabelled", None)
+        return None if more is None else more.samples
+
+    @cached_property
+    def all_predictions(self) -> Tensor:
+        """The fine-tuned source's logits on the samples without augmented copies, then on those without labels."""
+        own = self.predictions[:: 1 + self.copies]
+        if self.unlabelled is None:
+            return own
+        head = self.heads.tuned
+        if not isinstance(head, Classifier):
+            raise no_predictions(self.settings.method)
+        with self.models.tuned_source():
+            more = logits_of(self.models.source, head, self.unlabelled, self.settings.batch)
+        return torch.cat([own, more])
+
     def statistics(self, kinds: Collection[Kind]) -> Statistics:
         """Return the statistics at the two pretrained models; missing kinds are collected in one pass."""
         missing = set(kinds) - self._statistics.kinds
@@ -187,16 +206,24 @@ class Calibration:
         It reads augmented copies only if they were requested, not if they are just the method's default: so the step
         is the same for every method, and for the target itself.
         """
+        return self.readout_problem(changes, with_copies=bool(self.settings.augment)).solve()
+
+    def readout_problem(self, changes: Deltas, with_copies: bool = False) -> ReadoutProblem:
+        """Run the target with these changes over all samples, those without labels too, up to its final projection."""
         target, head = self.models.target, self.heads.target
         if not isinstance(head, ZeroShotHead):
-            raise no_predictions("--readout")
-        samples, predictions = self.samples, self.predictions
-        if not self.settings.augment:
-            samples, predictions = self.drawn_samples, predictions[:: 1 + self.copies]
+            raise no_predictions("the readout")
+        parts: list[Samples | AugmentedSamples] = [self.samples if with_copies else self.drawn_samples]
+        predictions, origins = self.all_predictions, list(range(len(self.drawn_samples)))
+        if with_copies and isinstance(self.samples, AugmentedSamples):
+            predictions = torch.cat([self.predictions, predictions[len(self.drawn_samples) :]])
+            origins = list(self.samples.origins)
+        if self.unlabelled is not None:
+            parts.append(self.unlabelled)
+            origins += range(len(self.drawn_samples), len(self.drawn_samples) + len(self.unlabelled))
         with self.models.with_changes(changes), torch.no_grad():
-            hidden, weight = self._hidden(samples), target.weight("proj")
-        origins = samples.origins if isinstance(samples, AugmentedSamples) else range(len(samples))
-        return solve_readout(hidden, weight, head, predictions, origins)
+            hidden = torch.cat([self._hidden(samples) for samples in parts])
+            return ReadoutProblem(hidden, target.weight("proj").clone(), head, predictions, tuple(origins))
 
     def _hidden(self, samples: Samples | AugmentedSamples) -> Tensor:
         """Return the inputs of the target's final projection."""

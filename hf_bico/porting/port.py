@@ -29,7 +29,16 @@ from hf_bico.porting.recording import make_record, method_record, outlook_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.porting.transfer import UNTOUCHED, TransferResult, judge, transfer, with_readout
+from hf_bico.porting.transfer import (
+    UNTOUCHED,
+    Judgement,
+    TransferResult,
+    judge,
+    output_format,
+    transfer,
+    with_polish,
+    with_readout,
+)
 from hf_bico.porting.written_heads import SentenceHead, WrittenHead, written_head
 from hf_bico.reports.record import LOSS, EvaluationRecord, MethodRecord, OutlookRecord, RunRecord, SourceLeadRecord
 from hf_bico.runtime.distributed import join, local_device
@@ -103,6 +112,8 @@ def run_port(
 
     attempt, tried = _best_attempt(prepared, watch)
     prepared, calibration, result = attempt.prepared, attempt.calibration, attempt.result
+    if prepared.settings.polish:
+        result = with_polish(result, prepared.method, calibration)
     target, judged, untouched = prepared.models.lineage.target, None, _OutputFormat(prepared, "full", None, None)
     with watch("form"):
         output = _OutputFormat.of(prepared, calibration, result) if result.changes else untouched
@@ -110,7 +121,7 @@ def run_port(
         sites = with_adapter_ranks(result.report.sites, written, target)
         result = replace(result, report=replace(result.report, sites=tuple(sites)))
     if attempt.scorer is not None:
-        judged = judge(attempt.scorer, calibration, written.changes if result.unread is None else result.unread)
+        judged = _judge(attempt.scorer, calibration, result, written.changes)
         if result.scaling is not None:
             # what is written may be less than what was carried: of a lower rank, or in half precision
             result = replace(result, scaling=replace(result.scaling, gain=judged.gain))
@@ -131,6 +142,14 @@ def run_port(
         run = _run_record(started, watch, calibration, processes=team.size)
         record = make_record(prepared, method, result, evaluation, origin, run, outlook=expected, lead=lead)
     return Ported(written.vector, target, written, record, result.report, result.held_back)
+
+
+def _judge(scorer: TargetScorer, calibration: Calibration, result: TransferResult, changes: Deltas) -> Judgement:
+    """Judge what is written by the samples: without a readout, and what was polished by the samples left out of it."""
+    polished = result.polished
+    if polished is None or not polished.helped or polished.gain is None:
+        return judge(scorer, calibration, changes if result.unread is None else result.unread)
+    return replace(judge(scorer, calibration, result.unpolished or UNTOUCHED.changes), gain=polished.gain)
 
 
 @dataclass(frozen=True)
@@ -189,10 +208,10 @@ class _OutputFormat:
     @classmethod
     def of(cls, prepared: PreparedPort, calibration: Calibration, result: TransferResult) -> _OutputFormat:
         """Choose the requested or usual format, and make the head of the target with the result's changes."""
-        settings, planned = prepared.settings, prepared.models.planned
-        usual = planned.format if prepared.method.keeps_factors else "full"
-        format = settings.format or ("adapter" if settings.rank is not None else usual)
-        head = None if prepared.drawn is None else target_head(calibration, result.changes, result.trained)
+        planned, format = prepared.models.planned, output_format(prepared.method, prepared.models, prepared.settings)
+        head = result.head
+        if head is None and prepared.drawn is not None:
+            head = target_head(calibration, result.changes, result.trained)
         written = None
         if head is not None:
             try:
@@ -265,6 +284,9 @@ def _variants(prepared: PreparedPort, calibration: Calibration, result: Transfer
     """Yield what is evaluated beside a port: it without its readout, the readout alone, and a mispaired control."""
     if result.unread is not None:
         yield "ported, no readout", result.unread
+    if result.polished is not None and result.polished.helped and result.unpolished:
+        yield "ported, no polish", result.unpolished
+    if result.readout is not None and prepared.settings.method != "readout":
         yield "target, readout", with_readout(UNTOUCHED, calibration).changes
     if prepared.settings.control:
         mispaired = _calibration(prepared, calibration.watch, mispaired=True)

@@ -15,7 +15,7 @@ import torch
 
 from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.aligned import Aligner
-from hf_bico.alignment.methods.base import Method, Trainer
+from hf_bico.alignment.methods.base import Carrier, Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.data.classes import folded
 from hf_bico.data.dataset import Samples
@@ -79,7 +79,7 @@ class PreparedPort:
     @property
     def judges(self) -> bool:
         """True if there are samples that can judge a carried change."""
-        return self.drawn is not None and not isinstance(self.method, Trainer)
+        return self.drawn is not None and isinstance(self.method, Carrier)
 
     @property
     def candidates(self) -> tuple[str, ...]:

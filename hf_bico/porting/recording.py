@@ -168,12 +168,12 @@ def _given(settings: Settings) -> dict[str, Any]:
 def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
     many = settings.trains_on_all
     return TrainingRecord(
-        settings.learning_rate,
+        settings.rate if trained.rate is None else trained.rate,
         settings.weight_decay,
         trained.steps,
         trained.samples,
         batch=settings.train_batch if many else None,
-        warmup=min(settings.warmup, settings.train_steps) if many else None,
+        warmup=min(settings.warmup, settings.training_steps) if many else None,
         validation=trained.validation,
     )
 

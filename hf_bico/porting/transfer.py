@@ -6,19 +6,16 @@ that they do not speak for.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from hf_bico.alignment.methods.base import Carrier, Method, SiteDelta, Trainer, TransportedSite
-from hf_bico.alignment.methods.training import Trained, TrainingTask
-from hf_bico.alignment.objectives.base import Head, LossBatch
+from hf_bico.alignment.methods.base import Carrier, Method, Trainer, TransportedSite
+from hf_bico.alignment.methods.brief import BriefTrainer
+from hf_bico.alignment.methods.training import Trained
+from hf_bico.alignment.methods.untouched import ReadoutAlone
 from hf_bico.alignment.readout import Readout
 from hf_bico.alignment.scaling import (
     SCALES,
@@ -31,24 +28,30 @@ from hf_bico.alignment.scaling import (
     outlook,
     passes_veto,
 )
-from hf_bico.alignment.transport import assemble_changes, changed_part
+from hf_bico.alignment.transport import changed_part
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnsuitableMethodError
-from hf_bico.models.checkpoints import digest_of
 from hf_bico.models.deltas import Deltas
-from hf_bico.models.families.base import TEXT_TOWER
-from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.layout import SitePair, Slot
 from hf_bico.models.low_rank import energy
 from hf_bico.models.weight_distance import WeightDistance
 from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.heads import TargetHead, target_head
+from hf_bico.porting.model_pair import ModelPair
+from hf_bico.porting.polish import Polished, polish, readout_change
 from hf_bico.porting.scoring import TargetScorer, make_scorer
+from hf_bico.porting.training_tasks import (
+    SOURCE,
+    BriefLesson,
+    factor_rank,
+    fresh_factors,
+    stored_changes,
+    trained_parameters,
+    training_task,
+)
 from hf_bico.reports.record import LeftRecord, SiteRecord, SourceLeadRecord
 from hf_bico.reports.results import Report
-from hf_bico.settings import allowed_errors
-
-FINGERPRINTED = 64
-"""Number of samples whose content identifies a training task; rows and labels count for all samples."""
+from hf_bico.settings import Settings, allowed_errors
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class Scaling:
 class TransferResult:
     """`changes` of the target's tensors, as its files name them; with a readout, `unread` are those without it.
 
-    `scaling` is there if the samples chose alpha.
+    `scaling` is there if the samples chose alpha, `head` if a classifier was trained with one. With a polish,
+    `unpolished` are the changes without it. `dropped` means that samples left out gain by no training step, or by no
+    readout, where nothing else would be written.
     """
 
     changes: Deltas
@@ -81,10 +86,19 @@ class TransferResult:
     readout: Readout | None = None
     unread: Deltas | None = None
     scaling: Scaling | None = None
+    head: TargetHead | None = None
+    polished: Polished | None = None
+    unpolished: Deltas | None = None
+    dropped: bool = False
 
     @property
     def held_back(self) -> bool:
-        return self.scaling is not None and self.scaling.held_back
+        """Whether the samples speak against all of it; the end of a polish is judged by those left out of it."""
+        if self.dropped or self.scaling is None:
+            return self.dropped
+        if self.polished is not None and self.polished.helped and self.polished.gain is not None:
+            return not passes_veto(self.polished.gain)
+        return self.scaling.held_back
 
 
 UNTOUCHED = TransferResult(Deltas({}), Report((), ()))
@@ -106,6 +120,9 @@ def transfer(
         result = _train(method, calibration, whole_split)
     elif isinstance(method, Carrier):
         result = _carry(method, calibration, alphas, scorer)
+    elif isinstance(method, ReadoutAlone):
+        result = with_readout(UNTOUCHED, calibration)
+        return replace(result, unread=None, dropped=result.readout is None or not result.readout.accepted)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
     return with_readout(result, calibration) if calibration.settings.readout else result
@@ -189,14 +206,39 @@ def _source_lead(calibration: Calibration, before: SampleScores) -> SourceLeadRe
 
 def with_readout(result: TransferResult, calibration: Calibration) -> TransferResult:
     """Correct the final projection towards the fine-tuned source's predictions."""
-    target = calibration.models.lineage.target
-    site = target.layout.site("proj")
     readout = calibration.readout(result.changes)
-    correction = assemble_changes(
-        {site.name: TransportedSite(SiteDelta(readout.change))}, [SitePair(site, site)], target.checkpoint, alpha=1.0
-    )
-    changes = result.changes + correction if readout.accepted else result.changes
+    changes = result.changes
+    if readout.accepted:
+        changes = changes + readout_change(calibration.models, readout)
     return replace(result, changes=changes, readout=readout, unread=result.changes)
+
+
+def with_polish(result: TransferResult, method: Method, calibration: Calibration) -> TransferResult:
+    """Polish a port; one that does not help samples left out leaves it as it was."""
+    carried = result.changes if result.unread is None else result.unread
+    carried = UNTOUCHED.changes if result.held_back else carried
+    rank = factor_rank(calibration.models, method.settings.rank, _as_adapter(method, calibration.models))
+    polished = polish(carried, calibration, method.settings, rank)
+    kept = polished.changes if polished.helped else carried
+    return replace(
+        result,
+        changes=kept,
+        readout=polished.readout if polished.helped else None,
+        unread=None,
+        polished=polished,
+        unpolished=carried,
+        head=polished.head if polished.helped else None,
+    )
+
+
+def _as_adapter(method: Method, models: ModelPair) -> bool:
+    return output_format(method, models, models.settings) == "adapter"
+
+
+def output_format(method: Method, models: ModelPair, settings: Settings) -> str:
+    """Return the format in which a result is written: as asked for, else an adapter of what came as one."""
+    usual = models.planned.format if method.keeps_factors else "full"
+    return settings.format or ("adapter" if settings.rank is not None else usual)
 
 
 def energy_report(
@@ -245,7 +287,9 @@ def _energy(vector: Deltas, slot: Slot) -> float:
 
 
 def _train(method: Trainer, calibration: Calibration, whole_split: Samples | None) -> TransferResult:
-    models, target = calibration.models, calibration.models.lineage.target
+    models = calibration.models
+    if isinstance(method, BriefTrainer):
+        return _train_briefly(method, calibration)
     samples = whole_split if method.whole_split else calibration.drawn_samples
     if not samples:
         raise UnsuitableMethodError(
@@ -255,42 +299,21 @@ def _train(method: Trainer, calibration: Calibration, whole_split: Samples | Non
     task = training_task(models.target, calibration.heads.target, samples)
     with models.target.quiet(), calibration.watch("train"):
         trained = method.train(task, calibration.watch.progress)
-    stored = {own: file for file, own in target.layout.own_names.items()}
-    changes = {stored.get(name, name): change.cpu() for name, change in trained.changes.items()}
     alpha = 1.0 if method.settings.finds_alpha else float(method.settings.alpha)
-    return TransferResult(alpha * Deltas(changes), Report((), ()), trained)
+    return TransferResult(alpha * stored_changes(models, trained.changes), Report((), ()), trained)
 
 
-def training_task(model: LiveModel, head: Head, samples: Samples) -> TrainingTask:
-    """Train all tensors of a model, except a CLIP's text tower, on the head's loss; without dropout."""
-
-    def loss(numbers: Sequence[int]) -> Tensor:
-        [(items, labels)] = samples.select(numbers).batches(len(numbers))
-        value = head.losses(model, LossBatch(items, labels)).task
-        if value is None:
-            raise ValueError("samples without labels give no loss")
-        return value
-
-    def accuracy(numbers: Sequence[int]) -> float:
-        return head.measure(model, samples.select(numbers), len(numbers))
-
-    layout = model.layout
-    texts = {name for name, reason in layout.others.items() if reason == TEXT_TOWER}
-    texts |= {slot.tensor for site in layout.sites if site.tower for slot in site.slots}
-    parameters = {name: parameter for name, parameter in model.module.named_parameters() if name not in texts}
-    first = samples.first(FINGERPRINTED).batches(FINGERPRINTED)
-    identity = {
-        "weights": digest_of(parameters.values()),
-        "classes": digest_of(head.tensors),
-        "samples": digest_of(_model_inputs(model, items) for items, _ in first),
-        "rows": hashlib.blake2b(repr((samples.indices, samples.labels)).encode(), digest_size=16).hexdigest(),
-    }
-    measured = accuracy if head.metric == "accuracy" else None
-    return TrainingTask(parameters, loss, measured, len(samples), json.dumps(identity))
-
-
-def _model_inputs(model: LiveModel, samples: Sequence[Any]) -> Tensor:
-    text = model.text_rows(samples)
-    if text is not None:
-        return text.ids
-    return model.pixels(samples) if isinstance(model, ImageModel) else model.features(samples)
+def _train_briefly(method: BriefTrainer, calibration: Calibration) -> TransferResult:
+    """Train the target on the calibration samples: its weights, or as a LoRA where that is what will be written."""
+    models, settings = calibration.models, method.settings
+    head = target_head(calibration, UNTOUCHED.changes) if method.toward == SOURCE else None
+    lesson = BriefLesson(calibration, calibration.heads.target if head is None else head.head, method.toward)
+    rank = factor_rank(models, settings.rank, _as_adapter(method, models))
+    parameters, start = trained_parameters(models.target), None
+    if rank is not None:
+        factors = fresh_factors(models, rank, settings.seed)
+        parameters, start = {name: parameters[name] for name in factors}, factors
+    with models.target.quiet(), lesson.asking_source(), calibration.watch("train"):
+        trained = method.train(lesson.task(parameters, start), calibration.watch.progress)
+    changes = stored_changes(models, trained.changes if trained.steps else {})
+    return TransferResult(changes, Report((), ()), trained, head=head, dropped=not trained.steps)

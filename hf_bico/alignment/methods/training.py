@@ -13,10 +13,15 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
+from hf_bico.alignment.scaling import SampleScores
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError
+from hf_bico.models.deltas import add_delta
+from hf_bico.models.low_rank import Change, Factors, is_finite
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.settings import Settings
 
+LEFT, RIGHT = ".left", ".right"
+"""Endings of the names of two factors that are trained in place of a weight."""
 WEIGHT = "weight"
 STEP, AVERAGES = "step", ("exp_avg", "exp_avg_sq")
 """Keys of a training state: a parameter's weight, and AdamW's entries as torch names them."""
@@ -24,12 +29,15 @@ STEP, AVERAGES = "step", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What `fewshot` and `finetune` train on: parameters by name, and the loss of numbered samples.
+    """What a training learns: parameters by name, and the loss of numbered samples.
 
     `parameters` are trained in place and restored afterwards. `loss` returns the summed loss of some samples, in the
     graph of one forward pass; `accuracy` the share that the model gets right now, None where the objective has no right
     answers. There are `size` samples, numbered from 0. `identity` is a fingerprint of models, samples and settings: a
-    training resumes only with the task that it began with.
+    training resumes only with the task that it began with. `scores` says what the model does on each of some samples
+    now. `start` are the changes to begin with, by parameter: where one is factors, these are trained, and the weight
+    under them stays. `finish` returns a last change of the trained model,
+    without training, from the same samples.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -37,6 +45,9 @@ class TrainingTask:
     accuracy: Callable[[Sequence[int]], float] | None
     size: int
     identity: str = ""
+    scores: Callable[[Sequence[int]], SampleScores] | None = None
+    start: Mapping[str, Change] | None = None
+    finish: Callable[[Sequence[int]], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -44,22 +55,37 @@ class TrainingTask:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Result of a training: `changes` are trained minus initial weights, in at least float32.
+class LeftOut:
+    """What was seen of samples that were left out: their numbers, and their scores before and after the training."""
 
-    `samples` counts those trained on; `validation` is the final accuracy on the others.
+    samples: tuple[int, ...]
+    before: SampleScores
+    after: SampleScores
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a training: `changes` are trained minus initial weights, in at least float32, or trained factors.
+
+    `samples` counts those trained on; `validation` is the final accuracy on the others. Of a training that samples
+    left out stopped, `rate` is the learning rate that they chose, and `left_out` what they say of it; it is `finished`
+    if it has the task's last change.
     """
 
-    changes: dict[str, Tensor]
+    changes: dict[str, Change]
     steps: int
     samples: int
     validation: float | None
+    rate: float | None = None
+    left_out: LeftOut | None = None
+    finished: bool = False
 
 
 class Learner:
     """Trains a task's parameters with AdamW.
 
     Parameters narrower than float32 are rounded from master weights in float32, in which small steps are not lost.
+    A parameter whose change is a product of factors is the weight as it was, plus the product of the trained factors.
     """
 
     def __init__(self, training_task: TrainingTask, settings: Settings) -> None:
@@ -67,14 +93,15 @@ class Learner:
         self.batch_size = settings.batch
         self.steps = 0
         self.before = {name: parameter.detach().clone() for name, parameter in training_task.parameters.items()}
-        # shares the memory of a parameter that is float32 or wider
-        self.weights = {
-            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-            for name, parameter in training_task.parameters.items()
-        }
+        start = training_task.start or {}
+        self.factored = {name for name, change in start.items() if isinstance(change, Factors)}
+        self.weights = dict[str, Tensor]()
+        for name, parameter in training_task.parameters.items():
+            self.weights |= _variables(name, parameter, start.get(name))
+        self._write_parameters()
         self.optimizer = torch.optim.AdamW(
             list(self.weights.values()),
-            lr=settings.learning_rate,
+            lr=settings.rate,
             weight_decay=settings.weight_decay,
             foreach=False,
             fused=all(weight.is_cuda for weight in self.weights.values()),
@@ -91,7 +118,7 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._round_parameters()
+        self._write_parameters()
         self.steps += 1
 
     @torch.no_grad()
@@ -106,10 +133,32 @@ class Learner:
         return halving_batches(self.batch_size, count) / len(samples)
 
     @torch.no_grad()
-    def changes(self) -> dict[str, Tensor]:
-        """Return the trained minus the initial weights."""
-        changes = {name: weight - self.before[name].to(weight.dtype) for name, weight in self.weights.items()}
-        if not _finite(changes.values()):
+    def scores(self, samples: Sequence[int]) -> SampleScores:
+        """Return what the model does now on each of some samples."""
+        scores = self.training_task.scores
+        if scores is None:
+            raise ValueError("the task does not score its samples")
+        return halving_batches(
+            self.batch_size, lambda size: SampleScores.joined([scores(part) for part in _parts(samples, size)])
+        )
+
+    @torch.no_grad()
+    def add(self, changes: Mapping[str, Tensor]) -> None:
+        """Change the model once more, after its last step."""
+        for name, change in changes.items():
+            parameter = self.training_task.parameters[name]
+            parameter.copy_(add_delta(parameter, change, name))
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, Change]:
+        """Return the trained minus the initial weights, or the trained factors."""
+        changes = dict[str, Change]()
+        for name, before in self.before.items():
+            if name in self.factored:
+                changes[name] = Factors(*(self.weights[f"{name}{end}"].clone() for end in (LEFT, RIGHT)))
+            else:
+                changes[name] = self.weights[name] - before.to(self.weights[name].dtype)
+        if not all(is_finite(change) for change in changes.values()):
             raise NonFiniteWeightsError(f"the weights after training step {self.steps} are not finite", self._remedy)
         return changes
 
@@ -134,7 +183,7 @@ class Learner:
                 moments[number] = {STEP: state[f"{STEP}/{name}"].clone(), **averages}
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        self._round_parameters()
+        self._write_parameters()
         self.steps = steps
 
     def _backward(self, samples: Sequence[int], size: int) -> float:
@@ -148,23 +197,51 @@ class Learner:
                 raise ObjectiveError("the loss depends on no trained parameter", "compute it from the model, in torch")
             mean += float(loss.detach())
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            for name, gradient in zip(self.training_task.parameters, gradients, strict=True):
                 if gradient is not None:
-                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    weight.grad.add_(gradient)
+                    self._add_gradient(name, gradient)
         return mean
 
     @torch.no_grad()
-    def _round_parameters(self) -> None:
-        """Copy the master weights to the parameters that are narrower."""
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add a parameter's gradient to that of its master weight, or by the chain rule to those of its factors."""
+        parts = {name: gradient}
+        if name in self.factored:
+            left, right = self.weights[f"{name}{LEFT}"], self.weights[f"{name}{RIGHT}"]
+            wide = gradient.to(left.dtype)
+            parts = {f"{name}{LEFT}": wide @ right.T, f"{name}{RIGHT}": left.T @ wide}
+        for own, part in parts.items():
+            weight = self.weights[own]
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad.add_(part)
+
+    @torch.no_grad()
+    def _write_parameters(self) -> None:
+        """Copy the master weights to the parameters that do not share their memory; multiply factors out."""
         for name, parameter in self.training_task.parameters.items():
-            if parameter.dtype != self.weights[name].dtype:
+            if name in self.factored:
+                product = Factors(self.weights[f"{name}{LEFT}"], self.weights[f"{name}{RIGHT}"])
+                parameter.copy_(add_delta(self.before[name], product, name))
+            elif parameter.dtype != self.weights[name].dtype:
                 parameter.copy_(self.weights[name])
 
     @property
     def _remedy(self) -> str:
         first = "check the model's weights and the samples, or use --dtype float32"
         return first if self.steps == 0 else "lower --learning-rate"
+
+
+@torch.no_grad()
+def _variables(name: str, parameter: nn.Parameter, start: Change | None) -> dict[str, Tensor]:
+    """Return what is trained for a parameter: its weight, which shares its memory if it is float32, or two factors."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    if isinstance(start, Factors):
+        ends = {LEFT: start.left, RIGHT: start.right}
+        return {f"{name}{end}": part.to(parameter.device, wide, copy=True) for end, part in ends.items()}
+    weight = parameter.detach().to(wide)
+    if start is not None:
+        weight.copy_(add_delta(weight, start, name))
+    return {name: weight}
 
 
 @contextmanager

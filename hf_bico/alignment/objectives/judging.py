@@ -110,23 +110,36 @@ class TokenJudge(Judge):
     ) -> Tensor:
         if source is None:
             raise ValueError("the fine-tuned source was not asked")
-        logits, owners = self._predictions(model, samples, labels)
+        logits, owners = self._predictions(model, samples, labels)[:2]
         shared = min(logits.shape[1], source.shape[1])
         theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
         losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
-        counts = torch.bincount(owners, minlength=len(samples))
-        sums = torch.zeros(len(samples), dtype=torch.float64).index_add(0, owners, losses.cpu().double())
-        return sums / counts.clamp(min=1)
+        return _by_owner(losses, owners, len(samples))
 
-    def _predictions(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the logits of all predicted tokens, in single precision at least, and the samples they are of."""
+    def own_losses(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor:
+        """Return the mean loss of each sample's own tokens, without the source."""
+        logits, owners, tokens = self._predictions(model, samples, labels)
+        return _by_owner(functional.cross_entropy(logits, tokens, reduction="none"), owners, len(samples))
+
+    def _predictions(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits of predicted tokens, in single precision at least, their samples, and the tokens."""
         logits, tokens, _ = self.head.run(model, samples, labels)
-        counted = tokens != UNLEARNT
-        rows = logits[counted.to(logits.device)]
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)), counted.nonzero()[:, 0].cpu()
+        counted = (tokens != UNLEARNT).to(logits.device)
+        rows = logits[counted]
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return wide, counted.nonzero()[:, 0].cpu(), tokens.to(logits.device)[counted]
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return SampleScores(evidence)
+
+
+def _by_owner(losses: Tensor, owners: Tensor, samples: int) -> Tensor:
+    """Average the losses of tokens over the tokens of each sample."""
+    counts = torch.bincount(owners, minlength=samples)
+    sums = torch.zeros(samples, dtype=torch.float64).index_add(0, owners, losses.cpu().double())
+    return sums / counts.clamp(min=1)
 
 
 @dataclass(frozen=True)

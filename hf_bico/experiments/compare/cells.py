@@ -1,10 +1,12 @@
 """Defines the rows and numbers of a comparison, their order, and their means and gains. Measures and writes nothing.
 
-A row is a reference, or a method: `bico` as a port runs it, `bico@1` at alpha 1.
+A row is a reference, or a method: `bico` as a port runs it, `bico@1` at alpha 1, `train@20` with at most 20 training
+steps, `bico+polish@20` carried and then polished.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
@@ -15,8 +17,8 @@ from typing import Any
 
 from hf_bico.errors import UsageError
 from hf_bico.reports.record import Count
-from hf_bico.settings import METHODS, MethodInfo, method_info
-from hf_bico.utils.text import near
+from hf_bico.settings import BRIEF, METHODS, MethodInfo, method_info
+from hf_bico.utils.text import count_text, near
 
 LOSS_PROTOCOL = "loss"
 """The protocol whose numbers are losses, not accuracies: less is better."""
@@ -29,22 +31,44 @@ REFERENCE_LABELS = {
 }
 REFERENCES = tuple(REFERENCE_LABELS)
 """The models that methods are compared with; nothing is carried to them."""
-ALL = "all"
-"""Stands for every registered method, each as a port runs it."""
+ALL, STANDARD = "all", "standard"
+"""Stand for every registered method, each as a port runs it, and for those that answer: port, polish or train?"""
+_POLISH = re.compile(r"\+polish(@[^@+]*)?$")
 
 
 def split_method(row: str) -> tuple[str, float | None]:
-    """Split a row's name into a method and its alpha; None where the settings say it.
+    """Split a row's name into a method and its alpha, or its training steps; None where the settings say it.
 
-    >>> split_method("bico@0.5"), split_method("bico")
-    (('bico', 0.5), ('bico', None))
+    >>> split_method("bico@0.5"), split_method("bico"), split_method("train@20"), split_method("bico@1+polish@20")
+    (('bico', 0.5), ('bico', None), ('train', 20.0), ('bico', 1.0))
     """
+    row = plain_row(row)
     name, _, number = row.partition("@")
     try:
-        alpha = float(number)
+        found = float(number)
     except ValueError:
         return row, None
-    return (name, alpha) if isfinite(alpha) else (row, None)
+    return (name, found) if isfinite(found) else (row, None)
+
+
+def plain_row(row: str) -> str:
+    """Return a row's name without its polish."""
+    return _POLISH.sub("", row)
+
+
+def is_polished(row: str) -> bool:
+    return _POLISH.search(row) is not None
+
+
+def polish_steps(row: str) -> int | None:
+    """Return the most steps of a row's polish; None where it has none, or the settings say it.
+
+    >>> polish_steps("bico+polish@20"), polish_steps("bico")
+    (20, None)
+    """
+    found = _POLISH.search(row)
+    number = "" if found is None else (found[1] or "").removeprefix("@")
+    return int(number) if number.isdecimal() else None
 
 
 def read_row(text: str) -> str:
@@ -53,22 +77,38 @@ def read_row(text: str) -> str:
     >>> read_row("bico@1.0")
     'bico@1'
     """
+    if is_polished(text):
+        return _read_polished(text)
     name, at, number = text.partition("@")
-    if name == ALL and at:
-        raise UsageError(f"'{text}' gives an alpha to all methods", f"use {ALL}, with --alpha {number or 1}")
+    if name in (ALL, STANDARD) and at:
+        raise UsageError(f"'{text}' gives an alpha to several methods", f"use {name}, with --alpha {number or 1}")
     if name not in METHODS:
-        known = (ALL, *METHODS)
+        known = (ALL, STANDARD, *METHODS)
         meant = near(name, known)
         question = "" if meant is None else f"did you mean '{meant}{at}{number}'? Else "
         raise UsageError(f"there is no method '{name}'", f"{question}use some of: {', '.join(known)}")
     if not at:
         return name
-    if METHODS[name].trains_on is not None:
-        raise UsageError(f"'{text}' gives an alpha to a method that trains the target", f"use {name}")
+    if name in BRIEF:
+        if not number.isdecimal() or int(number) < 1:
+            raise UsageError(f"'{text}' has no number of training steps after @", f"use {name}@20, or {name}")
+        return f"{name}@{int(number)}"
+    if METHODS[name].trains_on is not None or name == "readout":
+        raise UsageError(f"'{text}' gives an alpha to a method that carries nothing", f"use {name}")
     alpha = split_method(text)[1]
     if alpha is None:
         raise UsageError(f"'{text}' has no number after @", f"use {name}@1, or {name}")
     return f"{name}@{_number(alpha)}"
+
+
+def _read_polished(text: str) -> str:
+    """Return the name of a row with a polish; refuse it where nothing is carried that could be polished."""
+    row, steps = read_row(plain_row(text)), polish_steps(text)
+    if METHODS[split_method(row)[0]].trains_on is not None or row == "readout":
+        raise UsageError(f"'{text}' polishes what was not carried", f"use {row}, or bico+polish")
+    if not text.endswith("+polish") and not steps:
+        raise UsageError(f"'{text}' has no number of polishing steps after @", f"use {row}+polish@20, or {row}+polish")
+    return f"{row}+polish" if steps is None else f"{row}+polish@{steps}"
 
 
 def row_method(row: str) -> MethodInfo | None:
@@ -79,12 +119,19 @@ def row_method(row: str) -> MethodInfo | None:
 def method_label(row: str) -> str:
     """Return the name of a method or reference in words.
 
-    >>> method_label("bico"), method_label("bico@1")
-    ('BiCo', 'BiCo, alpha 1')
+    >>> method_label("bico"), method_label("bico@1"), method_label("train@20")
+    ('BiCo', 'BiCo, alpha 1', 'training, 20 steps')
+    >>> method_label("bico+polish@20")
+    'BiCo, polished, 20 steps'
     """
-    name, alpha = split_method(row)
+    name, number = split_method(row)
     label = REFERENCE_LABELS.get(name) or method_info(name).label
-    return label if alpha is None else f"{label}, alpha {_number(alpha)}"
+    if number is not None:
+        label += f", {count_text(int(number), 'step')}" if name in BRIEF else f", alpha {_number(number)}"
+    if is_polished(row):
+        steps = polish_steps(row)
+        label += ", polished" if steps is None else f", polished, {count_text(steps, 'step')}"
+    return label
 
 
 def _number(value: float) -> str:
@@ -255,9 +302,10 @@ class Order:
         for rank, places in enumerate((references, methods)):
             if method in places:
                 return rank, places[method], 0.0, ""
-        name, alpha = split_method(method)
+        name, number = split_method(method)
         if name in registered:
-            return 2, registered[name], inf if alpha is None else alpha, ""
+            polish = f"{polish_steps(method) or 0:09}" if is_polished(method) else ""
+            return 2, registered[name], inf if number is None else number, polish
         return 3, 0, 0.0, method
 
     def of_data(self, data: str) -> tuple[int, str]:

@@ -30,8 +30,12 @@ from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import (
     ALL,
     LOSS_PROTOCOL,
+    STANDARD,
     Cell,
     CellKey,
+    is_polished,
+    plain_row,
+    polish_steps,
     read_row,
     row_method,
     split_method,
@@ -49,10 +53,10 @@ from hf_bico.porting.prepare import training_samples
 from hf_bico.porting.reading import require_readable
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
-from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_readout
+from hf_bico.porting.transfer import UNTOUCHED, TransferResult, transfer, with_polish, with_readout
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.runtime.environment import Stopwatch
-from hf_bico.settings import METHODS, PROBE, Settings
+from hf_bico.settings import BRIEF, METHODS, PROBE, Settings
 
 USUAL_SIZES = (10, 20, 50, 100)
 USUAL_SEEDS = 3
@@ -96,11 +100,16 @@ class Grid:
         per_class: int | Sequence[int] | None,
         seeds: int | Sequence[int],
         settings: Settings,
+        training: Sequence[int] = (),
+        polishing: Sequence[int] = (),
     ) -> Grid:
-        """Parse arguments as users write them: one number or several, "all" methods, a number of seeds or a list."""
-        for option, given in (("-n", n), ("-k", per_class), ("--seeds", seeds)):
-            numbers = [given] if isinstance(given, int | float | str) else given or ()
-            for number in numbers:
+        """Parse arguments as users write them: one number or several, "all" methods, a number of seeds or a list.
+
+        `training` are the steps of train and distill, `polishing` those of a polish, a row each.
+        """
+        given = (("-n", n), ("-k", per_class), ("--seeds", seeds))
+        for option, numbers in (*given, ("--train-steps", training), ("--polish-steps", polishing)):
+            for number in [numbers] if isinstance(numbers, int | float | str) else numbers or ():
                 if type(number) is not int:
                     raise UsageError(f"{option} is {number!r}", "give a whole number, or several")
         if n is not None and per_class is not None:
@@ -108,8 +117,12 @@ class Grid:
         sizes = per_class if per_class is not None else USUAL_SIZES if n is None else n
         counted = range(settings.seed, settings.seed + seeds) if isinstance(seeds, int) else seeds
         names = [methods] if isinstance(methods, str) else methods
+        rows = [row for name in names for row in _rows_of(str(name), settings)]
+        if settings.polish:
+            rows += [f"{row}+polish" for row in rows if _is_a(row, Carrier) and not is_polished(row)]
+        training, polishing = training or (settings.brief_steps,), polishing or (settings.polish_steps,)
         return cls(
-            tuple(dict.fromkeys(one for name in names for one in (METHODS if name == ALL else [read_row(str(name))]))),
+            tuple(dict.fromkeys(one for row in rows for one in _with_steps(row, training, polishing))),
             (sizes,) if isinstance(sizes, int) else tuple(dict.fromkeys(sizes)),
             tuple(dict.fromkeys(counted)),
             per_class is not None,
@@ -132,13 +145,18 @@ class Grid:
 
     def settings_of(self, draw: Draw | None) -> Settings:
         """Return the settings of one draw, without variants: those are cells of their own."""
-        settings = replace(self.settings, readout=False, control=False)
+        settings = replace(self.settings, readout=False, control=False, polish=False)
         return settings if draw is None else replace(settings, **vars(draw))
 
     def chooses_alpha(self, row: str) -> bool:
         """Return True if the samples choose how much this row adds, or hold it back."""
         name, alpha = split_method(row)
         return alpha is None and self.settings.finds_alpha and _is_a(name, Carrier)
+
+    def may_hold_back(self, row: str) -> bool:
+        """Return True if the samples may speak against all of this row."""
+        name, _ = split_method(row)
+        return self.chooses_alpha(row) or name in (*BRIEF, "readout")
 
     def cells(self, data: str, names: Sequence[str]) -> Iterator[list[CellKey]]:
         """Yield the numbers of one data set in the order of measuring; each list differs in the protocols only."""
@@ -151,6 +169,8 @@ class Grid:
     def _variants(self, key: CellKey) -> list[CellKey]:
         """Return the plain key and the requested variants that a method or reference can have."""
         variants = [key]
+        if is_polished(key.method) or key.method == "readout":
+            return variants
         if self.settings.control and _is_a(key.method, Aligner):
             variants.append(replace(key, control=True))
         if self.settings.readout and (row_method(key.method) is not None or key.method == "target"):
@@ -163,6 +183,7 @@ class Grid:
             return [key] if draw is None else []
         pairs_by_samples = self.settings.layers == "similarity" and _is_a(key.method, Carrier)
         uses_draw = takes_samples(key.method) or key.readout or pairs_by_samples or self.chooses_alpha(key.method)
+        uses_draw = uses_draw or is_polished(key.method)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
             protocols.append(LOSS_PROTOCOL if self.settings.objective in BY_LOSS else None)
@@ -170,6 +191,28 @@ class Grid:
             protocols.append(PROBE)
         key = key if draw is None else replace(key, **vars(draw))
         return [replace(key, protocol=protocol) for protocol in protocols]
+
+
+def standard_rows(settings: Settings) -> tuple[str, ...]:
+    """Return the rows that answer whether to port, to polish or to train: of the paper, ours, and training."""
+    default = settings.resolved.method, *settings.tried_too
+    readout = ("readout",) if settings.objective == "zero-shot" else ()
+    return ("naive@1", "theseus@1", *default, *(f"{name}+polish" for name in default), *readout, *BRIEF)
+
+
+def _rows_of(name: str, settings: Settings) -> Sequence[str]:
+    """Return the rows that a name stands for."""
+    return tuple(METHODS) if name == ALL else standard_rows(settings) if name == STANDARD else (read_row(name),)
+
+
+def _with_steps(row: str, training: Sequence[int], polishing: Sequence[int]) -> list[str]:
+    """Return a row for each number of steps, where it trains briefly and does not say for how long."""
+    name, number = split_method(row)
+    if name in BRIEF and number is None:
+        return [read_row(f"{name}@{steps}") for steps in training]
+    if is_polished(row) and polish_steps(row) is None:
+        return [read_row(f"{row}@{steps}") for steps in polishing]
+    return [row]
 
 
 def takes_samples(row: str) -> bool:
@@ -185,11 +228,15 @@ def _is_a(row: str, kind: type[Method]) -> bool:
 
 def row_settings(row: str, settings: Settings) -> Settings:
     """Return the settings of a row's method; those of a reference are as they are."""
-    name, alpha = split_method(row)
+    name, number = split_method(row)
     if name not in METHODS:
         return settings
-    settings = replace(settings, method=name)
-    return settings if alpha is None else replace(settings, alpha=alpha, bold=False)
+    settings = replace(settings, method=name, polish=is_polished(row))
+    if is_polished(row):
+        settings = replace(settings, polish_steps=polish_steps(row) or settings.polish_steps)
+    if name in BRIEF:
+        return replace(settings, train_steps=None if number is None else int(number))
+    return settings if number is None else replace(settings, alpha=number, bold=False)
 
 
 LEFT_ROWS = "rows that no draw took (without a test split, other sizes and seeds leave others)"
@@ -326,7 +373,7 @@ class DrawMeasurements:
         probed_on = data.samples if self._drawn is None else self._drawn.samples
         evaluator = HeldOutEvaluation(data.name, data.split, data.prepared, probed_on, evaluation, batch_size)
         name = keys[0].method
-        held_back = self.grid.chooses_alpha(name) and self._result(name, mispaired=False).held_back
+        held_back = self.grid.may_hold_back(name) and self._result(name, mispaired=False).held_back
         for record in self._records(evaluator, keys[0], held_back):
             protocol = LOSS_PROTOCOL if record.metric == LOSS_PROTOCOL else record.protocol
             yield by_protocol[protocol].with_value(record.value, held_back)
@@ -363,13 +410,16 @@ class DrawMeasurements:
         """
         if (name, mispaired) not in self._results:
             calibration = self._calibration(name, mispaired)
+            if is_polished(name):
+                self._results[name, mispaired] = self._polished(name, calibration)
+                return self._results[name, mispaired]
             kinds = self._kinds(calibration) if takes_samples(name) else set()
             # in several passes, each method collects its own statistics, some pairs at a time
             if kinds and calibration.memory_plan(kinds).passes == 1:
                 calibration.statistics(kinds)
             # methods without samples give the same result in every draw
             settings = self._settings if takes_samples(name) else self.grid.settings_of(None)
-            settings = row_settings(name, replace(settings, checkpoint=self.checkpoint))
+            settings = row_settings(name, replace(settings, checkpoint=self._checkpoint(name)))
             method = make_method(settings.method, settings)
             training_samples = None
             if isinstance(method, Trainer) and method.whole_split:
@@ -381,6 +431,17 @@ class DrawMeasurements:
                 scorer = None if mispaired else self._scorer(calibration)
             self._results[name, mispaired] = transfer(method, calibration, training_samples, alphas, scorer)
         return self._results[name, mispaired]
+
+    def _polished(self, name: str, calibration: Calibration) -> TransferResult:
+        """Polish what the same row without a polish carried."""
+        settings = row_settings(name, replace(self._settings, checkpoint=self._checkpoint(name)))
+        plain = self._result(plain_row(name), mispaired=False)
+        return with_polish(plain, make_method(settings.method, settings), calibration)
+
+    def _checkpoint(self, name: str) -> str:
+        """Return the folder of a training's checkpoint: one for each draw, unless it trains on the whole split."""
+        whole = self.draw is None or not takes_samples(name)
+        return self.checkpoint if whole else f"{self.checkpoint}-{digest([name, vars(self.draw)])}"
 
     def _scorer(self, calibration: Calibration) -> TargetScorer:
         """Return the scorer of a calibration's samples, which its methods share."""

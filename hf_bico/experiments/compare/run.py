@@ -19,7 +19,7 @@ import torch
 
 from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Trainer
-from hf_bico.alignment.methods.finetuning import remove_checkpoint
+from hf_bico.alignment.methods.saved_training import remove_checkpoint
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.experiments.compare.cells import CellKey, Refusal, row_method, split_method
 from hf_bico.experiments.compare.comparison import Comparison
@@ -49,7 +49,7 @@ from hf_bico.porting.special_tokens import require_unneeded
 from hf_bico.porting.task_vector import FineTune, stored_tensors
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import DEFAULT_MEASURED, OPTIONS, PROBE, Settings, usual_methods
+from hf_bico.settings import DEFAULT_MEASURED, FINETUNE_STEPS, OPTIONS, PROBE, Settings, usual_methods
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
@@ -90,14 +90,18 @@ def compare(
     list. `methods` are names, or "all": "bico" is the method as `port` runs it, which adds as much as the samples
     clearly speak for, or nothing; "bico@1" is the method at alpha 1. The references are the untouched target, the
     fine-tuned source, `fine_tuned` (the target fine-tuned directly) if given, and the source's base if `with_base` is
-    set or losses are measured. With a `folder`, every number is kept there as it comes, an interrupted comparison is
-    resumed, and the finished one is written as comparison.csv, .json, .md and .png. The other options are those of
-    `hf_bico.Settings`; `readout` and `control` add these variants of the methods.
+    set or losses are measured. "standard" stands for the methods that answer whether to port, to polish or to train;
+    `train_steps` and `polish_steps` may be lists, with a row for each number. With a `folder`, every number is kept
+    there as it comes, an interrupted comparison is resumed, and the finished one is written as comparison.csv, .json,
+    .md and .png. The other options are those of
+    `hf_bico.Settings`; `readout`, `control` and `polish` add these variants of the methods.
 
     >>> hf_bico.compare("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=[10, 100]).table()  # doctest: +SKIP
     """
     if "method" in options:
         raise UsageError("'method' is an option of a port", "give 'methods', a list")
+    training, polishing = _as_list(options.pop("train_steps", None)), _as_list(options.pop("polish_steps", None))
+    options |= {"train_steps": training[0]} if len(training) == 1 else {}
     settings, hub = Settings.of(options), Hub(token)
     if settings.own_objective:
         raise UsageError("methods are compared by an objective of the models' own", "leave the objective out")
@@ -109,7 +113,8 @@ def compare(
     settings = with_model_defaults(settings, *plans[0].lineage.layouts)
     if settings.objective == "classification":  # a probe works for any model
         settings = replace(settings, evaluation=PROBE)
-    grid = Grid.of(_usual_rows(settings) if methods is None else methods, n, per_class, seeds, settings)
+    rows = _usual_rows(settings) if methods is None else methods
+    grid = Grid.of(rows, n, per_class, seeds, settings, training=training, polishing=polishing)
     if settings.objective == "classification":
         plans[0].with_fitted_head(settings.fit_head).require_head()
         grid = replace(grid, own_head=has_usable_head(plans[0].lineage))
@@ -132,6 +137,11 @@ def compare(
             for checkpoint in output.glob(f"{CHECKPOINT_PREFIX}*"):  # its numbers are in the log
                 remove_checkpoint(checkpoint)
     return comparison
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Return one number or several as a list."""
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _usual_rows(settings: Settings) -> Sequence[str]:
@@ -188,9 +198,18 @@ class _Work:
                 refusals.append(Refusal(name, error.cause))
             if method.needs_predictions and not self.grid.settings.predicts:
                 refusals.append(Refusal(name, "it needs an objective that predicts classes"))
+            if name == "readout" and not self._has_readout:
+                refusals.append(Refusal(name, "it corrects the final projection of a CLIP's vision tower"))
+            if name == "train" and pseudo and self.grid.settings.predicts:
+                refusals.append(Refusal(name, "it trains on the data set's own labels, and there are none"))
             if isinstance(method, Trainer) and method.whole_split and pseudo:
                 refusals.append(Refusal(name, "it trains on the data set's own labels, not on pseudo-labels"))
         return tuple(refusals)
+
+    @property
+    def _has_readout(self) -> bool:
+        sites = self.models.lineage.target.layout.main_sites
+        return self.grid.settings.objective == "zero-shot" and any(site.role == "proj" for site in sites)
 
     @cached_property
     def names(self) -> list[str]:
@@ -272,7 +291,12 @@ def _decisive(settings: Settings) -> dict[str, Any]:
 def _identifying(settings: Settings) -> dict[str, Any]:
     """Return the settings that change a number, as logs had them before some of them could be chosen."""
     values = _decisive(settings)
-    added = {"eval_samples": DEFAULT_MEASURED, "bold": False, "special_tokens": True, "fit_head": False}
+    added: dict[str, Any] = {"eval_samples": DEFAULT_MEASURED, "bold": False, "special_tokens": True}
+    added |= {"fit_head": False, "polish_on": "source", "chosen rate": None}
+    for name in ("polish", "polish_steps"):  # rows of their own
+        del values[name]
+    values["chosen rate"] = settings.learning_rate  # of train, distill and a polish
+    values |= {"learning_rate": settings.rate, "train_steps": settings.train_steps or FINETUNE_STEPS}
     if not settings.finds_alpha:  # else rows differ in their steps
         values["path_steps"] = settings.steps
     return {name: value for name, value in values.items() if name not in added or value != added[name]}

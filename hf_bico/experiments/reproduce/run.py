@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_bico.alignment.methods.finetuning import remove_checkpoint
+from hf_bico.alignment.methods.saved_training import remove_checkpoint
 from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import Refusal
@@ -418,7 +418,7 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     cost = {job.table.source: _products_per_sample(source), job.table.target: _products_per_sample(target)}
     classes = sum(len(one.classes) if job.table.is_per_class else 1 for one in job.tasks)
     samples = seeds * len(job.table.samplings) * sum(job.table.sizes) * classes
-    steps = settings.train_steps * settings.train_batch
+    steps = settings.training_steps * settings.train_batch
     operations = {
         "fine-tuning": float(
             sum((FORWARD + BACKWARD) * cost[model] * steps for models in trainings.values() for model in models)

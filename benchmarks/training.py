@@ -1,0 +1,248 @@
+"""Port, polish or train? The standard comparison on small worlds: full fine-tunes, gentle and hard LoRAs.
+
+    python benchmarks/training.py FOLDER [--first 20] [--workers 2] [--part all] [--docs docs/small-world]
+
+Every row is measured on the same held-out images. Between narrow and wide models four pretrainings, two tasks with
+room, 10 and 100 samples and three draws; from wide to narrow, to a deeper model, and with 50 samples two pretrainings
+and one draw. `unlabelled` has the rows that read 1,000 more images without labels. Nothing was chosen on these
+pretrainings. Every number is kept in FOLDER as it comes, and an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from math import sqrt
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import click
+import ports
+from ports import KINDS, markdown, train, train_loras, world_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from hf_bico.experiments.compare.cells import CellKey
+from hf_bico.utils.text import format_table
+
+if TYPE_CHECKING:
+    from hf_bico.experiments.compare.comparison import Comparison
+
+TASKS = ("inverted", "rotated-90")
+STEPS = (20, 60, 200)
+STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": STEPS, "polish_steps": STEPS}
+UNLABELLED = {**STANDARD, "methods": ["bico-path+polish", "readout", "distill"]}
+FIRST = 20
+"""Worlds from this one on were not looked at when anything was chosen."""
+NAME = "training"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table: between which models, with how many samples."""
+
+    title: str
+    source: str
+    target: str
+    worlds: int
+    sizes: tuple[int, ...]
+    draws: int
+    rows: dict[str, Any]
+    unlabelled: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.title.replace(" ", "-").replace(",", "")
+
+
+PARTS = (
+    Part("narrow to wide", "narrow", "wide", 4, (10, 100), 3, STANDARD),
+    Part("narrow to wide, 50 samples", "narrow", "wide", 2, (50,), 1, STANDARD),
+    Part("wide to narrow", "wide", "narrow", 2, (10, 100), 1, STANDARD),
+    Part("shallow to deep", "narrow", "deep", 2, (10, 100), 1, STANDARD),
+    Part("narrow to wide, unlabelled", "narrow", "wide", 4, (10, 100), 3, UNLABELLED, unlabelled=True),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One comparison: a part's models of one pretraining, on one task."""
+
+    part: Part
+    world: int
+    task: str
+    kind: str
+
+    def run(self, folder: Path) -> Comparison:
+        import torch
+
+        from hf_bico.experiments.compare.run import compare
+        from hf_bico.experiments.demo.world import build
+
+        torch.set_num_threads(1)
+        made = build(world_folder(folder, self.world), seed=self.world, shapes=(), tasks=())
+        job = ports.Job(self.world, self.part.source, self.part.target, self.task, self.kind)
+        source, base = ports.source_of(made, folder, job)
+        out = folder / "compared" / self.part.name / f"{self.world}-{self.task}-{self.kind.replace(' ', '-')}"
+        more = {"unlabelled": made.data(self.task)} if self.part.unlabelled else {}
+        return compare(
+            source,
+            to=made.base(self.part.target),
+            base=base,
+            data=made.data(self.task),
+            fine_tuned=made.fine_tuned(self.part.target, self.task),
+            n=self.part.sizes,
+            seeds=self.part.draws,
+            folder=out,
+            device="cpu",
+            batch_size=256,
+            **self.part.rows,
+            **more,
+        )
+
+
+@dataclass(frozen=True)
+class Number:
+    """One measured accuracy."""
+
+    part: str
+    world: int
+    task: str
+    kind: str
+    row: str
+    n: int | None
+    draw: int | None
+    value: float
+    held_back: bool
+
+    @property
+    def cell(self) -> tuple[int, str, str]:
+        return self.world, self.task, self.kind
+
+
+def numbers(job: Job, comparison: Comparison) -> Iterator[Number]:
+    for cell in comparison.cells:
+        place = (job.part.title, job.world, job.task, job.kind)
+        yield Number(*place, _row(cell), cell.n, cell.seed, 100 * cell.value, cell.held_back)
+
+
+def _row(key: CellKey) -> str:
+    return key.method
+
+
+def run(folder: Path, job: Job) -> list[Number]:
+    return list(numbers(job, job.run(folder)))
+
+
+def train_worlds(folder: Path, worlds: Sequence[int], shapes: Sequence[str], workers: int) -> None:
+    """Train the models that are not there yet: data, bases with their fine-tunes, and LoRAs."""
+    ports.TASKS = TASKS
+    stages: tuple[tuple[Callable[[Path, int, str], None], Sequence[str]], ...] = (
+        (train, ("",)),
+        (train, shapes),
+        (train_loras, [shape for shape in shapes if shape != "deep"]),
+    )
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        for make, some in stages:
+            running = [pool.submit(make, folder, world, shape) for world in worlds for shape in some]
+            for one in running:
+                one.result()
+
+
+def jobs(parts: Sequence[Part], first: int, kinds: Sequence[str] = KINDS) -> list[Job]:
+    found = [
+        Job(part, world, task, kind)
+        for part in parts
+        for world in range(first, first + part.worlds)
+        for task in TASKS
+        for kind in kinds
+    ]
+    return sorted(found, key=lambda job: job.part.draws, reverse=True)
+
+
+def gains(found: Sequence[Number], part: str, row: str, n: int) -> dict[tuple[int, str, str], list[float]]:
+    """Return the gains over the target, by pretraining, task and kind of source, one for each draw."""
+    target = {one.cell: one.value for one in found if (one.part, one.row) == (part, "target")}
+    result: dict[tuple[int, str, str], list[float]] = {}
+    for one in found:
+        if (one.part, one.row) == (part, row) and one.n in (n, None):
+            result.setdefault(one.cell, []).append(one.value - target[one.cell])
+    return result
+
+
+def mean_and_error(by_cell: dict[tuple[int, str, str], list[float]]) -> tuple[float, float]:
+    """Return the mean over cells, and its standard error; the draws of a cell are averaged first."""
+    means = [fmean(values) for values in by_cell.values()]
+    return fmean(means), stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
+
+
+def table(found: Sequence[Number], part: Part) -> list[list[str]]:
+    """Return one line a row: the gain with its standard error, and harmful ports, for each number of samples."""
+    rows = list(dict.fromkeys(one.row for one in found if one.part == part.title))
+    head = ["row"]
+    for n in part.sizes:
+        head += [f"N = {n}: gain", "harmful", *(f"{kind}s" for kind in KINDS)]
+    lines = [head]
+    for row in rows:
+        line = [f"`{row}`"]
+        for n in part.sizes:
+            by_cell = gains(found, part.title, row, n)
+            every = [value for values in by_cell.values() for value in values]
+            if not every:
+                line += [""] * (2 + len(KINDS))
+                continue
+            mean, error = mean_and_error(by_cell)
+            line += [f"{mean:+.1f} ± {error:.1f}", f"{sum(value < -1 for value in every)} of {len(every)}"]
+            for kind in KINDS:
+                some = {cell: values for cell, values in by_cell.items() if cell[2] == kind}
+                line.append(f"{mean_and_error(some)[0]:+.1f}" if some else "")
+        lines.append(line)
+    return lines
+
+
+def write_csv(found: Sequence[Number], file: Path) -> None:
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(Number.__annotations__)
+        for one in found:
+            writer.writerow([f"{value:.3f}" if isinstance(value, float) else value for value in vars(one).values()])
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--first", default=FIRST, show_default=True, help="Number of the first pretraining.")
+@click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
+@click.option("--part", "only", default="all", show_default=True, help="One of the tables.")
+@click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's tables and pictures.")
+def main(folder: Path, first: int, workers: int, only: str, docs: Path | None) -> None:
+    parts = [part for part in PARTS if only in ("all", part.title)]
+    shapes = sorted({shape for part in parts for shape in (part.source, part.target)})
+    train_worlds(folder, range(first, first + max(part.worlds for part in parts)), shapes, workers)
+    found = list[Number]()
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        asked = jobs(parts, first)
+        running = [pool.submit(run, folder, job) for job in asked]
+        for number, one in enumerate(as_completed(running), start=1):
+            found += one.result()
+            click.echo(f"{number} of {len(asked)}", err=True)
+    found.sort(key=lambda one: (one.part, one.world, one.task, one.kind, one.n or 0, one.draw or 0))
+    for part in parts:
+        lines = table(found, part)
+        click.echo(f"\n{part.title}\n{format_table(lines)}")
+        if docs is not None:
+            (docs / f"{NAME}-{part.name}.md").write_text(markdown(lines), encoding="utf-8")
+    if docs is not None:
+        write_csv(found, docs / f"{NAME}.csv")
+
+
+if __name__ == "__main__":
+    main()

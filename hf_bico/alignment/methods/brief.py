@@ -1,0 +1,301 @@
+"""Train for a few steps, by a learning rate and a number of steps that samples left out choose.
+
+Every rate is tried on folds: a fifth of the samples is left out, the others are trained on, and the left-out ones are
+scored on the way. The rate and the number of steps with the smallest left-out loss are then used on all samples; where
+no step helps the left-out ones clearly, none is taken. Knows a training task; not models or data sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil, inf, isfinite
+from time import monotonic
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_bico.alignment.methods.base import Trainer
+from hf_bico.alignment.methods.finetuning import batches, scheduled_rate
+from hf_bico.alignment.methods.saved_training import SavedTraining
+from hf_bico.alignment.methods.training import Learner, LeftOut, Trained, TrainingTask, learner_for
+from hf_bico.alignment.scaling import Estimate, SampleScores
+from hf_bico.errors import NonFiniteWeightsError
+from hf_bico.models.low_rank import Change, total
+from hf_bico.settings import VETO, Settings
+from hf_bico.utils.progress import Progress
+
+FOLDS = 5
+"""Into so many parts the samples are split; one of them is left out at a time."""
+ENOUGH_LEFT_OUT = 40
+"""With so many samples left out, further parts are not tried."""
+RATES = tuple(round(10 ** (power / 2), 8) for power in range(-10, -3))
+"""Learning rates to try: 1e-5 to 1e-2, a factor of the root of 10 apart."""
+CHECKS = 20
+"""How often the left-out samples are scored on the way, at most."""
+PATIENCE = 8
+"""A run ends once the left-out loss has not fallen any lower at so many checks in a row."""
+SAVE_AFTER = 30.0
+"""Seconds between two checkpoints of a run; a finished run is saved at once."""
+WARMUP_PART = 10
+"""The learning rate rises over one step in so many."""
+
+
+class BriefTrainer(Trainer):
+    """Trains the target for a few steps on the calibration samples."""
+
+    keeps_factors = True
+    toward: ClassVar[str] = "labels"
+    """What it learns: the samples' "labels", or the predictions of the fine-tuned "source"."""
+
+    def train(self, training_task: TrainingTask, progress: Progress) -> Trained:
+        return train_briefly(training_task, self.settings, self.settings.training_steps, progress)
+
+
+class Train(BriefTrainer):
+    """Learns the samples' labels, or their texts."""
+
+
+class Distill(BriefTrainer):
+    """Learns the fine-tuned source's predictions."""
+
+    toward = "source"
+
+
+def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, progress: Progress) -> Trained:
+    """Train for at most so many steps; the result has none where the left-out samples do not gain by any."""
+    runs = Runs(training_task, settings, steps, progress)
+    folds = left_out_folds(training_task.size, settings.seed)
+    everything = tuple(range(training_task.size))
+    if not folds:
+        return Trained(runs.final(everything, 0, 0.0, finish=False), 0, training_task.size, None)
+    rate, checks = _best_rate(settings, lambda rate: runs.scores(rate, folds))
+    chosen = min(checks, key=lambda number: _mean_loss(checks[number]))
+    if not _is_better(checks[chosen], checks[0]):
+        chosen = 0
+    before, after, finish = checks[0], checks[chosen], False
+    if training_task.finish is not None:
+        finished = runs.finished(rate, folds, chosen)
+        finish = _is_better(finished, after)
+        after = finished if finish else after
+    return Trained(
+        runs.final(everything, chosen, rate, finish),
+        steps=chosen,
+        samples=training_task.size,
+        validation=None if after.accuracies is None else float(after.accuracies.mean()),
+        rate=rate,
+        left_out=LeftOut(tuple(number for fold in folds for number in fold), before, after),
+        finished=finish,
+    )
+
+
+def left_out_folds(size: int, seed: int) -> list[tuple[int, ...]]:
+    """Return the samples to leave out, one part after another: a fifth each, until enough samples are in one of them.
+
+    >>> [len(fold) for fold in left_out_folds(100, seed=0)], [len(fold) for fold in left_out_folds(10, seed=0)]
+    ([20, 20], [2, 2, 2, 2, 2])
+    """
+    if size < 2:
+        return []
+    parts = min(FOLDS, size)
+    shuffled: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [tuple(sorted(shuffled[part::parts])) for part in range(min(parts, ceil(ENOUGH_LEFT_OUT * parts / size)))]
+
+
+def _best_rate(
+    settings: Settings, scores: Callable[[float], dict[int, SampleScores]]
+) -> tuple[float, dict[int, SampleScores]]:
+    """Return the learning rate whose run has the smallest left-out loss on its way, with the scores of that run.
+
+    The powers of ten are tried first, then the neighbours of the best one. A rate that was asked for is taken.
+    """
+    if settings.learning_rate is not None:
+        return settings.learning_rate, scores(settings.learning_rate)
+    tried = {rate: scores(rate) for rate in RATES[::2]}
+
+    def best() -> float:
+        return min(tried, key=lambda rate: min(map(_mean_loss, tried[rate].values())))
+
+    place = RATES.index(best())
+    tried |= {RATES[near]: scores(RATES[near]) for near in (place - 1, place + 1) if 0 <= near < len(RATES)}
+    return best(), tried[best()]
+
+
+def _is_better(scores: SampleScores, before: SampleScores) -> bool:
+    return Estimate.of(before.losses - scores.losses).is_above_zero(VETO)
+
+
+def _mean_loss(scores: SampleScores) -> float:
+    mean = float(scores.losses.mean())
+    return mean if isfinite(mean) else inf
+
+
+@dataclass
+class Runs:
+    """The runs of one brief training, each on some samples at one rate; finished ones are known from its checkpoint."""
+
+    training_task: TrainingTask
+    settings: Settings
+    steps: int
+    progress: Progress
+    _saved: SavedTraining | None = field(default=None, init=False)
+    _finished: dict[str, dict[int, SampleScores]] = field(default_factory=dict, init=False)
+    _resumed: tuple[str, dict[int, SampleScores], int, dict[str, Tensor]] | None = field(default=None, init=False)
+    _saved_at: float = field(default_factory=monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        if settings.checkpoint is None:
+            return
+        names = ("learning_rate", "weight_decay", "train_batch", "seed")
+        recipe = {"steps": self.steps, **{name: getattr(settings, name) for name in names}}
+        self._saved = SavedTraining.of(self.training_task, settings.checkpoint, recipe)
+        found = self._saved.load()
+        if found is None:
+            return
+        about, tensors = found
+        try:
+            self._finished = {name: _read(checks) for name, checks in about["finished"].items()}
+            if about["running"] is not None:
+                self._resumed = (about["running"], _read(about["checks"]), int(about["steps"]), tensors)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise self._saved.broken(error) from error
+
+    def scores(self, rate: float, folds: Sequence[tuple[int, ...]]) -> dict[int, SampleScores]:
+        """Return the left-out samples' scores after so many steps at a rate, one fold after another."""
+        parts = [self._left_out(f"{rate:g}, fold {number}", fold, rate) for number, fold in enumerate(folds)]
+        shared = set.intersection(*(set(part) for part in parts))
+        return {steps: SampleScores.joined([part[steps] for part in parts]) for steps in sorted(shared)}
+
+    def finished(self, rate: float, folds: Sequence[tuple[int, ...]], steps: int) -> SampleScores:
+        """Return the left-out samples' scores after so many steps and the task's last change."""
+        names = [f"{rate:g}, fold {number}, finished" for number in range(len(folds))]
+        parts = [self._left_out(name, fold, rate, steps) for name, fold in zip(names, folds, strict=True)]
+        return SampleScores.joined([part[steps] for part in parts])
+
+    def _left_out(
+        self, name: str, fold: tuple[int, ...], rate: float, finish_at: int | None = None
+    ) -> dict[int, SampleScores]:
+        if name not in self._finished:
+            left_out = set(fold)
+            rest = [sample for sample in range(self.training_task.size) if sample not in left_out]
+            checks = dict[int, SampleScores]()
+            try:
+                self._run(name, rest, rate, fold, checks, finish_at)
+            except NonFiniteWeightsError:
+                if not checks or rate == self.settings.learning_rate:  # else it is only too large
+                    raise
+            self._finished[name] = checks
+            self._save(None, checks, name=None)
+        return self._finished[name]
+
+    def final(self, samples: Sequence[int], steps: int, rate: float, finish: bool) -> dict[str, Change]:
+        """Return the changes of a training on all samples, with the task's last change if it helps."""
+        task, last = self.training_task, dict[str, Change]()
+        with self._trained("all", samples, steps, rate) as learner:
+            changes = learner.changes()
+            if finish and task.finish is not None:
+                last = dict(task.finish(samples))
+        return changes | {name: total([changes[name], change]) for name, change in last.items()}
+
+    def _run(
+        self,
+        name: str,
+        samples: Sequence[int],
+        rate: float,
+        left_out: Sequence[int],
+        checks: dict[int, SampleScores],
+        finish_at: int | None,
+    ) -> None:
+        """Train on some samples, and add the scores of those left out to `checks`: on the way, or at the end alone."""
+        if finish_at is not None:
+            finish = self.training_task.finish
+            with self._trained(name, samples, finish_at, rate) as learner:
+                if finish is not None:
+                    learner.add(finish(samples))
+                checks[finish_at] = _plain(learner.scores(left_out))
+            return
+        every = max(1, ceil(self.steps / CHECKS))
+
+        def check(learner: Learner) -> bool:
+            if learner.steps % every and learner.steps != self.steps:
+                return True
+            checks[learner.steps] = _plain(learner.scores(left_out))
+            best = min(checks, key=lambda steps: _mean_loss(checks[steps]))
+            return learner.steps - best < PATIENCE * every
+
+        with self._trained(name, samples, self.steps, rate, check, checks):
+            pass
+
+    @contextmanager
+    def _trained(
+        self,
+        name: str,
+        samples: Sequence[int],
+        steps: int,
+        rate: float,
+        check: Callable[[Learner], bool] = lambda learner: True,
+        checks: dict[int, SampleScores] | None = None,
+    ) -> Iterator[Learner]:
+        """Take so many steps on some samples, as long as each `check` says so; yield the model in this state."""
+        task, settings, seen = self.training_task, self.settings, {} if checks is None else checks
+        order = batches(samples, settings.train_batch, torch.Generator().manual_seed(settings.seed))
+        with learner_for(task, settings) as learner:
+            self._resume(name, learner, seen)
+            self.progress("train", learner.steps, max(1, steps))
+            if learner.steps == 0:
+                check(learner)
+            for batch in islice(order, learner.steps, steps):
+                learner.step(batch, scheduled_rate(learner.steps, self.steps, self.steps // WARMUP_PART, rate))
+                go_on = check(learner)
+                self.progress("train", learner.steps, max(1, steps))
+                if monotonic() - self._saved_at >= SAVE_AFTER:
+                    self._save(learner, seen, name)
+                if not go_on:
+                    break
+            yield learner
+
+    def _resume(self, name: str, learner: Learner, checks: dict[int, SampleScores]) -> None:
+        if self._resumed is None or self._saved is None or self._resumed[0] != name:
+            return
+        _, seen, steps, tensors = self._resumed
+        try:
+            learner.load_state(tensors, steps)
+        except (KeyError, ValueError) as error:
+            raise self._saved.broken(error) from error
+        checks.update(seen)
+        self._resumed = None
+
+    def _save(self, learner: Learner | None, checks: dict[int, SampleScores], name: str | None) -> None:
+        if self._saved is None:
+            return
+        finished = {one: _written(known) for one, known in self._finished.items()}
+        progress = {"finished": finished, "running": name, "checks": {}, "steps": 0}
+        if learner is not None:
+            progress |= {"checks": _written(checks), "steps": learner.steps}
+        self._saved.save({} if learner is None else learner.state(), **progress)
+        self._saved_at = monotonic()
+
+
+def _plain(scores: SampleScores) -> SampleScores:
+    """Return losses and accuracies in double and in main memory, as they come back from a file."""
+    accuracies = None if scores.accuracies is None else scores.accuracies.detach().cpu().double()
+    return SampleScores(scores.losses.detach().cpu().double(), accuracies)
+
+
+def _written(checks: dict[int, SampleScores]) -> dict[str, Any]:
+    return {
+        str(steps): [scores.losses.tolist(), None if scores.accuracies is None else scores.accuracies.tolist()]
+        for steps, scores in checks.items()
+    }
+
+
+def _read(checks: dict[str, Any]) -> dict[int, SampleScores]:
+    def tensor(values: Any) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.float64)
+
+    read = {int(steps): (tensor(losses), tensor(accuracies)) for steps, (losses, accuracies) in checks.items()}
+    return {steps: SampleScores(losses, right) for steps, (losses, right) in read.items() if losses is not None}
