@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_bico.alignment.methods.base import Carrier, Method, SiteDelta, Trainer, TransportedSite
 from hf_bico.alignment.methods.training import Trained, TrainingTask
@@ -108,7 +108,10 @@ def transfer(
         result = _carry(method, calibration, alphas, scorer)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
-    return with_readout(result, calibration) if calibration.settings.readout else result
+    if not calibration.settings.readout:
+        return result
+    with calibration.watch("readout"):
+        return with_readout(result, calibration)
 
 
 def _carry(
@@ -274,10 +277,7 @@ def training_task(model: LiveModel, head: Head, samples: Samples) -> TrainingTas
     def accuracy(numbers: Sequence[int]) -> float:
         return head.measure(model, samples.select(numbers), len(numbers))
 
-    layout = model.layout
-    texts = {name for name, reason in layout.others.items() if reason == TEXT_TOWER}
-    texts |= {slot.tensor for site in layout.sites if site.tower for slot in site.slots}
-    parameters = {name: parameter for name, parameter in model.module.named_parameters() if name not in texts}
+    parameters = trained_parameters(model)
     first = samples.first(FINGERPRINTED).batches(FINGERPRINTED)
     identity = {
         "weights": digest_of(parameters.values()),
@@ -287,6 +287,14 @@ def training_task(model: LiveModel, head: Head, samples: Samples) -> TrainingTas
     }
     measured = accuracy if head.metric == "accuracy" else None
     return TrainingTask(parameters, loss, measured, len(samples), json.dumps(identity))
+
+
+def trained_parameters(model: LiveModel) -> dict[str, nn.Parameter]:
+    """Return all parameters of a model, except those of a CLIP's text tower."""
+    layout = model.layout
+    texts = {name for name, reason in layout.others.items() if reason == TEXT_TOWER}
+    texts |= {slot.tensor for site in layout.sites if site.tower for slot in site.slots}
+    return {name: parameter for name, parameter in model.module.named_parameters() if name not in texts}
 
 
 def _model_inputs(model: LiveModel, samples: Sequence[Any]) -> Tensor:
