@@ -24,6 +24,7 @@ from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.cost import TrainingStep, time_training_step
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.prepare import PreparedPort
+from hf_bico.porting.transfer import trained_parameters
 from hf_bico.reports.cost import cost_sentence
 from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.record import Record, read_record
@@ -228,6 +229,7 @@ def test_samples_without_labels_are_not_timed(timed: Callable[..., Timed]) -> No
     drawn = found.prepared.drawn
     assert drawn is not None
     assert found.again(replace(found.prepared, drawn=drawn.with_labels([-1] * len(drawn.samples)))) is None
+    assert "time" not in found.calibration.watch.seconds
 
 
 def test_a_contrastive_head_is_not_timed(timed: Callable[..., Timed]) -> None:
@@ -261,13 +263,19 @@ def test_steps_need_room_in_the_memory_that_is_allowed(scene: Scene) -> None:
     assert step_of(ported(scene, memory="10MB").record) != (None, None)
 
 
-@pytest.mark.parametrize(("free", "fits"), [(10**6, False), (10**8, True)])
-def test_steps_need_room_in_the_memory_that_there_is(
-    free: int, fits: bool, timed: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_need_room_for_five_copies_of_the_weights(
+    dtype: str, timed: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = timed()
-    monkeypatch.setattr(cost, "available_memory", lambda device: free)
-    assert (found.again() is not None) is fits
+    """Of the weights before, gradients and their sum, and two averages: in float32, whatever the weights are in."""
+    found = timed(dtype=dtype)
+    models = found.models
+    held = sum(part.nbytes for one in (models.source, models.target) for part in one.module.parameters())
+    needed = held + 5 * 4 * sum(part.numel() for part in trained_parameters(models.target).values())
+    monkeypatch.setattr(cost.ModelFootprint, "sample", lambda *given: SimpleNamespace(graph=0))
+    for free, fits in ((2 * needed - 1, False), (2 * needed, True)):
+        monkeypatch.setattr(cost, "available_memory", lambda device, free=free: free)
+        assert (found.again() is not None) is fits
 
 
 # --- what is recorded
