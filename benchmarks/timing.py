@@ -138,7 +138,7 @@ def _port(order: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], save: boo
     done = time.perf_counter()
     run = ported.record.run
     seconds = {stage: taken for stage, taken in run.seconds.items() if stage in STAGES}
-    seconds["other"] = done - start - sum(seconds.values())
+    seconds["other"] = done - start - sum(seconds.values()) - run.seconds.get("time", 0.0)  # which no port needs
     size = 0
     if save:
         with tempfile.TemporaryDirectory(dir=Path(order["target"]).parent) as place:

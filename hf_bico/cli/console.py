@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, Comparison, live_table, text_table
+from hf_bico.reports.cost import cost_sentence
 from hf_bico.reports.record import JOINED, ChangeRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
 from hf_bico.reports.results import (
     Report,
@@ -148,6 +149,8 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         echo(f"Notice: {notice}")
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
     echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
+    if cost := cost_sentence(record):
+        echo(cost, err=True)
     echo("", f"Written to {folder}")
     if not pushing and not is_worse(record):
         echo(f"Next: {command_line(['hf-bico', 'push', typed_path(folder), 'REPO'])}")

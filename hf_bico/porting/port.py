@@ -19,6 +19,7 @@ from hf_bico.models.deltas import MADE_FROM, Deltas
 from hf_bico.models.inference import prepare_alike
 from hf_bico.models.model import ModelReference
 from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.cost import time_training_step
 from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.formats import WrittenChange, format_change
 from hf_bico.porting.heads import TargetHead, target_head
@@ -137,9 +138,13 @@ def run_port(
     if not result.held_back:
         with watch("evaluate"):
             evaluation = _evaluate(prepared, calibration, result, written, output)
+    # before steps are timed: the peak of memory is the port's
+    run = _run_record(started, watch, calibration, processes=team.size)
+    step = None if result.held_back else time_training_step(prepared, calibration, team.size)
+    if step is not None:
+        run = replace(run, training_step=step.seconds, training_batch=step.samples)
     with watch("record"):
         origin = None if output.head is None else output.head.origin
-        run = _run_record(started, watch, calibration, processes=team.size)
         record = make_record(prepared, method, result, evaluation, origin, run, outlook=expected, lead=lead)
     return Ported(written.vector, target, written, record, result.report, result.held_back)
 
@@ -289,7 +294,8 @@ def _variants(prepared: PreparedPort, calibration: Calibration, result: Transfer
     if result.readout is not None and prepared.settings.method != "readout":
         yield "target, readout", with_readout(UNTOUCHED, calibration).changes
     if prepared.settings.control:
-        mispaired = _calibration(prepared, calibration.watch, mispaired=True)
+        # with a watch of its own: its stages are a part of the evaluation, and none of the port
+        mispaired = _calibration(prepared, Stopwatch(calibration.watch.callback), mispaired=True)
         alphas = None if result.scaling is None else result.scaling.alphas  # or it would be held back
         yield "control", transfer(prepared.method, mispaired, alphas=alphas).changes
 

@@ -125,7 +125,10 @@ def transfer(
         return replace(result, unread=None, dropped=result.readout is None or not result.readout.accepted)
     else:
         raise TypeError(f"{type(method).__name__} neither carries nor trains")
-    return with_readout(result, calibration) if calibration.settings.readout else result
+    if not calibration.settings.readout:
+        return result
+    with calibration.watch("readout"):
+        return with_readout(result, calibration)
 
 
 def _carry(

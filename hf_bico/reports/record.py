@@ -309,7 +309,11 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Time, machine and versions of one run."""
+    """Time, machine and versions of one run.
+
+    `training_step` has the seconds of one training step of the target on `training_batch` samples, on the same device
+    and in the same precision; both are absent if it was not timed.
+    """
 
     started: str
     seconds: Annotated[dict[str, Amount], _FEW]
@@ -319,6 +323,8 @@ class RunRecord:
     batch_size: Count
     processes: Count
     versions: Versions
+    training_step: Amount | None = None
+    training_batch: Count | None = None
 
 
 class _RecordBase(ABC):

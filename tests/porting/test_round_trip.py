@@ -249,7 +249,7 @@ def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
     assert raw["output"]["files"].keys() == {"open_clip_model.safetensors"}
     assert [entry["model"] for entry in raw["evaluation"]] == ["target", "ported", "source"]
     run = ("started", "seconds", "peak_memory", "device", "dtype", "batch_size", "processes", "versions")
-    assert raw["run"].keys() == {*run}
+    assert raw["run"].keys() == {*run, "training_step", "training_batch"}
 
 
 def test_card_says_what_was_measured(tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def objective_sentence(record: Record) -> str | None:
     return None
 
 
+def place_phrase(device: str) -> str:
+    """Return where a run took place.
+
+    >>> place_phrase("NVIDIA H200"), place_phrase("cpu")
+    ('on NVIDIA H200', 'on a CPU')
+    """
+    return "on a CPU" if device == "cpu" else f"on {clean(device, 80)}"
+
+
 def given_alpha(method: MethodRecord) -> str | None:
     """Return "alpha 1, given"; None if the samples chose it."""
     if method.chosen_by_samples:

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 from hf_bico.reports import results, verdict
+from hf_bico.reports.cost import MEASURING, cost_sentence
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
 from hf_bico.reports.model_cards.sections import MAX_CLASSES, Licences, Usage, card_task, measured_task
@@ -47,6 +48,7 @@ class PortCard(Card):
             "loss": descriptions.loss_sentence(record),
             "training": results.training_sentence(record),
             "steps": results.training_steps(record),
+            "cost": cost_sentence(record, descriptions.place_phrase(record.run.device)),
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
             "chosen_alpha": descriptions.chosen_alpha(record),
             "candidates": verdict.candidates_sentence(record.method),
@@ -168,8 +170,9 @@ class PortCard(Card):
     @property
     def seconds(self) -> tuple[float, float]:
         """Time to make the port, and to measure it."""
-        measuring = self.record.run.seconds.get("evaluate", 0.0)
-        return sum(self.record.run.seconds.values()) - measuring, measuring
+        seconds = self.record.run.seconds
+        making = sum(taken for stage, taken in seconds.items() if stage not in MEASURING)
+        return making, seconds.get("evaluate", 0.0)
 
     def metadata(self) -> dict[str, Any]:
         record, metadata = self.record, super().metadata()

@@ -67,6 +67,7 @@ for name, path, value in (
     ("with_a_loss_below_zero", ("evaluation",), [{**MEASURED, "metric": "loss", "value": -1.0}]),
     ("with_a_metric_that_is_not_known", ("evaluation",), [{**MEASURED, "metric": "accuracy ", "value": 5.0}]),
     ("with_fewer_than_no_samples", ("data", "n"), -1),
+    ("with_a_training_step_below_zero", ("run", "training_step"), -0.5),
     ("with_seconds_below_zero", ("run", "seconds"), {"all": -1.0}),
     ("with_an_energy_above_all", ("sites", 0, "energy"), 7.0),
     ("with_a_source_that_is_always_right_and_more", ("source_lead",), {"source": 9.0, "target": 0.1, "error": 0.0}),
