@@ -86,6 +86,11 @@ class Calibration:
         return _required(self._drawn).samples
 
     @property
+    def unlabelled(self) -> Samples | None:
+        """More samples without labels, if any were given."""
+        return None if self._drawn is None or self._drawn.unlabelled is None else self._drawn.unlabelled.samples
+
+    @property
     def knows_labels(self) -> bool:
         """Whether the samples have labels of the data set's own."""
         return self._drawn is not None and self._drawn.labels == "dataset" and min(self.drawn_samples.labels) >= 0
