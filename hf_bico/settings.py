@@ -34,6 +34,7 @@ PROBE = "probe"
 """The protocol of a measurement by a linear classifier; without one it is zero-shot."""
 DEFAULT_SAMPLES = 100
 DEFAULT_MEASURED = 1000
+DEFAULT_UNLABELLED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 DEFAULT_DOWNLOAD = 2_000_000_000
 DEFAULT_RATE, FINETUNE_STEPS, BRIEF_STEPS, POLISH_STEPS = 1e-5, 2000, 60, 20
@@ -434,6 +435,9 @@ class Settings:
     augment: int | None = option(
         None, _DATA, "Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
         group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
+    unlabelled_samples: int = option(
+        DEFAULT_UNLABELLED, _DATA, "Samples of --unlabelled to use, at most.",
+        group="aligning", type=int, metavar="N", least=1, decisive=True)
     objective: str | Callable[..., Any] = option(
         "auto", _METHOD, "The loss whose gradients are lined up; auto: what the models are made for.",
         group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True, takes_functions=True,

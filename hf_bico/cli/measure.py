@@ -32,6 +32,7 @@ from hf_bico.cli.options import (
     setting,
     settings_of,
     target_option,
+    unlabelled_option,
 )
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.comparison import Comparison
@@ -159,6 +160,7 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
     shell_complete=complete_data,
     help="Data set to calibrate and measure on; repeat it for several.",
 )
+@unlabelled_option
 @SAMPLES.option("--split", help="Split to calibrate on; train by default.")
 @METHOD.option(
     "--methods",
@@ -197,7 +199,7 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods bico@1,bico -n 10,100 --seeds 5
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
     """
-    names = ("base", "fine_tuned", "overwrite", "token", "allow_pickle", "seeds", "with_base")
+    names = ("base", "unlabelled", "fine_tuned", "overwrite", "token", "allow_pickle", "seeds", "with_base")
     job = {name: options.pop(name) for name in names}
     output, methods, n, per_class = (options.pop(name) for name in ("output", "methods", "n", "per_class"))
     with exit_on_error() as ending:

@@ -180,6 +180,13 @@ lineage_options = _together(
     ),
 )
 
+unlabelled_option = SAMPLES.option(
+    "--unlabelled",
+    metavar="DATA",
+    shell_complete=complete_data,
+    help="More samples, whose labels are not read: a data set as for --data; nothing that is measured on is taken.",
+)
+
 output_options = _together(
     GENERAL.option("-q", "--quiet", is_flag=True, help="Print only errors and warnings."),
     GENERAL.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),

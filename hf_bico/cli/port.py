@@ -40,6 +40,7 @@ from hf_bico.cli.options import (
     setting,
     settings_of,
     typed_line,
+    unlabelled_option,
 )
 from hf_bico.errors import LineageError
 from hf_bico.models.families.base import FIT_INSTEAD
@@ -66,6 +67,7 @@ _DIGEST_FILE = ".hf-bico-line"
 @click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
 @click.argument("source", shell_complete=complete_model)
 @lineage_options
+@unlabelled_option
 @settings_of("port", "data", "limits", "aligning", "training", "measuring")
 @folder_option("Output folder; ./SOURCE-to-TARGET by default.")
 @HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
@@ -88,7 +90,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
       hf-bico port user/my-lora --to model-B
       hf-bico port my-finetune --base model-A --to model-B --data eurosat --format adapter --rank 16
     """
-    where = {name: options.pop(name) for name in ("base", "data", "target_id", "allow_pickle")}
+    where = {name: options.pop(name) for name in ("base", "data", "unlabelled", "target_id", "allow_pickle")}
     token, output, push_to, dry_run = (options.pop(name) for name in ("token", "output", "push_to", "dry_run"))
     with exit_on_error() as ending:
         require_no_device_number(options["device"])

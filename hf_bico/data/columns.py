@@ -161,6 +161,33 @@ def find_columns(
     return _image_columns(kinds, settings, needs_labels)
 
 
+def find_unlabelled_columns(kinds: Mapping[str, str], calibration: Columns, reads: str) -> Columns:
+    """Return the columns of data without labels: those of the calibration data, else those found by name and kind.
+
+    Of captioned images, only the images are read.
+    """
+    if reads == IMAGES:
+        known = calibration.image
+        images = _of_kinds(kinds, "image")
+        return Columns({"image": known if known in images else _only(images, kinds, "image", _as_calibration(known))})
+    parts = dict(calibration.parts)
+    if all(kinds.get(name) == (MESSAGES if role == "messages" else STRING) for role, name in parts.items()):
+        return Columns(parts, task=calibration.task)
+    remedy = _as_calibration(*parts.values())
+    try:
+        found = find_text_columns(kinds, _named_label(kinds, (*LABELS, *_OTHER_LABELS)), None)
+    except ColumnError as error:
+        raise ColumnError(error.cause, remedy) from error
+    if tuple(found) != tuple(parts):
+        cause = f"the unlabelled data has {' and '.join(found)}, and the calibration data {' and '.join(parts)}"
+        raise ColumnError(cause, remedy)
+    return Columns(found)
+
+
+def _as_calibration(*names: str | None) -> str:
+    return f"name the columns of the unlabelled data as those of the calibration data: {', '.join(filter(None, names))}"
+
+
 def _text_columns(kinds: Mapping[str, str], settings: Settings, task: KnownTask | None, needs_labels: bool) -> Columns:
     """Take as labels only columns of a usual name or type: beside texts, other numbers may be anything."""
     label = settings.label_column or _named_label(kinds, (*LABELS, *_OTHER_LABELS))

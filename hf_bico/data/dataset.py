@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from PIL import ExifTags, ImageOps
@@ -140,10 +142,11 @@ class DataSet:
         known = labelled and self.labelled and indices
         labels = self.labels(split) if known else dict.fromkeys(indices, UNLABELLED)
         rows, decode, image = self._rows(split) if indices else self.splits[split], None, self.columns.image
+        folder = None
         if self.repo is not None and image is not None:  # from the Hub: check where paths point before opening them
             folder = self.repo.snapshot
-            rows, decode = undecoded(rows, image), lambda value: decode_image(value, folder)
-        return Samples(rows, self.columns, tuple(indices), tuple(labels[index] for index in indices), decode)
+            rows, decode = undecoded(rows, image), partial(decode_image, folder=folder)
+        return Samples(rows, self.columns, tuple(indices), tuple(labels[index] for index in indices), decode, folder)
 
     def _rows(self, split: str) -> RowSequence:
         """Return the rows of a split with the columns of a sample alone: no other image is decoded."""
@@ -169,6 +172,8 @@ class Samples:
     indices: tuple[int, ...]
     labels: tuple[int, ...]
     decode: Callable[[Any], Any] | None = None
+    folder: Path | None = None
+    """Of images from the Hub: the only folder whose files are opened."""
 
     def __len__(self) -> int:
         return len(self.indices)

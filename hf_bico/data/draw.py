@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,12 @@ from hf_bico.data.columns import (
     column_kinds,
     feature_kinds,
     find_columns,
+    find_unlabelled_columns,
     known_task,
     undecoded,
 )
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.loading import ParquetFiles, large_parquet, named_config, open_folder, open_whole
+from hf_bico.data.loading import ParquetFiles, file_within, large_parquet, named_config, open_folder, open_whole
 from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
 from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
 from hf_bico.errors import ClassNamesError, DataNotFoundError, SampleCountError, UsageError
@@ -49,6 +51,15 @@ most."""
 
 
 @dataclass(frozen=True)
+class Unlabelled:
+    """More samples, without labels, and the split they were drawn from; each label is -1."""
+
+    data: DataSet
+    split: str
+    samples: Samples
+
+
+@dataclass(frozen=True)
 class CalibrationDraw:
     """Calibration samples and the split they were drawn from.
 
@@ -62,6 +73,7 @@ class CalibrationDraw:
     """Origin of the labels: "dataset", or "pseudo", each -1 until `with_labels`."""
     strategy: Strategy = field(default_factory=Strategy)
     needs_features: bool = False
+    unlabelled: Unlabelled | None = None
 
     def chosen(self, features: Tensor) -> CalibrationDraw:
         """Select the samples by the candidates' features, one row for each, in their order."""
@@ -115,8 +127,11 @@ def open_data(
     images. Of a large Hub repo only the rows that the settings need are read: for calibration and its evaluation or, to
     `measure` a model, `n` rows or all of one split.
     """
-    settings = settings or Settings()
-    reader = _Reader(settings, known_names, measure, reads)
+    return _open(data, _Reader(settings or Settings(), known_names, measure, reads), hub)
+
+
+def _open(data: Any, reader: _Reader, hub: Hub | None) -> DataSet:
+    settings = reader.settings
     if not isinstance(data, str | Path | HubReference):
         rows = _given_splits(data)
         info = getattr(next(iter(rows.values())), "info", None)  # how `datasets` loaded the rows
@@ -142,8 +157,12 @@ class _Reader:
     known_names: Sequence[str] | None
     measure: bool
     reads: str
+    calibration: Columns | None = None
+    """Of data to read without labels: the columns of the calibration data."""
 
     def columns(self, kinds: Mapping[str, str], name: str, config: str | None) -> Columns:
+        if self.calibration is not None:
+            return find_unlabelled_columns(kinds, self.calibration, self.reads)
         needs_labels = self.measure or self.settings.labels == "dataset"
         task = known_task(name, config, kinds) if self.reads == TEXTS else None
         return find_columns(kinds, self.settings, self.reads, needs_labels=needs_labels, task=task)
@@ -154,11 +173,15 @@ class _Reader:
         """Combine all splits; `task_of` is the name and configuration to recognise a known task by."""
         kinds = column_kinds(next(iter(splits.values())))
         columns = self.columns(kinds, *(task_of or (name, where.get("config"))))
-        names = class_names(splits.values(), columns, self.settings, self.known_names)
-        data = DataSet(name, splits, columns, names, **where)
-        if self.settings.class_names is None:
+        data = DataSet(name, splits, columns, self.class_names(splits, columns), **where)
+        if self.settings.class_names is None and self.calibration is None:
             _require_one_spelling(data)
         return data
+
+    def class_names(self, splits: Mapping[str, RowSequence], columns: Columns) -> tuple[str, ...]:
+        if self.calibration is not None:
+            return tuple(self.known_names or ())
+        return class_names(splits.values(), columns, self.settings, self.known_names)
 
 
 def _require_one_spelling(data: DataSet) -> None:
@@ -200,9 +223,8 @@ def _open_in_part(files: ParquetFiles, reader: _Reader) -> DataSet:
         _require_labels(files.repo.id, columns, settings)
     chosen = _choose_row_groups(groups, split, columns, reader)
     labels = {name: some.labels for name, some in chosen.items()}
-    names = class_names(labels.values(), columns, settings, reader.known_names)
-    data = DataSet(files.repo.id, labels, columns, names, **origin)
-    if not measure:  # labels are enough to draw by: refuse before downloading images
+    data = DataSet(files.repo.id, labels, columns, reader.class_names(labels, columns), **origin)
+    if not measure and reader.calibration is None:  # labels are enough to draw by: refuse before downloading images
         _calibration_rows(data, split, settings)
     whole = {split} if settings.trains_on_all and not measure else set()
     rows = {
@@ -361,6 +383,69 @@ def evaluation_samples(
     return chosen, data.samples(chosen, data.usable_rows(chosen, rows, most))
 
 
+def draw_unlabelled(
+    reference: Any,
+    drawn: CalibrationDraw,
+    held_out: Samples | None,
+    settings: Settings,
+    hub: Hub | None = None,
+    *,
+    known_names: Sequence[str] | None = None,
+    reads: str = IMAGES,
+) -> Unlabelled:
+    """Draw samples without labels from a data set, up to `unlabelled_samples`, in the order that the seed gives.
+
+    Whatever has the content of a calibration sample or of a `held_out` sample is left out, so that nothing that is
+    measured on is learnt from. The columns and the configuration are those of the calibration data, where the data set
+    has them; the split is `train`, else the only one.
+    """
+    used = [drawn.samples, *([] if held_out is None else [held_out])]
+    hub, columns, count = hub or Hub(), drawn.data.columns, settings.unlabelled_samples
+    # of the same large data set, as many more rows are read as may have to be left out
+    rows = count + (sum(map(len, used)) if _is_from(reference, drawn.data, hub) else 0)
+    wanted = Settings(n=rows, seed=settings.seed, max_download=settings.max_download, evaluate=False)
+    reader = _Reader(wanted, known_names, measure=False, reads=reads, calibration=columns)
+    data, split = _open_unlabelled(reference, reader, drawn.data.config, hub)
+    taken = {digest for samples in used for digest in _digests(samples, image_alone=True)}
+    order = draw_order(len(data.splits[split]), settings.seed)
+    digests = _digests(data.samples(split, order, labelled=False))
+    fresh = (index for index, digest in zip(order, digests, strict=True) if digest not in taken)
+    chosen = data.usable_rows(split, fresh, count)
+    if not chosen:
+        raise SampleCountError(
+            f"none of the {len(order)} rows of split '{split}' of '{data.name}' is left as an unlabelled sample: each "
+            "is calibrated on, measured on, or empty",
+            "give other data with --unlabelled, or measure on fewer samples with --eval-samples",
+        )
+    return Unlabelled(data, split, data.samples(split, chosen, labelled=False))
+
+
+def _is_from(reference: Any, data: DataSet, hub: Hub) -> bool:
+    """Return True if the reference names the Hub repo that the data set is from."""
+    if isinstance(reference, str):
+        reference = parse(reference, "the unlabelled data", files=True)
+    if data.repo is None or not isinstance(reference, HubReference):
+        return False
+    return hub.repo(reference, "the unlabelled data", "dataset").id == data.repo.id
+
+
+def _open_unlabelled(reference: Any, reader: _Reader, config: str | None, hub: Hub) -> tuple[DataSet, str]:
+    """Open data in this configuration if it has it, else in its own default, and choose the split."""
+    if config is not None:
+        with suppress(DataNotFoundError):
+            named = replace(reader, settings=replace(reader.settings, config=config))
+            data = _open(reference, named, hub)
+            return data, calibration_split(data, None)
+    try:
+        data = _open(reference, reader, hub)
+        return data, calibration_split(data, None)
+    except DataNotFoundError as error:
+        if "--split" not in error.remedy and "--config" not in error.remedy:
+            raise
+        remedy = "give unlabelled data with a split 'train' or only one, and with one configuration"
+        raise DataNotFoundError(error.cause, remedy) from error
+
+
 def _given_splits(data: Any) -> Mapping[str, RowSequence]:
     if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
         return dict(data)
@@ -423,26 +508,33 @@ def repeat_notices(drawn: CalibrationDraw, held_out: Samples | None) -> list[str
     return notices
 
 
-def _digests(samples: Samples) -> Iterator[bytes]:
-    """Hash each sample's stored values."""
+def content_digest(samples: Samples) -> str:
+    """Hash the stored values of all samples together."""
+    return hashlib.blake2b(b"".join(_digests(samples)), digest_size=8).hexdigest()
+
+
+def _digests(samples: Samples, image_alone: bool = False) -> Iterator[bytes]:
+    """Hash each sample's stored values; with `image_alone`, a caption does not count."""
     rows, image = samples.rows, samples.columns.image
+    names = [image] if image_alone and image is not None else list(samples.columns.parts.values())
     if image is not None and hasattr(rows, "cast_column"):
         rows = undecoded(rows, image)
     elif image is None and hasattr(rows, "select_columns"):
-        rows = rows.select_columns(list(samples.columns.parts.values()))
+        rows = rows.select_columns(names)
     for index in samples.indices:
         row = rows[index]
-        values = (_bytes_of(row[name], samples.decode is None) for name in samples.columns.parts.values())
+        values = (_bytes_of(row[name], samples) for name in names)
         yield hashlib.blake2b(b"".join(values), digest_size=16).digest()
 
 
-def _bytes_of(value: Any, trusted: bool) -> bytes:
-    """Return a value as bytes; an untrusted data set's path is hashed as text, and its file never opened."""
+def _bytes_of(value: Any, samples: Samples) -> bytes:
+    """Return a value as bytes; of a data set from the Hub, no file outside of its own folder is opened."""
     if isinstance(value, dict) and {"bytes", "path"} <= value.keys():
         if value["bytes"] is not None:
             return bytes(value["bytes"])
-        file = Path(value["path"])
-        return file.read_bytes() if trusted and file.is_file() else str(file).encode()
+        file = Path(str(value["path"]))
+        own = file_within(file, samples.folder) if samples.folder is not None else file
+        return own.read_bytes() if own is not None and own.is_file() else str(file).encode()
     if hasattr(value, "tobytes"):  # PIL's images and numpy's arrays
         return f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')} ".encode() + bytes(value.tobytes())
     if hasattr(value, "numpy"):

@@ -413,13 +413,19 @@ def decode_image(value: Any, folder: Path) -> Any:
         return value
     source: Any = None if value.get("bytes") is None else io.BytesIO(value["bytes"])
     if source is None:
-        source = Path(os.path.normpath(str(value.get("path"))))
-        if not any(source.is_relative_to(parent) for parent in (folder, folder.resolve())):
+        source = file_within(value.get("path"), folder)
+        if source is None:
             raise ValueError("it is not in the data set, but somewhere else")
     with Image.open(source) as image:
         if image.format == "EPS":
             raise ValueError("it is a program in PostScript, which Ghostscript would run")
     return datasets.Image().decode_example(value)
+
+
+def file_within(path: Any, folder: Path) -> Path | None:
+    """Return the path of a file that a data set names, if it leads into the folder."""
+    file = Path(os.path.normpath(str(path)))
+    return file if any(file.is_relative_to(parent) for parent in (folder, folder.resolve())) else None
 
 
 def fetch(repo: HubRepo, names: Sequence[str]) -> Path:

@@ -86,6 +86,11 @@ class Calibration:
         return _required(self._drawn).samples
 
     @property
+    def unlabelled(self) -> Samples | None:
+        """More samples without labels, if any were given."""
+        return None if self._drawn is None or self._drawn.unlabelled is None else self._drawn.unlabelled.samples
+
+    @property
     def knows_labels(self) -> bool:
         """Whether the samples have labels of the data set's own."""
         return self._drawn is not None and self._drawn.labels == "dataset" and min(self.drawn_samples.labels) >= 0
@@ -111,12 +116,6 @@ class Calibration:
             raise no_predictions(self.settings.method)
         with self.models.tuned_source():
             return logits_of(self.models.source, head, self.samples, self.settings.batch)
-
-    @property
-    def unlabelled(self) -> Samples | None:
-        """Samples without labels, beside the calibration samples."""
-        more = getattr(self._drawn, "unlabelled", None)
-        return None if more is None else more.samples
 
     @cached_property
     def all_predictions(self) -> Tensor:

@@ -238,10 +238,10 @@ def _known_data(place: RepoFiles | None, record: Record | None) -> Any:
 
 def _calibrated_on(record: Record | None, data: DataSet, split: str) -> set[int]:
     """Return the rows of a split that a port was calibrated on; unknown for parts of a large data set."""
-    if record is None or record.data is None or record.data.parts or split in data.parts:
+    if record is None or record.data is None or split in data.parts:
         return set()
-    same = (record.data.id, record.data.split) == (data.name, split)
-    return set(record.data.indices) if same else set()
+    used = [some for some in (record.data, record.data.unlabelled) if some is not None and not some.parts]
+    return {index for some in used if (some.id, some.split) == (data.name, split) for index in some.indices}
 
 
 def _open(

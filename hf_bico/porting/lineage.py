@@ -68,6 +68,9 @@ class Lineage:
     """Sentences for the user, such as that a quantised base was replaced."""
     other_function: BaseMismatchError | None = None
     """Why the fine-tuned model computes something else than its base would with the same weights."""
+    unlabelled: Any = None
+    """More samples without labels: a reference, or rows passed from Python."""
+    unlabelled_repo: HubRepo | None = None
 
     @property
     def models(self) -> tuple[Model | Adapter, Model, Model]:
@@ -91,7 +94,7 @@ class Lineage:
     @property
     def _hub_repos(self) -> list[HubRepo]:
         repos = [model.place.repo for model in self.models if model.place is not None]
-        return [repo for repo in (*repos, self.data_repo) if repo is not None]
+        return [repo for repo in (*repos, self.data_repo, self.unlabelled_repo) if repo is not None]
 
     @property
     def repos(self) -> list[RepoName]:
@@ -111,7 +114,8 @@ class Lineage:
     @property
     def _is_local(self) -> bool:
         models = any(model.place is None or model.place.repo is None for model in self.models)
-        return models or (self.data is not None and self.data_repo is None)
+        data = ((self.data, self.data_repo), (self.unlabelled, self.unlabelled_repo))
+        return models or any(given is not None and repo is None for given, repo in data)
 
 
 def resolve(
@@ -120,6 +124,7 @@ def resolve(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    unlabelled: Any = None,
     hub: Hub | None = None,
     allow_pickle: bool = False,
 ) -> Lineage:
@@ -141,9 +146,9 @@ def resolve(
     data_repo, no_data = None, None
     if data is None:
         data, data_repo, no_data = _named_data(origin, name, hub)
-    elif isinstance(data, str | Path):
-        data = parse(data, "the data set", files=True)
-        data_repo = hub.repo(data, "the data set", "dataset") if isinstance(data, HubReference) else None
+    else:
+        data, data_repo = _given_data(data, "the data set", hub)
+    unlabelled, unlabelled_repo = _given_data(unlabelled, "the unlabelled data", hub)
 
     tuned = open_source(place or source, _shared_library(place, start), hub, allow_pickle)
     library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
@@ -154,9 +159,21 @@ def resolve(
     notices += [*difference_notices(found, tuned.name), *_other_preparation(tuned, first)]
     notices += [sentence for sentence, model in ((BASE, first), (FINE_TUNED, tuned)) if is_opened_twice(last, model)]
     repos = [model.place.repo for model in (tuned, first, last) if model.place is not None]
-    notices += [f"'{repo.requested.id}' is now '{repo.id}'." for repo in (*repos, data_repo) if repo and repo.renamed]
+    repos += [data_repo, unlabelled_repo]
+    notices += [f"'{repo.requested.id}' is now '{repo.id}'." for repo in repos if repo and repo.renamed]
     refusal = other_function(found, tuned.name, first.name)
-    return Lineage(tuned, first, last, data, data_repo, no_data, tuple(dict.fromkeys(notices)), refusal)
+    return Lineage(
+        tuned,
+        first,
+        last,
+        data,
+        data_repo,
+        no_data,
+        tuple(dict.fromkeys(notices)),
+        refusal,
+        unlabelled=unlabelled,
+        unlabelled_repo=unlabelled_repo,
+    )
 
 
 def open_source(source: ModelReference | RepoFiles, library: str, hub: Hub, allow_pickle: bool) -> Model | Adapter:
@@ -234,6 +251,13 @@ def _reference(name: str) -> HubReference:
     if reference is None:
         raise RepoNotFoundError(f"'{name}' is not an id of the Hub", "use OWNER/NAME")
     return reference
+
+
+def _given_data(data: Any, what: str, hub: Hub) -> tuple[Any, HubRepo | None]:
+    """Parse a reference to a data set, and pin it if it is on the Hub; rows stay as they are."""
+    if isinstance(data, str | Path):
+        data = parse(data, what, files=True)
+    return data, hub.repo(data, what, "dataset") if isinstance(data, HubReference) else None
 
 
 def _named_data(

@@ -26,6 +26,7 @@ from hf_bico.alignment.memory import (
     plan_memory,
 )
 from hf_bico.errors import EmptyTaskVectorError, ModelError
+from hf_bico.hub.client import HubRepo
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.checkpoints import FileCheckpoint, HeaderCheckpoint, RenamedCheckpoint
 from hf_bico.models.families.base import TEXT_TOWER, VISION_TOWER
@@ -76,11 +77,13 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""
         lineage, base, target = self.lineage, *self.lineage.layouts
+        has_unlabelled = lineage.unlabelled is not None
         rows = [
             ("source", _known(lineage.source)),
             ("base", _known(lineage.base)),
             ("target", _known(lineage.target)),
-            ("data", _data(lineage)),
+            ("data", _data(lineage.data, lineage.data_repo)),
+            *([("unlabelled", _data(lineage.unlabelled, lineage.unlabelled_repo))] if has_unlabelled else []),
             *(("note", notice) for notice in lineage.notices),
             *(("refused", sentence) for sentence in self.refusals),
             ("blocks", f"{base.blocks} -> {target.blocks}, taken from {list(self.blocks)}"),
@@ -304,12 +307,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        lineage = self.lineage
+        lineage, unlabelled = self.lineage, self.lineage.unlabelled_repo
         return {
             "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
             "target": _about(lineage.target),
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
+            **({} if unlabelled is None else {"unlabelled": _named(unlabelled.id, unlabelled.commit)}),
             "notices": list(lineage.notices),
             "refused": next((one.cause for one in (lineage.other_function, self.head_refusal) if one), None),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
@@ -377,12 +381,12 @@ def _known(model: Model | Adapter) -> str:
     return f"{model.name}{commit} ({kind}{licence})"
 
 
-def _data(lineage: Lineage) -> str:
-    if lineage.data_repo is not None:
-        return f"{lineage.data_repo.id} at {lineage.data_repo.commit[:12]}"
-    if lineage.data is None:
+def _data(data: Any, repo: HubRepo | None) -> str:
+    if repo is not None:
+        return f"{repo.id} at {repo.commit[:12]}"
+    if data is None:
         return "not known"
-    return Path(str(lineage.data)).name if isinstance(lineage.data, str | Path) else "rows"
+    return Path(str(data)).name if isinstance(data, str | Path) else "rows"
 
 
 def _sites(pairs: Sequence[SitePair]) -> str:

@@ -43,6 +43,7 @@ def plan(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    unlabelled: Any = None,
     target_id: str | None = None,
     hub: Hub | None = None,
     allow_pickle: bool = False,
@@ -52,7 +53,8 @@ def plan(
     >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").pairs  # doctest: +SKIP
     """
     hub = hub or Hub()
-    planned = make_plan(resolve(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle))
+    named = {"base": base, "data": data, "unlabelled": unlabelled}
+    planned = make_plan(resolve(source, to, **named, hub=hub, allow_pickle=allow_pickle))
     return planned if target_id is None else _with_target_id(planned, target_id, hub)
 
 

@@ -68,6 +68,7 @@ def port(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    unlabelled: Any = None,
     target_id: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -77,17 +78,19 @@ def port(
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
     Models are Hub ids, folders, or loaded modules, and `source` may be a PEFT adapter; `data` is a Hub id, a folder of
-    images or parquet files, a `datasets` object or a list of rows. `base` and `data` may be left out if the source's
-    card names them; `target_id` is the Hub id of a target that is a folder, which is checked and goes into the card;
-    `progress` is called with (stage, steps done, steps in all). The other options are those of `hf_bico.Settings`,
-    such as n, per_class, seed, method, alpha, format, rank, objective and device. Ports of several threads take turns.
+    images or parquet files, a `datasets` object or a list of rows, and so is `unlabelled`: more samples, whose labels
+    are not read. `base` and `data` may be left out if the source's card names them; `target_id` is the Hub id of a
+    target that is a folder, which is checked and goes into the card; `progress` is called with (stage, steps done,
+    steps in all). The other options are those of `hf_bico.Settings`, such as n, per_class, seed, method, alpha, format,
+    rank, objective and device. Ports of several threads take turns.
 
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
     settings, hub = Settings.of(options), Hub(token)
     with job_turn():  # of loaded models, the plan holds the weights: another thread's port may be changing these
-        planned = plan(source, to, base=base, data=data, target_id=target_id, hub=hub, allow_pickle=allow_pickle)
+        named = {"base": base, "data": data, "unlabelled": unlabelled, "target_id": target_id}
+        planned = plan(source, to, **named, hub=hub, allow_pickle=allow_pickle)
         return run_port(planned, settings, hub, progress)
 
 

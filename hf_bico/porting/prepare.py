@@ -19,7 +19,7 @@ from hf_bico.alignment.methods.base import Carrier, Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.data.classes import folded
 from hf_bico.data.dataset import Samples
-from hf_bico.data.draw import CalibrationDraw, draw, evaluation_samples
+from hf_bico.data.draw import CalibrationDraw, Unlabelled, draw, draw_unlabelled, evaluation_samples
 from hf_bico.errors import (
     ColumnError,
     DataUnknownError,
@@ -176,10 +176,26 @@ def prepare(
     cut = require_readable(loaded, drawn.split, drawn.samples)
     cut_held_out = require_readable(loaded, *held_out) if prepared.evaluates else 0
     prepared = replace(prepared, cut=(cut, cut_held_out), doubts=tuple(_doubts(models, drawn)))
+    with watch("sample"):
+        drawn = with_unlabelled(drawn, held_out[1] if prepared.evaluates else None, models, settings, hub)
     if settings.layers == "similarity":
         models = models.with_similar_blocks(drawn.samples)
     heads = make_heads(models, drawn.data.class_names, drawn)
     return replace(prepared, models=models, drawn=models.pseudo_label(drawn, heads), heads=heads)
+
+
+def with_unlabelled(
+    drawn: CalibrationDraw, held_out: Samples | None, models: ModelPair, settings: Settings, hub: Hub
+) -> CalibrationDraw:
+    """Add the unlabelled samples, if such data was given, without what is measured on; refuse unreadable ones."""
+    lineage = models.lineage
+    if lineage.unlabelled is None:
+        return drawn
+    names, reads = lineage.class_names or None, lineage.reads
+    unlabelled = draw_unlabelled(lineage.unlabelled, drawn, held_out, settings, hub, known_names=names, reads=reads)
+    require_tokenizers(lineage, [unlabelled], settings)
+    require_readable((models.source, models.target), unlabelled.split, unlabelled.samples)
+    return replace(drawn, unlabelled=unlabelled)
 
 
 def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
@@ -246,7 +262,7 @@ def require_device_map(settings: Settings, device: torch.device, processes: int 
         raise UsageError("--device-map spreads models over all GPUs, and so would every process", "use one process")
 
 
-def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw], settings: Settings) -> None:
+def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw | Unlabelled], settings: Settings) -> None:
     """Refuse tokenizers that do not know the texts, split them differently or cannot take chats.
 
     Fetches small files only.
@@ -289,7 +305,7 @@ def _require_base_tokens(lineage: Lineage) -> None:
         )
 
 
-def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: CalibrationDraw) -> None:
+def _require_texts(items: Sequence[Any], labels: Sequence[int], drawn: CalibrationDraw | Unlabelled) -> None:
     """Refuse texts that are only the names of their own classes: the wrong column was taken."""
     names, column = drawn.data.class_names, drawn.data.columns.parts.get("text")
     texts = [(item.first, label) for item, label in zip(items, labels, strict=True) if isinstance(item, Text)]

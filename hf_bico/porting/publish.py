@@ -23,7 +23,7 @@ from hf_bico.hub.push import (
 )
 from hf_bico.hub.references import LOCAL, RepoName
 from hf_bico.reports.model_cards import CARD_FILE, render_card, write_card
-from hf_bico.reports.record import ChangeRecord, DataRecord, ModelRecord, Record, read_any
+from hf_bico.reports.record import ChangeRecord, DataRecord, ModelRecord, Record, UnlabelledRecord, read_any
 from hf_bico.reports.results import headline, is_worse
 from hf_bico.utils.files import sha256_of
 
@@ -82,9 +82,10 @@ def _require_whole(folder: Path, record: Record | ChangeRecord) -> None:
 
 def _repos_of(record: Record | ChangeRecord) -> list[RepoName]:
     """Return type and id of the Hub repos that a result was made from; LOCAL in addition for local inputs."""
-    inputs: list[tuple[str, ModelRecord | DataRecord]] = [("model", model) for model in record.models]
+    inputs: list[tuple[str, ModelRecord | DataRecord | UnlabelledRecord]]
+    inputs = [("model", model) for model in record.models]
     if isinstance(record, Record) and record.data is not None:
-        inputs.append(("dataset", record.data))
+        inputs += [("dataset", data) for data in (record.data, record.data.unlabelled) if data is not None]
     repos = [(kind, entry.id) for kind, entry in inputs if entry.commit is not None]
     return repos if len(repos) == len(inputs) else [*repos, LOCAL]
 

@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hf_bico.alignment.methods.training import Trained
-from hf_bico.data.draw import CalibrationDraw, calibration_notices, class_notices, repeat_notices
+from hf_bico.data.dataset import DataSet
+from hf_bico.data.draw import CalibrationDraw, Unlabelled, calibration_notices, class_notices, repeat_notices
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.families.pooling import read_pooling
@@ -41,6 +42,7 @@ from hf_bico.reports.record import (
     RunRecord,
     SourceLeadRecord,
     TrainingRecord,
+    UnlabelledRecord,
 )
 from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, option_methods, read_lines
 from hf_bico.utils import __version__
@@ -295,6 +297,21 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
         chat_template=chat_template,
         special_tokens=None if settings.special_tokens else False,
         parts=list(drawn.data.parts.get(drawn.split, [])),
+        unlabelled=None if drawn.unlabelled is None else _unlabelled_record(drawn.unlabelled),
+    )
+
+
+def _unlabelled_record(unlabelled: Unlabelled) -> UnlabelledRecord:
+    data, split, indices = unlabelled.data, unlabelled.split, unlabelled.samples.indices
+    return UnlabelledRecord(
+        id=data.name,
+        split=split,
+        n=len(indices),
+        indices=list(indices),
+        columns=data.columns.by_role,
+        commit=None if data.repo is None else data.repo.commit,
+        config=data.config,
+        parts=list(data.parts.get(split, [])),
     )
 
 
@@ -317,15 +334,16 @@ def typed_reference(model: Model | Adapter) -> str:
 
 def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None) -> str | None:
     """Return the command line that does the same, by names and without paths; None if Python passed an input."""
-    models = lineage.models
-    if settings.own_objective or any(model.folder is None for model in models) or (drawn and not drawn.data.named):
+    models, unlabelled = lineage.models, None if drawn is None else drawn.unlabelled
+    passed = any(part is not None and not part.data.named for part in (drawn, unlabelled))
+    if settings.own_objective or any(model.folder is None for model in models) or passed:
         return None
     source, base, target = (typed_reference(model) for model in models)
     words = ["hf-bico", "port", source, "--base", base, "--to", target]
     if drawn is not None:
-        repo = drawn.data.repo
-        words += ["--data", drawn.data.name if repo is None else str(repo.requested), "--split", drawn.split]
+        words += ["--data", _typed_data(drawn.data), "--split", drawn.split]
         words += ["-k", str(settings.per_class)] if settings.per_class else ["-n", str(len(drawn.samples))]
+    words += [] if unlabelled is None else ["--unlabelled", _typed_data(unlabelled.data)]
     usual: dict[str, Any] = {one.name: one.default for one in fields(Settings)}
     usual |= {"seed": None, "objective": next(iter(lineage.base.layout.objectives), "zero-shot")}
     usual["evaluation"] = PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"
@@ -340,6 +358,11 @@ def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
         if (name in _SPELT and known) or (option.recorded and known and value != usual[name]):
             words += [option.typed_as(name), *_typed(option, value)]
     return command_line(words)
+
+
+def _typed_data(data: DataSet) -> str:
+    """Return what to type for a data set: its Hub id, with the requested revision, or the folder's name."""
+    return data.name if data.repo is None else str(data.repo.requested)
 
 
 def _typed(option: Option, value: Any) -> list[str]:

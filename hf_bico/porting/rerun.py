@@ -20,7 +20,7 @@ from hf_bico.reports.record import DataRecord, MethodRecord, Record, read_record
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
-from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, OPTIONS, Settings
+from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, DEFAULT_UNLABELLED, OPTIONS, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.text import size_text
@@ -28,7 +28,7 @@ from hf_bico.utils.text import size_text
 MOST = {
     **{"path_steps": 100, "augment": 100, "batch_size": 1_024, "calibration_batch": 1_024, "max_length": 2**17},
     **{"train_steps": 100_000, "train_batch": 8_192, "warmup": 100_000, "eval_samples": 1_000_000, "rank": 2**16},
-    "class_names": 2_000_000,
+    **{"class_names": 2_000_000, "unlabelled_samples": 1_000_000},
 }
 """The most that a record may ask for of each option; of class names, as often as there are templates."""
 
@@ -78,11 +78,13 @@ def rerun(
         raise RecordError(f"{RECORD_FILE} of '{place.name}' does not say what was written", "port again")
     limits = Settings.of({"device": device, "max_download": max_download, "force": force})
     settings, source, target = _settings(then, place.name, limits), then.source, then.target
+    unlabelled = None if then.data is None else then.data.unlabelled
     planned = plan(
         place.recorded(source.id, source.commit),
         place.recorded(target.id, target.commit),
         base=None if source.base is None else place.recorded(source.base.id, source.base.commit),
         data=None if then.data is None else place.recorded(then.data.id, then.data.commit),
+        unlabelled=None if unlabelled is None else place.recorded(unlabelled.id, unlabelled.commit),
         hub=hub,
         allow_pickle=allow_pickle,
     )
@@ -136,6 +138,8 @@ def _settings(record: Record, name: str, limits: Settings) -> Settings:
         options["templates"] = record.objective.templates
     if record.data is not None:
         options |= _sampling(record.data)
+        # the number that was asked for: of a large data set, it decides which rows are read
+        options["unlabelled_samples"] = record.settings.get("unlabelled_samples", DEFAULT_UNLABELLED)
         options["max_download"] = _allowed_download(record.data, name, limits.max_download)
     try:
         options |= _method_options(record.method, record.data.n if record.data else 0)
@@ -180,6 +184,12 @@ def _require_listed(data: DataRecord, name: str) -> None:
         of_each = "" if data.per_class is None else f", {data.per_class:,} of each class,"
         raise RecordError(
             f"{RECORD_FILE} of '{name}' speaks of {data.n:,} samples{of_each} and lists {len(data.indices):,}",
+            "port again",
+        )
+    more = data.unlabelled
+    if more is not None and more.n != len(more.indices):
+        raise RecordError(
+            f"{RECORD_FILE} of '{name}' speaks of {more.n:,} unlabelled samples and lists {len(more.indices):,}",
             "port again",
         )
 
@@ -238,6 +248,11 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
     }
 
 
+def _unlabelled_rows(data: DataRecord | None) -> Any:
+    more = None if data is None else data.unlabelled
+    return None if more is None else (more.split, more.indices, more.parts)
+
+
 def _differences(then: Record, now: Record) -> list[str]:
     bases = [record.source.base and record.source.base.sha256 for record in (then, now)]
     inputs = (
@@ -245,6 +260,7 @@ def _differences(then: Record, now: Record) -> list[str]:
         ("the base's weights", *bases),
         ("the target's weights", then.target.sha256, now.target.sha256),
         ("the samples", then.data and then.data.indices, now.data and now.data.indices),
+        ("the unlabelled samples", *(_unlabelled_rows(record.data) for record in (then, now))),
     )
     surroundings = (
         ("hf-bico", then.hf_bico, now.hf_bico),

@@ -67,6 +67,20 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
+class UnlabelledRecord:
+    """More samples, whose labels were not read; `indices` count rows as those of a `DataRecord` do."""
+
+    id: str
+    split: str
+    n: Count
+    indices: list[int]
+    columns: Annotated[dict[str, str], _FEW]
+    commit: str | None = None
+    config: str | None = None
+    parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
@@ -92,6 +106,7 @@ class DataRecord:
     chat_template: bool | None = None
     special_tokens: bool | None = None
     parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
+    unlabelled: UnlabelledRecord | None = None
 
 
 @dataclass(frozen=True)

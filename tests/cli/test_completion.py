@@ -57,6 +57,8 @@ def test_bash_completes(here: Path) -> None:
     assert bash("hf-bico plan ", here) == ["data/", "home/", "models/", "gpt2", "org/other", "org/vit"]
     assert bash("hf-bico plan x --to mod", here) == ["models/", "models/narrow/", "models/wide/"]
     assert bash("hf-bico port x --data org", here) == ["org/photos"]
+    assert bash("hf-bico port x --unlabelled org", here) == ["org/photos"]
+    assert bash("hf-bico compare x --unlabelled da", here) == ["data/"]
 
 
 @needs_bash

@@ -21,11 +21,14 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import (
     EVALUATION_SPLITS,
     CalibrationDraw,
+    Unlabelled,
     calibration_split,
+    content_digest,
     draw_from,
     evaluation_samples,
     open_data,
 )
+from hf_bico.data.sampling import draw_order
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import (
     ALL,
@@ -49,7 +52,7 @@ from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.heads import make_heads, source_head, tuned_target_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.prepare import training_samples
+from hf_bico.porting.prepare import training_samples, with_unlabelled
 from hf_bico.porting.reading import require_readable
 from hf_bico.porting.scoring import TargetScorer, make_scorer
 from hf_bico.porting.task_vector import TaskVector
@@ -279,6 +282,17 @@ class ComparedDataset:
         }
 
 
+def about_unlabelled(unlabelled: Unlabelled, settings: Settings) -> dict[str, Any]:
+    """Return what identifies the unlabelled data, whatever the draw, as plain data."""
+    data, split = unlabelled.data, unlabelled.split
+    about = {"id": data.name, "config": data.config, "split": split}
+    if data.repo is not None:
+        return {**about, "commit": data.repo.commit}
+    size = len(data.splits[split])
+    first = draw_order(size, settings.seed)[: settings.unlabelled_samples]
+    return {**about, "rows": size, "content": content_digest(data.samples(split, first, labelled=False))}
+
+
 def digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
 
@@ -314,7 +328,9 @@ def draw_samples(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Dra
     return draws
 
 
-def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> ComparedDataset:
+def prepare_data_set(
+    data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair, hub: Hub
+) -> ComparedDataset:
     """Finish the draws by these models, and choose held-out samples that no draw contains."""
     heads = None if models.settings.objective == "classification" else make_heads(models, data.class_names, None)
 
@@ -340,6 +356,10 @@ def prepare_data_set(data: DataSet, draws: Mapping[Draw, CalibrationDraw], model
             f"a linear probe is fitted to labels, and '{data.name}' has none", f"use data with labels{other}"
         )
     require_readable((models.source, models.target), split, samples)
+    draws = {
+        draw: with_unlabelled(drawn, samples, models, replace(settings, seed=draw.seed), hub)
+        for draw, drawn in draws.items()
+    }
     prepared: Batched = samples
     if isinstance(models.target, ImageModel):
         prepared = PreparedSamples.by(models.target, samples, settings.batch, "cpu")

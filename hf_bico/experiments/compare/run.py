@@ -31,6 +31,7 @@ from hf_bico.experiments.compare.measurements import (
     Draw,
     DrawMeasurements,
     Grid,
+    about_unlabelled,
     digest,
     draw_samples,
     open_data_sets,
@@ -49,7 +50,15 @@ from hf_bico.porting.special_tokens import require_unneeded
 from hf_bico.porting.task_vector import FineTune, stored_tensors
 from hf_bico.runtime.environment import Stopwatch, choose_device, enough_memory, exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.settings import DEFAULT_MEASURED, FINETUNE_STEPS, OPTIONS, PROBE, Settings, usual_methods
+from hf_bico.settings import (
+    DEFAULT_MEASURED,
+    DEFAULT_UNLABELLED,
+    FINETUNE_STEPS,
+    OPTIONS,
+    PROBE,
+    Settings,
+    usual_methods,
+)
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
 from hf_bico.utils.progress import Progress, silent
@@ -70,6 +79,7 @@ def compare(
     *,
     base: ModelReference | None = None,
     data: Any = None,
+    unlabelled: Any = None,
     methods: Sequence[str] | None = None,
     n: int | Sequence[int] | None = None,
     per_class: int | Sequence[int] | None = None,
@@ -86,15 +96,16 @@ def compare(
 ) -> Comparison:
     """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
 
-    `data` is one data set or a list of their names; `seeds` is how many draws, counted from the option `seed`, or a
-    list. `methods` are names, or "all": "bico" is the method as `port` runs it, which adds as much as the samples
-    clearly speak for, or nothing; "bico@1" is the method at alpha 1. The references are the untouched target, the
-    fine-tuned source, `fine_tuned` (the target fine-tuned directly) if given, and the source's base if `with_base` is
-    set or losses are measured. "standard" stands for the methods that answer whether to port, to polish or to train;
-    `train_steps` and `polish_steps` may be lists, with a row for each number. With a `folder`, every number is kept
+    `data` is one data set or a list of their names; `unlabelled` is a data set of more samples, whose labels are not
+    read: each draw takes its own, without what is measured on. `seeds` is how many draws, counted from the option
+    `seed`, or a list. `methods` are names, or "all": "bico" is the method as `port` runs it, which adds as much as the
+    samples clearly speak for, or nothing; "bico@1" is the method at alpha 1. "standard" stands for those that answer
+    whether to port, to polish or to train; `train_steps` and `polish_steps` may be lists, with a row for each number.
+    The references are the untouched target, the fine-tuned source, `fine_tuned` (the target fine-tuned directly) if
+    given, and the source's base if `with_base` is set or losses are measured. With a `folder`, every number is kept
     there as it comes, an interrupted comparison is resumed, and the finished one is written as comparison.csv, .json,
-    .md and .png. The other options are those of
-    `hf_bico.Settings`; `readout`, `control` and `polish` add these variants of the methods.
+    .md and .png. The other options are those of `hf_bico.Settings`; `readout`, `control` and `polish` add these
+    variants of the methods.
 
     >>> hf_bico.compare("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=[10, 100]).table()  # doctest: +SKIP
     """
@@ -107,7 +118,7 @@ def compare(
         raise UsageError("methods are compared by an objective of the models' own", "leave the objective out")
     several = isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | Path) for one in data)
     plans = [
-        plan(source, to, base=base, data=one, hub=hub, allow_pickle=allow_pickle)
+        plan(source, to, base=base, data=one, unlabelled=unlabelled, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
     settings = with_model_defaults(settings, *plans[0].lineage.layouts)
@@ -183,7 +194,7 @@ class _Work:
         models.use_common_length()
         if settings.objective == "zero-shot":  # methods that predict classes use the vision tower only
             models = models.of_towers(("",), "zero-shot")
-        return cls(models, grid, [prepare_data_set(*one, models) for one in zip(data_sets, draws, strict=True)])
+        return cls(models, grid, [prepare_data_set(*one, models, hub) for one in zip(data_sets, draws, strict=True)])
 
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -256,8 +267,15 @@ class _Work:
             "source": {"id": lineage.source.name, "sha256": source},
             **{part: {"id": model.name, "sha256": _weights(model)} for part, model in models.items()},
             "data": {data.name: data.about() for data in self.data_sets},
+            **({} if self.unlabelled is None else {"unlabelled": self.unlabelled}),
             "settings": _identifying(self.grid.settings),
         }
+
+    @cached_property
+    def unlabelled(self) -> dict[str, Any] | None:
+        """What identifies the unlabelled data, which all draws take samples from; None if there is none."""
+        drawn = next(iter(self.data_sets[0].draws.values()))
+        return None if drawn.unlabelled is None else about_unlabelled(drawn.unlabelled, self.grid.settings)
 
     def comparison(self, log: CellLog) -> Comparison:
         """Return the requested numbers that are known."""
@@ -266,6 +284,7 @@ class _Work:
             "hf_bico": __version__,
             "base": lineage.base.name,
             "commits": {model.name: model.commit for model in lineage.models if model.commit is not None},
+            **({} if self.unlabelled is None else {"unlabelled": self.unlabelled}),
             "evaluation": {one.name: {"split": one.split, "samples": len(one.samples)} for one in self.data_sets},
             "seeds": list(self.grid.seeds),
             "settings": {name: value for name, value in _decisive(self.grid.settings).items() if value != usual[name]},
@@ -292,7 +311,7 @@ def _identifying(settings: Settings) -> dict[str, Any]:
     """Return the settings that change a number, as logs had them before some of them could be chosen."""
     values = _decisive(settings)
     added: dict[str, Any] = {"eval_samples": DEFAULT_MEASURED, "bold": False, "special_tokens": True}
-    added |= {"fit_head": False, "polish_on": "source", "chosen rate": None}
+    added |= {"fit_head": False, "polish_on": "source", "chosen rate": None, "unlabelled_samples": DEFAULT_UNLABELLED}
     for name in ("polish", "polish_steps"):  # rows of their own
         del values[name]
     values["chosen rate"] = settings.learning_rate  # of train, distill and a polish

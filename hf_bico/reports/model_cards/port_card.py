@@ -229,6 +229,10 @@ def _public_record(record: Record) -> Record:
     data = None if record.data is None else rendering.public_entry(record.data, "a local data set")
     if data is not None and not data.commit:
         data = replace(data, parts=[])
+    given = None if record.data is None else record.data.unlabelled
+    unlabelled = None if given is None else rendering.public_entry(given, "a local data set")
+    if data is not None and unlabelled is not None:
+        data = replace(data, unlabelled=unlabelled if unlabelled.commit else replace(unlabelled, parts=[]))
     names = {record.data.id: data.id} if record.data and data else {}
     public = replace(
         record,
@@ -242,8 +246,9 @@ def _public_record(record: Record) -> Record:
         "--base": (public.source.base, "BASE"),
         "--to": (public.target, "TARGET"),
         "--data": (data, "DATA"),
+        "--unlabelled": (unlabelled, "UNLABELLED"),
     }
-    pairs = [*zip(record.models, public.models, strict=True), (record.data, data)]
+    pairs = [*zip(record.models, public.models, strict=True), (record.data, data), (given, unlabelled)]
     return replace(
         public,
         notices=list(dict.fromkeys(rendering.without_names(notice, pairs) for notice in record.notices)),

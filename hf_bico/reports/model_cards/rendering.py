@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from jinja2 import PackageLoader, StrictUndefined
@@ -18,7 +18,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from hf_bico.errors import UsageError
 from hf_bico.hub.references import hub_reference, is_repo_id
-from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord
+from hf_bico.reports.record import DataRecord, ModelRecord, OutputRecord, UnlabelledRecord
 from hf_bico.settings import METHODS, OPTIONS, Option, read_lines
 from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
 
@@ -29,8 +29,9 @@ _HEX = re.compile(r"[0-9a-f]{7,64}")
 _COMMON_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
 _LOCAL_KINDS = {"adapter": "a local adapter", "delta": "a local task vector"}
 
-EntryT = TypeVar("EntryT", ModelRecord, DataRecord)
-CommandWord = tuple[ModelRecord | DataRecord | None, str]
+Entry: TypeAlias = ModelRecord | DataRecord | UnlabelledRecord
+EntryT = TypeVar("EntryT", ModelRecord, DataRecord, UnlabelledRecord)
+CommandWord = tuple[Entry | None, str]
 """The model or data set that a word of a command line names, and its placeholder if that is local."""
 
 
@@ -57,7 +58,7 @@ def kind_of(source: ModelRecord) -> str:
     return "a task vector" if source.kind == "delta" else "fine-tuned"
 
 
-def without_names(text: str, pairs: Sequence[tuple[ModelRecord | DataRecord | None, ...]]) -> str:
+def without_names(text: str, pairs: Sequence[tuple[Entry | None, ...]]) -> str:
     """Replace each local name in a sentence by its public one; `pairs` are of entries and public entries.
 
     Common words like "base" stay, unless they are quoted.
@@ -139,11 +140,11 @@ def _checked_value(option: str, word: str, known: Option | None) -> str:
     return word if _PLAIN_NAME.fullmatch(word) else option.strip("-").upper()
 
 
-def link(entry: ModelRecord | DataRecord) -> Markdown:
+def link(entry: Entry) -> Markdown:
     """Return a link to a repo and to its commit, or the words for a local one."""
     if not entry.commit:
         return plain(entry.id)
-    address = HUB_URL + ("datasets/" if isinstance(entry, DataRecord) else "") + entry.id
+    address = HUB_URL + ("" if isinstance(entry, ModelRecord) else "datasets/") + entry.id
     return Markdown(f"[{plain(entry.id)}]({address}) at [`{entry.commit[:7]}`]({address}/tree/{entry.commit})")
 
 
