@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from hf_bico.experiments.compare.comparison import Comparison
 
 TASKS = ("inverted", "rotated-90")
-STEPS = (20, 60, 200)
-STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": STEPS, "polish_steps": STEPS}
-UNLABELLED = {**STANDARD, "methods": ["bico-path+polish", "readout", "distill"]}
+STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": [20, 60], "polish_steps": [20]}
+LONG = {"methods": ["bico-path+polish@200", "train@200", "distill@200"]}
+UNLABELLED = {"methods": ["bico-path+polish@20", "readout", "distill@20", "distill@60"]}
+MAPS = {"methods": ["bico-path"]}
 FIRST = 20
 """Worlds from this one on were not looked at when anything was chosen."""
 NAME = "training"
@@ -66,10 +67,12 @@ class Part:
 
 PARTS = (
     Part("narrow to wide", "narrow", "wide", 4, (10, 100), 3, STANDARD),
+    Part("narrow to wide, 200 steps", "narrow", "wide", 4, (10, 100), 1, LONG),
     Part("narrow to wide, 50 samples", "narrow", "wide", 2, (50,), 1, STANDARD),
     Part("wide to narrow", "wide", "narrow", 2, (10, 100), 1, STANDARD),
     Part("shallow to deep", "narrow", "deep", 2, (10, 100), 1, STANDARD),
     Part("narrow to wide, unlabelled", "narrow", "wide", 4, (10, 100), 3, UNLABELLED, unlabelled=True),
+    Part("narrow to wide, more samples", "narrow", "wide", 2, (10, 100, 1000), 1, MAPS),
 )
 
 
@@ -99,7 +102,7 @@ class Job:
             to=made.base(self.part.target),
             base=base,
             data=made.data(self.task),
-            fine_tuned=made.fine_tuned(self.part.target, self.task),
+            fine_tuned=None if self.part.target == "deep" else made.fine_tuned(self.part.target, self.task),
             n=self.part.sizes,
             seeds=self.part.draws,
             folder=out,

@@ -36,8 +36,6 @@ RATES = tuple(round(10 ** (power / 2), 8) for power in range(-10, -3))
 """Learning rates to try: 1e-5 to 1e-2, a factor of the root of 10 apart."""
 CHECKS = 20
 """How often the left-out samples are scored on the way, at most."""
-PATIENCE = 8
-"""A run ends once the left-out loss has not fallen any lower at so many checks in a row."""
 SAVE_AFTER = 30.0
 """Seconds between two checkpoints of a run; a finished run is saved at once."""
 WARMUP_PART = 10
@@ -79,7 +77,7 @@ def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, p
     before, after, finish = checks[0], checks[chosen], False
     if training_task.finish is not None:
         finished = runs.finished(rate, folds, chosen)
-        finish = _is_better(finished, after)
+        finish = not _is_better(after, finished)  # it has a test of its own, and folds are small
         after = finished if finish else after
     return Trained(
         runs.final(everything, chosen, rate, finish),
@@ -220,12 +218,9 @@ class Runs:
             return
         every = max(1, ceil(self.steps / CHECKS))
 
-        def check(learner: Learner) -> bool:
-            if learner.steps % every and learner.steps != self.steps:
-                return True
-            checks[learner.steps] = _plain(learner.scores(left_out))
-            best = min(checks, key=lambda steps: _mean_loss(checks[steps]))
-            return learner.steps - best < PATIENCE * every
+        def check(learner: Learner) -> None:
+            if learner.steps % every == 0 or learner.steps == self.steps:
+                checks[learner.steps] = _plain(learner.scores(left_out))
 
         with self._trained(name, samples, self.steps, rate, check, checks):
             pass
@@ -237,10 +232,10 @@ class Runs:
         samples: Sequence[int],
         steps: int,
         rate: float,
-        check: Callable[[Learner], bool] = lambda learner: True,
+        check: Callable[[Learner], None] = lambda learner: None,
         checks: dict[int, SampleScores] | None = None,
     ) -> Iterator[Learner]:
-        """Take so many steps on some samples, as long as each `check` says so; yield the model in this state."""
+        """Take so many steps on some samples, with a `check` after each; yield the model in this state."""
         task, settings, seen = self.training_task, self.settings, {} if checks is None else checks
         order = batches(samples, settings.train_batch, torch.Generator().manual_seed(settings.seed))
         with learner_for(task, settings) as learner:
@@ -250,12 +245,10 @@ class Runs:
                 check(learner)
             for batch in islice(order, learner.steps, steps):
                 learner.step(batch, scheduled_rate(learner.steps, self.steps, self.steps // WARMUP_PART, rate))
-                go_on = check(learner)
+                check(learner)
                 self.progress("train", learner.steps, max(1, steps))
                 if monotonic() - self._saved_at >= SAVE_AFTER:
                     self._save(learner, seen, name)
-                if not go_on:
-                    break
             yield learner
 
     def _resume(self, name: str, learner: Learner, checks: dict[int, SampleScores]) -> None:
