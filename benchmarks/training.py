@@ -1,6 +1,6 @@
 """Port, polish or train? The standard comparison on small worlds: full fine-tunes, gentle and hard LoRAs.
 
-    python benchmarks/training.py FOLDER [--first 20] [--workers 2] [--part all] [--docs docs/small-world]
+    python benchmarks/training.py FOLDER [--first 20] [--workers 2] [--device cpu] [--docs docs/small-world]
 
 Every row is measured on the same held-out images. Between narrow and wide models four pretrainings, two tasks with
 room, 10 and 100 samples and three draws; from wide to narrow, to a deeper model, and with 50 samples two pretrainings
@@ -85,7 +85,7 @@ class Job:
     task: str
     kind: str
 
-    def run(self, folder: Path) -> Comparison:
+    def run(self, folder: Path, device: str = "cpu") -> Comparison:
         import torch
 
         from hf_bico.experiments.compare.run import compare
@@ -106,7 +106,7 @@ class Job:
             n=self.part.sizes,
             seeds=self.part.draws,
             folder=out,
-            device="cpu",
+            device=device,
             batch_size=256,
             **self.part.rows,
             **more,
@@ -142,8 +142,8 @@ def _row(key: CellKey) -> str:
     return key.method
 
 
-def run(folder: Path, job: Job) -> list[Number]:
-    return list(numbers(job, job.run(folder)))
+def run(folder: Path, job: Job, device: str) -> list[Number]:
+    return list(numbers(job, job.run(folder, device)))
 
 
 def train_worlds(folder: Path, worlds: Sequence[int], shapes: Sequence[str], workers: int) -> None:
@@ -224,16 +224,17 @@ def write_csv(found: Sequence[Number], file: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--first", default=FIRST, show_default=True, help="Number of the first pretraining.")
 @click.option("--workers", default=2, show_default=True, help="Processes, one thread each.")
-@click.option("--part", "only", default="all", show_default=True, help="One of the tables.")
+@click.option("--part", "only", default="all", show_default=True, help="Some of the tables, separated by ';'.")
+@click.option("--device", default="cpu", show_default=True, help="What every comparison runs on.")
 @click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation's tables and pictures.")
-def main(folder: Path, first: int, workers: int, only: str, docs: Path | None) -> None:
-    parts = [part for part in PARTS if only in ("all", part.title)]
+def main(folder: Path, first: int, workers: int, only: str, device: str, docs: Path | None) -> None:
+    parts = [part for part in PARTS if only == "all" or part.title in only.split(";")]
     shapes = sorted({shape for part in parts for shape in (part.source, part.target)})
     train_worlds(folder, range(first, first + max(part.worlds for part in parts)), shapes, workers)
     found = list[Number]()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         asked = jobs(parts, first)
-        running = [pool.submit(run, folder, job) for job in asked]
+        running = [pool.submit(run, folder, job, device) for job in asked]
         for number, one in enumerate(as_completed(running), start=1):
             found += one.result()
             click.echo(f"{number} of {len(asked)}", err=True)

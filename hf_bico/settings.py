@@ -214,7 +214,9 @@ _known("distill", "brief:Distill", "distilling",
 _BUILT_IN |= set(METHODS)
 BRIEF = ("train", "distill")
 """The methods that train for a few steps, which a comparison may count: "train@20"."""
-POLISH_OPTIONS = (*_RECIPE, "train_batch", "checkpoint")
+OF_POLISH = ("polish_steps", "polish_on")
+"""The options of a polish alone."""
+POLISH_OPTIONS = (*OF_POLISH, *_RECIPE, "train_batch", "checkpoint")
 """The options that a polish reads, whatever the method is."""
 
 
@@ -614,9 +616,14 @@ class Settings:
 
     def reads(self, name: str) -> bool:
         """Return whether the method, or the polish after it, reads an option."""
-        if name in ("polish_steps", "polish_on"):
-            return self.polish
-        return self.method in option_methods(name) or (self.polish and name in POLISH_OPTIONS)
+        if self.polish and name in POLISH_OPTIONS:
+            return True
+        return name not in OF_POLISH and self.method in option_methods(name)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained for several steps, so that an interruption is worth resuming."""
+        return self.polish or self.trains_on_all or self.method in BRIEF
 
     @property
     def batch(self) -> int:

@@ -20,6 +20,7 @@ from hf_bico.reports.cost import cost_sentence
 from hf_bico.reports.record import JOINED, ChangeRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
 from hf_bico.reports.results import (
     Report,
+    carries,
     control_sentence,
     few_samples_sentence,
     gain_of,
@@ -27,6 +28,7 @@ from hf_bico.reports.results import (
     is_trained,
     is_worse,
     measured_on,
+    polish_sentence,
     readout_sentence,
     result_rows,
     results,
@@ -133,17 +135,18 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
         _print_table(Table(header, lines), format_table([header, *rows]))
         echo(f"({measured_on(record)})", "")
-    for sentence in (control_sentence(record), readout_sentence(record), few_samples_sentence(record)):
+    sentences = (control_sentence(record), polish_sentence(record), readout_sentence(record))
+    for sentence in (*sentences, few_samples_sentence(record)):
         if sentence:
             echo(sentence, "")
     if is_trained(record):
         echo(f"Trained, and nothing carried: {training_sentence(record) or record.method.name}")
-    else:
+    elif carries(record):
         columns, *layers = report.rows()
         _print_table(Table(columns, [Line(cells) for cells in layers]), report.table())
         echo("", report.summary())
     if record.output is not None and record.output.energy_kept is not None:
-        change = "change" if is_trained(record) else "carried change"
+        change = "carried change" if carries(record) and not record.method.polished else "change"
         echo(f"The adapter holds {record.output.energy_kept:.2%} of the {change}'s energy.")
     for notice in record.notices:
         echo(f"Notice: {notice}")

@@ -165,8 +165,10 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
 @METHOD.option(
     "--methods",
     shell_complete=complete_methods,
-    help="Such as theseus@1,bico; or all. NAME is the method as 'port' runs it, which may hold it back; NAME@1 is the "
-    "method at alpha 1. By default the paper's methods at alpha 1, bico and bico-path.",
+    help="Such as theseus@1,bico; or all; or standard, which answers whether to port, to polish or to train. NAME is "
+    "the method as 'port' runs it, which may hold it back; NAME@1 is the method at alpha 1, train@20 at most 20 steps "
+    "of training, NAME+polish@20 the method with a polish. By default the paper's methods at alpha 1, bico and "
+    "bico-path.",
 )
 @SAMPLES.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
 @SAMPLES.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
@@ -178,7 +180,16 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
     help="The target fine-tuned directly, as a reference.",
 )
 @MEASURING.option("--with-base", is_flag=True, help="Measure the source before it was fine-tuned, too.")
-@settings_of("data", "limits", "aligning", "training", "measuring")
+@settings_of("data", "limits", "aligning", "measuring")
+@TRAINING.option(
+    "--train-steps",
+    metavar="N[,N]",
+    help="Most steps of train and distill, a row each; 60 by default. Of finetune, one.",
+)
+@settings_of("training", leave_out=("train_steps",))
+@METHOD.option("--polish", is_flag=True, help="Measure every method that carries with a polish, too.")
+@TRAINING.option("--polish-steps", metavar="N[,N]", help="Most steps of a polish, a row each; 20 by default.")
+@setting("polish_on")
 @METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
 @MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
 @folder_option("Output folder; ./SOURCE-to-TARGET-compared by default.")
@@ -198,14 +209,20 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
       hf-bico compare user/vit-b16-eurosat --to laion/ViT-B-16-plus
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods bico@1,bico -n 10,100 --seeds 5
       hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods all -k 1,2,5 --control
+      hf-bico compare my-finetune --base model-A --to model-B --data eurosat --methods standard -n 100
     """
     names = ("base", "unlabelled", "fine_tuned", "overwrite", "token", "allow_pickle", "seeds", "with_base")
     job = {name: options.pop(name) for name in names}
     output, methods, n, per_class = (options.pop(name) for name in ("output", "methods", "n", "per_class"))
+    training, polishing = options.pop("train_steps"), options.pop("polish_steps")
     with exit_on_error() as ending:
         settings = read_settings(options)
         job["methods"] = None if methods is None else read_methods(methods, with_alphas=True)
         job |= {"n": _numbers(n, "-n"), "per_class": _numbers(per_class, "-k")}
+        job |= {
+            "train_steps": _numbers(training, "--train-steps"),
+            "polish_steps": _numbers(polishing, "--polish-steps"),
+        }
         folder = output_folder(output, f"{last_name(source)}-to-{last_name(target)}-compared")
         from hf_bico.experiments.compare.run import compare as run
 

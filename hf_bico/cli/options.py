@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_model
 from hf_bico.errors import OutputError, UsageError
-from hf_bico.experiments.compare.cells import ALL, read_row, split_method
+from hf_bico.experiments.compare.cells import ALL, STANDARD, is_polished, read_row, split_method
 from hf_bico.runtime.output import require_writable
-from hf_bico.settings import AUTO, AUTO_METHODS, OPTIONS, Settings, option_methods, read_lines
+from hf_bico.settings import AUTO, AUTO_METHODS, METHODS, OF_POLISH, OPTIONS, Settings, option_methods, read_lines
 from hf_bico.utils.text import command_line, is_unicode, near, typed_path
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Section:
 MODELS = Section("Models")
 SAMPLES = Section("Samples")
 METHOD = Section("Method")
-TRAINING = Section("Training, of fewshot and finetune")
+TRAINING = Section("Training")
 MEASURING = Section("Measuring")
 RUNNING = Section("Running")
 OUTPUT = Section("Output")
@@ -136,9 +136,10 @@ def _parameter(name: str) -> str:
     return OPTIONS[name].typed_as(name).removeprefix("--").replace("-", "_") if _DEFAULTS[name] is True else name
 
 
-def settings_of(*groups: str) -> Callable[[Command], Command]:
+def settings_of(*groups: str, leave_out: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return the options of these groups of settings, in the order of their declaration, as one decorator."""
-    return _together(*(setting(name) for name, known in OPTIONS.items() if known.group in groups))
+    names = [name for name, known in OPTIONS.items() if known.group in groups and name not in leave_out]
+    return _together(*map(setting, names))
 
 
 _DEFAULTS = {one.name: one.default for one in fields(Settings)}
@@ -227,27 +228,31 @@ def read_settings(options: dict[str, Any]) -> Settings:
 def read_methods(text: str, with_alphas: bool = False) -> list[str]:
     """Read methods as they are typed: naive,theseus,bico, or all; maybe with alphas of their own, as in bico@1."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    rows = [name if name == ALL else read_row(name) for name in names]
+    rows = [name if name in (ALL, STANDARD) else read_row(name) for name in names]
     for row in () if with_alphas else rows:
-        name, alpha = split_method(row)
-        if alpha is not None:
-            raise UsageError(f"'{row}' has an alpha of its own", f"use {name}, with --alpha {alpha:g}")
+        name, number = split_method(row)
+        if number is not None or row == STANDARD or is_polished(row):
+            raise UsageError(f"'{row}' is a row of a comparison", f"use {name if name in METHODS else ALL}")
     return rows
 
 
-def require_used(method: str) -> None:
-    """Refuse options that were typed and that the method does not read."""
-    context = click.get_current_context()
+def require_used(settings: Settings) -> None:
+    """Refuse options that were typed and that neither the method nor a polish reads."""
+    context, method = click.get_current_context(), settings.method
+    chosen = [replace(settings, method=name) for name in (AUTO_METHODS if method == AUTO else (method,))]
     for parameter in context.command.params:
-        name = str(parameter.name)
-        methods = option_methods(name) if name in OPTIONS else ()
-        chosen = AUTO_METHODS if method == AUTO else (method,)
-        if methods and not set(chosen) & set(methods) and _is_typed(context, name):
-            option = parameter.opts[0]
+        name, option = str(parameter.name), parameter.opts[0]
+        if name not in OPTIONS or not _is_typed(context, name) or any(one.reads(name) for one in chosen):
+            continue
+        if name in OF_POLISH:
             raise UsageError(
-                f"{option} is of {_either(methods, 'and')}, and the method is {method}",
-                f"leave {option} out, or use --method {_either(methods, 'or')}",
+                f"{option} is of --polish, which was not asked for", f"add --polish, or leave {option} out"
             )
+        methods = option_methods(name)
+        raise UsageError(
+            f"{option} is of {_either(methods, 'and')}, and the method is {method}",
+            f"leave {option} out, or use --method {_either(methods, 'or')}",
+        )
 
 
 def _either(names: Sequence[str], word: str) -> str:

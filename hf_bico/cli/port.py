@@ -96,7 +96,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         require_no_device_number(options["device"])
         push = read_push(options)
         settings = read_settings(options)
-        require_used(settings.method)
+        require_used(settings)
         from hf_bico.hub.client import Hub
         from hf_bico.hub.push import require_hidden, require_pushable
         from hf_bico.porting.planner import plan as make_plan
@@ -165,7 +165,7 @@ def _written_digest(folder: Path) -> str | None:
 def _port(
     planned: Plan, settings: Settings, hub: Hub, destination: _Destination, ending: Ending, silent: bool
 ) -> Ported:
-    own_checkpoint = settings.trains_on_all and settings.checkpoint is None
+    own_checkpoint = settings.trains and settings.checkpoint is None
     if own_checkpoint:  # so that a long training can be resumed
         settings = replace(settings, checkpoint=f"{destination.folder}.training")
         ending.interrupted = "the same command goes on with the training"
@@ -178,14 +178,15 @@ def _port(
         if not is_first_process():
             return ported
         finish_alone()
-        if ported.held_back:
-            return ported
-        destination.write(ported)
-    ending.interrupted = f"the result is in {destination.folder}"
+        if not ported.held_back:
+            destination.write(ported)
     if own_checkpoint:
         from hf_bico.alignment.methods.saved_training import remove_checkpoint
 
         remove_checkpoint(Path(str(settings.checkpoint)))
+    if ported.held_back:
+        return ported
+    ending.interrupted = f"the result is in {destination.folder}"
     if not silent:
         pushing = destination.repo is not None
         with suppress(BrokenPipeError) if pushing else nullcontext():  # it is pushed all the same

@@ -16,6 +16,7 @@ import torch
 from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.aligned import Aligner
 from hf_bico.alignment.methods.base import Carrier, Method, Trainer
+from hf_bico.alignment.methods.brief import BriefTrainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.data.classes import folded
 from hf_bico.data.dataset import Samples
@@ -45,6 +46,7 @@ from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.porting.reading import require_readable
 from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
+from hf_bico.porting.training_tasks import LABELS, SOURCE
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import AUTO, DEFAULT_MEASURED, Settings
@@ -152,6 +154,7 @@ def prepare(
     with watch("sample"):
         if lineage.data is not None:
             drawn = draw(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
+            _require_labels(drawn, settings)
             if _only_captions(drawn):
                 settings = without_labels(settings, requested.evaluation)
             if settings.control:
@@ -211,7 +214,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
         raise DataUnknownError(
             "alpha is chosen by calibration samples, and no data was given", "name it with --data, or use --alpha 1"
         )
-    if lineage.data is None and (method.looks_at_data or settings.readout):
+    if lineage.data is None and (method.looks_at_data or settings.readout or settings.polish):
         raise lineage.no_data or DataUnknownError("no calibration data was given", "name it with --data")
     if not settings.predicts and (method.needs_predictions or settings.readout):
         raise no_predictions("--readout" if settings.readout else name)
@@ -222,6 +225,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
             f"{name} trains by an objective of the models' own", "leave the objective out, or use bico"
         )
     require_projection(planned, settings)
+    _require_polish(planned, settings, method)
     if settings.tower is not None and "contrastive" not in lineage.base.layout.objectives:
         raise UsageError("--tower chooses between the towers of a CLIP, and the base is none", "leave --tower out")
     if settings.fit_head and settings.objective not in ("auto", "classification"):
@@ -248,8 +252,46 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
 
 def require_projection(planned: Plan, settings: Settings) -> None:
     """Refuse a readout if the target has no final projection."""
-    if settings.readout and not any(site.role == "proj" for site in planned.lineage.target.layout.main_sites):
-        raise UnsuitableMethodError("--readout corrects a final projection, and the target has none", "leave it out")
+    asked = settings.readout or settings.method == "readout"
+    if asked and not any(site.role == "proj" for site in planned.lineage.target.layout.main_sites):
+        what, remedy = (
+            ("the readout", "use --method distill") if settings.method == "readout" else ("--readout", "leave it out")
+        )
+        raise UnsuitableMethodError(f"{what} corrects a final projection, and the target has none", remedy)
+
+
+def _require_polish(planned: Plan, settings: Settings, method: Method) -> None:
+    """Refuse a polish where nothing is carried or predicted, and unlabelled samples that nothing reads."""
+    brief = isinstance(method, BriefTrainer)
+    if settings.polish and not isinstance(method, Carrier):
+        raise UnsuitableMethodError(
+            f"--polish trains what was carried, and {settings.method} carries nothing", "leave --polish out"
+        )
+    if settings.polish and (settings.own_objective or settings.objective == "contrastive"):
+        raise UnsuitableMethodError(
+            "--polish learns classes or tokens that the source predicts, and this objective has neither",
+            "leave --polish out, or use --objective zero-shot with data that has labels",
+        )
+    if (settings.polish or brief) and settings.device_map is not None:
+        raise UsageError("--device-map spreads models that are not trained", "leave --device-map out")
+    if settings.polish and process_count() > 1:
+        raise UnsuitableMethodError("--polish trains, which several processes do not share", "use one process")
+    distils = (settings.polish and settings.polish_on == SOURCE) or (brief and settings.method == "distill")
+    if planned.lineage.unlabelled is not None and not (distils or settings.readout or settings.method == "readout"):
+        raise UsageError(
+            "--unlabelled is read by a readout and by what learns the source's predictions, and neither was asked for",
+            "add --polish or --readout, use --method distill or readout, or leave it out",
+        )
+
+
+def _require_labels(drawn: CalibrationDraw, settings: Settings) -> None:
+    """Refuse to learn labels that are not there, before anything is downloaded."""
+    learns = settings.method == "train" or (settings.polish and settings.polish_on == LABELS)
+    if learns and settings.predicts and drawn.labels != "dataset":
+        raise UnsuitableMethodError(
+            "there are no labels to train on, or they are not to be used",
+            "learn the source's predictions: --method distill, or --polish as it is",
+        )
 
 
 def require_device_map(settings: Settings, device: torch.device, processes: int = 1) -> None:
@@ -341,7 +383,8 @@ def _with_carried_towers(
     settings = models.settings
     captions = drawn is not None and _only_captions(drawn)
     predicted = drawn is not None and drawn.labels == "pseudo" and not captions
-    by_classes = predicted or isinstance(method, Trainer) or method.needs_predictions or settings.readout
+    by_classes = predicted or isinstance(method, Trainer) or method.needs_predictions
+    by_classes = by_classes or settings.readout or settings.polish
     fixed = by_classes or method.one_tower or requested.objective == "zero-shot" or settings.own_objective
     towers = towers_to_carry(settings, models.changed_towers, vision_only=fixed)
     objective = settings.objective

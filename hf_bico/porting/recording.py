@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from hf_bico.alignment.methods.brief import BriefTrainer
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import CalibrationDraw, Unlabelled, calibration_notices, class_notices, repeat_notices
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.families.pooling import read_pooling
+from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
 from hf_bico.porting.calibration import Calibration
@@ -23,8 +25,10 @@ from hf_bico.porting.heads import class_order_notice
 from hf_bico.porting.identity import BASE, FINE_TUNED, has_weights_of
 from hf_bico.porting.lineage import Lineage, chance_notice, lineage_warnings
 from hf_bico.porting.planner import TEXT_TO_TEXT
+from hf_bico.porting.polish import Polished
 from hf_bico.porting.prepare import PreparedPort
 from hf_bico.porting.reading import reading_notices
+from hf_bico.porting.training_tasks import SOURCE
 from hf_bico.porting.transfer import Judgement, TransferResult
 from hf_bico.reports.record import (
     CandidateRecord,
@@ -44,7 +48,7 @@ from hf_bico.reports.record import (
     TrainingRecord,
     UnlabelledRecord,
 )
-from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, option_methods, read_lines
+from hf_bico.settings import DEFAULT_DOWNLOAD, OPTIONS, PROBE, Option, Settings, method_info, read_lines
 from hf_bico.utils import __version__
 from hf_bico.utils.text import command_line, typed_path
 
@@ -130,7 +134,7 @@ def method_record(
         copies=(calibration.copies or None) if augmented else None,
         signs=settings.signs if "signs" in method.options else None,
         tower=settings.tower,
-        training=None if result.trained is None else _training_record(settings, result.trained),
+        training=None if result.trained is None else _training_record(prepared, result.trained),
         readout=None
         if readout is None
         else ReadoutRecord(
@@ -141,6 +145,7 @@ def method_record(
         curve=[] if scaling is None else [CurveRecord(**vars(point)) for point in scaling.curve],
         veto=None if scaling is None else GainRecord(scaling.gain.mean, scaling.gain.error),
         candidates=candidates,
+        polish=None if result.polished is None else _polish_record(settings, result.polished),
     )
 
 
@@ -167,7 +172,12 @@ def _given(settings: Settings) -> dict[str, Any]:
     return given
 
 
-def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
+def _training_record(prepared: PreparedPort, trained: Trained) -> TrainingRecord:
+    settings, method = prepared.settings, prepared.method
+    if isinstance(method, BriefTrainer):
+        unlabelled = prepared.drawn.unlabelled if prepared.drawn is not None and method.toward == SOURCE else None
+        more = None if unlabelled is None else len(unlabelled.samples)
+        return _brief_record(settings, trained, settings.training_steps, method.toward, more)
     many = settings.trains_on_all
     return TrainingRecord(
         settings.rate if trained.rate is None else trained.rate,
@@ -177,6 +187,34 @@ def _training_record(settings: Settings, trained: Trained) -> TrainingRecord:
         batch=settings.train_batch if many else None,
         warmup=min(settings.warmup, settings.training_steps) if many else None,
         validation=trained.validation,
+    )
+
+
+def _polish_record(settings: Settings, polished: Polished) -> TrainingRecord:
+    more = polished.unlabelled or None
+    record = _brief_record(settings, polished.trained, settings.polish_steps, settings.polish_on, more)
+    return replace(record, before=polished.carried, after=polished.polished, helped=polished.helped)
+
+
+def _brief_record(
+    settings: Settings, trained: Trained, most: int, toward: str, unlabelled: int | None
+) -> TrainingRecord:
+    """Record a training that samples left out stopped."""
+    left_out, ranks = trained.left_out, [one.rank for one in trained.changes.values() if isinstance(one, Factors)]
+    return TrainingRecord(
+        settings.rate if trained.rate is None else trained.rate,
+        settings.weight_decay,
+        trained.steps,
+        trained.samples,
+        batch=settings.train_batch,
+        toward=toward,
+        most=most,
+        given=True if settings.learning_rate is not None else None,
+        left_out=None if left_out is None else len(left_out.samples),
+        before=None if left_out is None else float(left_out.before.losses.mean()),
+        after=None if left_out is None else float(left_out.after.losses.mean()),
+        unlabelled=unlabelled,
+        rank=max(ranks, default=None),
     )
 
 
@@ -349,12 +387,12 @@ def _command(lineage: Lineage, settings: Settings, drawn: CalibrationDraw | None
     usual["evaluation"] = PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot"
     trains = method_info(settings.method).trains_on is not None
     values = {**vars(settings), "config": drawn.data.config if drawn else None, "path_steps": settings.steps}
-    values["alpha"] = None if trains and settings.finds_alpha else settings.alpha
+    values["alpha"] = None if (trains and settings.finds_alpha) or settings.method == "readout" else settings.alpha
     for name in dict.fromkeys((*_FIRST, *OPTIONS)):
         if name == "force":
             words += allowing(models)
         value, option = values[name], OPTIONS[name]
-        known = settings.method in option_methods(name) and value is not None
+        known = settings.reads(name) and value is not None
         if (name in _SPELT and known) or (option.recorded and known and value != usual[name]):
             words += [option.typed_as(name), *_typed(option, value)]
     return command_line(words)

@@ -27,7 +27,14 @@ from hf_bico.utils.text import size_text
 
 MOST = {
     **{"path_steps": 100, "augment": 100, "batch_size": 1_024, "calibration_batch": 1_024, "max_length": 2**17},
-    **{"train_steps": 100_000, "train_batch": 8_192, "warmup": 100_000, "eval_samples": 1_000_000, "rank": 2**16},
+    **{
+        "train_steps": 100_000,
+        "polish_steps": 100_000,
+        "train_batch": 8_192,
+        "warmup": 100_000,
+        "eval_samples": 1_000_000,
+        "rank": 2**16,
+    },
     **{"class_names": 2_000_000, "unlabelled_samples": 1_000_000},
 }
 """The most that a record may ask for of each option; of class names, as often as there are templates."""
@@ -209,12 +216,19 @@ def _method_options(method: MethodRecord, samples: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "layers": layers.get(method.matching, method.matching),
         "augment": _augment(method, samples),
-        "readout": method.readout is not None,
+        "readout": method.readout is not None and method.polish is None and method.name != "readout",
         "completion": method.completion,
         "path_steps": method.steps,
         "signs": method.signs,
     }
-    if training is not None:
+    if method.polish is not None:
+        options |= {"polish": True, "polish_steps": method.polish.most, "polish_on": method.polish.toward}
+    brief = method.polish or (training if training is not None and training.most is not None else None)
+    if brief is not None:
+        options |= {"weight_decay": brief.weight_decay, "train_batch": brief.batch}
+        options |= {"learning_rate": brief.learning_rate} if brief.given else {}
+        options |= {"train_steps": brief.most} if brief is training else {}
+    elif training is not None:
         options |= {"learning_rate": training.learning_rate, "weight_decay": training.weight_decay}
         if training.batch is not None:
             options |= {"train_steps": training.steps, "train_batch": training.batch, "warmup": training.warmup}

@@ -126,7 +126,13 @@ class ObjectiveRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """Training of the target; `validation` is the accuracy on held-back samples."""
+    """Training of the target; `validation` is the accuracy on held-back samples.
+
+    A brief training, or a polish, learnt the samples' "labels" or the "source": that is `toward`. Of at most `most`
+    steps, `left_out` samples chose how many, and the learning rate unless it was `given`; their loss was `before` and
+    `after` it. `unlabelled` of the samples came without labels, and `rank` is that of trained factors. A polish that
+    did not help the samples left out was dropped: then `helped` is False.
+    """
 
     learning_rate: Amount
     weight_decay: Amount
@@ -135,6 +141,15 @@ class TrainingRecord:
     batch: Count | None = None
     warmup: Count | None = None
     validation: Probability | None = None
+    toward: str | None = None
+    most: Count | None = None
+    given: bool | None = None
+    left_out: Count | None = None
+    before: Amount | None = None
+    after: Amount | None = None
+    unlabelled: Count | None = None
+    rank: Count | None = None
+    helped: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +209,7 @@ class MethodRecord:
     `veto` the gain that decides whether the change is held back.
     `matching` is absent for blocks matched by index, else "similarity" or "given"; `steps` counts those along a path,
     `copies` the augmented copies of each sample; `signs` says how gradient signs were taken, `tower` which towers of a
-    CLIP were requested.
+    CLIP were requested. `polish` is the training of what was carried.
     """
 
     name: str
@@ -213,6 +228,12 @@ class MethodRecord:
     curve: Annotated[list[CurveRecord], _MANY] = field(default_factory=list)
     veto: GainRecord | None = None
     candidates: Annotated[list[CandidateRecord], _FEW] = field(default_factory=list)
+    polish: TrainingRecord | None = None
+
+    @property
+    def polished(self) -> bool:
+        """True if what was carried was trained, and not left as it was."""
+        return self.polish is not None and bool(self.polish.helped)
 
     @property
     def chosen_by_samples(self) -> bool:

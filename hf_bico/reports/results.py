@@ -19,6 +19,7 @@ from hf_bico.reports.record import (
     LeftRecord,
     Record,
     SiteRecord,
+    TrainingRecord,
 )
 from hf_bico.reports.verdict import lead_sentence
 from hf_bico.settings import PROBE, method_info
@@ -29,6 +30,7 @@ VALUE_NAMES = {
     "target, readout": "target, with the readout alone",
     "control": "control, samples mispaired",
     "ported, no readout": "target, ported, without the readout",
+    "ported, no polish": "target, ported, without the polish",
     "ported": "target, ported",
     "base": "source, before it was fine-tuned",
     "source": "source, fine-tuned",
@@ -80,6 +82,11 @@ def is_trained(record: Record) -> bool:
     return record.method.training is not None or method_info(record.method.name).trains_on is not None
 
 
+def carries(record: Record) -> bool:
+    """Return True if a task vector was carried: the target was not trained, nor only its readout corrected."""
+    return not is_trained(record) and record.method.name != "readout"
+
+
 def results(record: Record) -> list[Result]:
     """Return the known measurements, zero-shot before probes, and each from the target to the source."""
     order = list(VALUE_NAMES)
@@ -110,7 +117,9 @@ def _value_name(record: Record, entry: EvaluationRecord) -> str:
         return "target, as it was"
     if entry.protocol is None and entry.trained_on is not None:
         return f"{name}, with a head fitted to {count_text(entry.trained_on, 'sample')}"
-    return name.replace("ported", "trained") if is_trained(record) else name
+    if not carries(record):
+        return name.replace("ported", "trained" if is_trained(record) else "with the readout")
+    return name.replace("ported", "ported and polished") if entry.model == "ported" and record.method.polished else name
 
 
 def _protocol_name(record: Record, entry: EvaluationRecord) -> str:
@@ -203,10 +212,11 @@ def _result_sentence(record: Record) -> str | None:
     up, down = ("down", "up") if ported.metric == LOSS else ("up", "down")
     now, before = value_text(ported), value_text(target)
     if gain < 0:
-        what = "The trained model" if trained else "The port"
+        what = "The trained model" if trained else "The port" if carries(record) else "The readout"
         return f"{what} measured WORSE than the target: {metric} {now}, {down} from {before}."
     if gain == 0:
-        return f"{'Training' if trained else 'The port'} changed nothing in the target's {metric} of {before}."
+        what = "Training" if trained else "The port" if carries(record) else "The readout"
+        return f"{what} changed nothing in the target's {metric} of {before}."
     sentence = f"{metric[0].upper()}{metric[1:]} {now}, {up} from the target's {before}"
     closed, share = gap_closed(record), share_of_gain(record)
     if share is not None and source is not None:
@@ -215,7 +225,11 @@ def _result_sentence(record: Record) -> str | None:
     elif closed is not None and source is not None:
         reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
         sentence += f": {reached} the fine-tuned source's {value_text(source)}"
-    sentence += f", after {training_steps(record)}" if trained else ", with no training step"
+    polish = record.method.polish
+    if polish is not None and polish.helped:
+        sentence += f", carried and then polished for {count_text(polish.steps, 'training step')}"
+    else:
+        sentence += f", after {training_steps(record)}" if trained else ", with no training step"
     readout, alone = record.method.readout, entries.get("target, readout")
     if readout is not None and readout.accepted and alone is not None:
         sentence += f"; the readout alone gives {alone.value:.1%}"
@@ -273,7 +287,7 @@ def readout_sentence(record: Record) -> str | None:
         f"predictions {change}.",
     ]
     values = {name: entry.value for name, entry in compared_entries(record).items()}
-    what = "training" if is_trained(record) else "the port"
+    what = "training" if is_trained(record) else "the polish" if record.method.polished else "the port"
     if "target, readout" in values:
         alone = values["target, readout"]
         less = readout.accepted and alone >= values.get("ported", alone + 1)
@@ -302,6 +316,8 @@ def training_sentence(record: Record) -> str | None:
     training = record.method.training
     if training is None:
         return None
+    if training.toward is not None:
+        return _brief_sentence(training)
     text = f"{training_steps(record)} of AdamW on {count_text(training.samples, 'sample')}"
     if training.batch is not None:
         text += f", {training.batch:,} at a time"
@@ -311,6 +327,38 @@ def training_sentence(record: Record) -> str | None:
     text += f", weight decay {training.weight_decay:g}"
     if training.validation is not None:
         text += f"; accuracy {training.validation:.1%} on samples held back for validation"
+    return f"{text}."
+
+
+def polish_sentence(record: Record) -> str | None:
+    """Describe the polish of what was carried, or why it was dropped; None without one."""
+    polish = record.method.polish
+    if polish is None:
+        return None
+    if not polish.helped:
+        samples = count_text(polish.left_out or 0, "sample")
+        losses = (
+            "" if polish.before is None or polish.after is None else f": {polish.before:.3g} and {polish.after:.3g}"
+        )
+        return f"The polish was dropped: the loss of {samples} left out is not clearly lower with it{losses}."
+    text = f"Carried, then polished for {_brief_sentence(polish)}"
+    readout = record.method.readout
+    return f"{text} Its readout was corrected last." if readout is not None and readout.accepted else text
+
+
+def _brief_sentence(training: TrainingRecord) -> str:
+    """Describe a training that samples left out stopped: "14 steps on 100 unlabelled samples, ..."."""
+    kind = "labelled sample" if training.toward == "labels" else "unlabelled sample"
+    text = f"{count_text(training.steps, 'step')} on {count_text(training.samples, kind)}"
+    if training.rank is not None:
+        text += f", as a LoRA of rank {training.rank}"
+    text += (
+        f" (AdamW, learning rate {training.learning_rate:.2g}{'' if training.given else ', chosen by samples left out'}"
+    )
+    text += f"; at most {training.most} steps)" if training.most is not None else ")"
+    if training.left_out and training.before is not None and training.after is not None:
+        samples = count_text(training.left_out, "sample")
+        text += f": the loss of {samples} left out fell from {training.before:.3g} to {training.after:.3g}"
     return f"{text}."
 
 

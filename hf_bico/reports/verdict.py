@@ -101,6 +101,14 @@ def lead_sentence(lead: SourceLeadRecord | None) -> str | None:
 def held_back_sentence(record: Record) -> str:
     """Say why a port was held back."""
     method, samples = record.method, record.data.n if record.data is not None else 0
+    if method.training is not None:
+        tried = f"at most {count_text(method.training.most or 0, 'step')} on {count_text(samples, 'sample')}"
+        return f"Held back: {method.name}, {tried}. No step lowers the loss of samples left out clearly."
+    if method.name == "readout":
+        return (
+            f"Held back: the readout, from {count_text(samples, 'sample')}. It does not bring samples that it was not "
+            "made from closer to the source's predictions."
+        )
     what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
     alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
     tried = f"{what} with alpha chosen by {count_text(samples, 'sample')}"
@@ -116,6 +124,8 @@ def held_back_sentence(record: Record) -> str:
 
 def held_back_remedy(record: Record) -> str:
     """Say what to do about a port that was held back."""
+    if record.method.training is not None or record.method.name == "readout":
+        return "use more samples (-n, or without labels --unlabelled), or a port (--method auto)"
     other = "--method bico" if record.method.name != "bico" else "--method theseus"
     return (
         f"use more samples (-n), compare other methods ('hf-bico compare', or {other}), or force it as the paper does "

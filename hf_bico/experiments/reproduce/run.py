@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hf_bico.alignment.methods.finetuning import training_recipe
 from hf_bico.alignment.methods.saved_training import remove_checkpoint
 from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
@@ -347,7 +348,7 @@ def _require_same_recipe(job: Job, of: PaperTask, settings: Settings) -> None:
                 f"'{folder}' was fine-tuned on '{data.id}', not on '{job.data_of(of)}'",
                 "name the same data, or choose another folder with -o",
             )
-        if recipe != tuple(getattr(settings, name) for name in RECIPE_SETTINGS):
+        if recipe != tuple(training_recipe(replace(settings, method="finetune"))[name] for name in RECIPE_SETTINGS):
             raise OutputExistsError(
                 f"'{folder}' was fine-tuned by another recipe ({training.steps} steps at "
                 f"{training.learning_rate:g}, {training.batch} samples each)",
@@ -418,7 +419,7 @@ def estimate(job: Job, settings: Settings, token: str | None = None, allow_pickl
     cost = {job.table.source: _products_per_sample(source), job.table.target: _products_per_sample(target)}
     classes = sum(len(one.classes) if job.table.is_per_class else 1 for one in job.tasks)
     samples = seeds * len(job.table.samplings) * sum(job.table.sizes) * classes
-    steps = settings.training_steps * settings.train_batch
+    steps = replace(settings, method="finetune").training_steps * settings.train_batch
     operations = {
         "fine-tuning": float(
             sum((FORWARD + BACKWARD) * cost[model] * steps for models in trainings.values() for model in models)
