@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_bico.alignment.methods import finetuning
-from hf_bico.alignment.methods.finetuning import (
-    CHECKPOINT_ENTRY,
-    CHECKPOINT_FILE,
-    Fewshot,
-    Finetune,
-    learning_rate_at,
-    split_samples,
-)
+from hf_bico.alignment.methods.finetuning import Fewshot, Finetune, learning_rate_at, split_samples
+from hf_bico.alignment.methods.saved_training import CHECKPOINT_ENTRY, CHECKPOINT_FILE
 from hf_bico.alignment.methods.training import Trained, TrainingTask
 from hf_bico.errors import DataError, NonFiniteWeightsError, ObjectiveError, OutputError, UsageError
 from hf_bico.settings import Settings
@@ -207,7 +201,7 @@ def test_too_few_samples_to_validate() -> None:
 
 
 def test_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
-    recipe = Settings()
+    recipe = Settings(method="finetune")
     assert learning_rate_at(0, recipe) == pytest.approx(1e-5 / 200)
     assert learning_rate_at(99, recipe) == pytest.approx(0.5e-5)
     assert learning_rate_at(199, recipe) == learning_rate_at(200, recipe) == pytest.approx(1e-5)
@@ -466,7 +460,7 @@ def test_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pyte
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, "save_file", half)
+        patch.setattr("hf_bico.alignment.methods.saved_training.save_file", half)
         patch.setattr(os, "fsync", lost)
         with pytest.raises(OutputError, match=r"cannot be written: .*(No space|Input/output)"):
             Finetune(settings).train(Task().training_task(), silent)

@@ -16,7 +16,7 @@ from hf_bico.alignment.objectives.clip import ZeroShotHead, zero_shot_head
 from hf_bico.data.draw import draw
 from hf_bico.models.model import Model
 from hf_bico.porting import prepare, transfer
-from hf_bico.porting.transfer import training_task
+from hf_bico.porting.training_tasks import training_task
 from hf_bico.settings import DEFAULT_TEMPLATES, Settings
 from support.toys import CLASS_NAMES, Toy, random_rows, random_state, write_open_clip
 

@@ -14,14 +14,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hf_bico.cli.main import main
-from hf_bico.settings import METHODS, Settings
+from hf_bico.settings import AUTO, METHODS, Settings
 from support.paper import PAPER_WORDS
 from support.scenes import SOURCE, Scene, make_scene, write_images
 from support.toys import CLASS_NAMES, WRITERS, Toy, random_state
 
 DEEP = Toy(width=24, heads=3, blocks=3)
 TRAINING = ["--learning-rate", "0.002", "--weight-decay", "0.3"]
-STEPS = ["--train-steps", "3", "--train-batch", "5", "--warmup", "1"]
+BRIEFLY = ["--train-steps", "3", "--train-batch", "5"]
+STEPS = [*BRIEFLY, "--warmup", "1"]
+TRAINERS = ("fewshot", "finetune", "train", "distill")
 SAMPLES = ["-n", "9", "--device", "cpu"]
 
 
@@ -93,7 +95,7 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     *(
         (["--method", name], {"method.name": name}, METHOD_OPTIONS.get(name, {}))
         for name in METHODS
-        if name not in ("fewshot", "finetune")
+        if name not in TRAINERS
     ),
     (["--method", "naive"], {"method.name": "naive", "data": None}, {"data": None}),
     (["--method", "transfusion"], {"data": None}, {"data": None, "target": "twin"}),
@@ -119,6 +121,40 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
             "method.training.warmup": 1,
         },
         {},
+    ),
+    *(
+        (
+            ["--method", name, *BRIEFLY, *rate],
+            {
+                "method.name": name,
+                "method.training.toward": toward,
+                "method.training.most": 3,
+                "method.training.batch": 5,
+                "method.training.given": bool(rate) or None,
+                "method.training.left_out": 9,
+            },
+            {},
+        )
+        for name, toward, rate in (
+            *(("train", "labels", []), ("train", "labels", TRAINING)),
+            *(("distill", "source", []), ("distill", "source", TRAINING)),
+        )
+    ),
+    *(
+        (
+            ["--polish", "--polish-steps", "3", *more],
+            {
+                "method.name": "bico",
+                "method.polish.toward": toward,
+                "method.polish.most": 3,
+                "method.polish.given": "--learning-rate" in more or None,
+            },
+            {},
+        )
+        for toward, more in (
+            *(("source", []), ("source", [*TRAINING, "--train-batch", "5"])),
+            ("labels", ["--polish-on", "labels", "--learning-rate", "0.01"]),
+        )
     ),
     *(
         (["--sampling", name], {"data.sampling": name, "data.n": 9}, {})
@@ -205,6 +241,8 @@ def test_what_is_asked_for_is_recorded_and_can_be_repeated(
     wanted = settings_of(words(*options, **where), monkeypatch)
     if wanted.method == "bico-path":  # the steps are spelt, also where they are the usual ones
         wanted = replace(wanted, path_steps=wanted.steps)
+    if wanted.method == "readout":  # nothing is carried, so that its command has no alpha
+        wanted = replace(wanted, alpha=AUTO)
     assert replace(settings_of(command[2:], monkeypatch), **same) == replace(wanted, **same)
     # and the record alone gives the same
     repeated = run("rerun", str(tmp_path / "out"), "--device", "cpu", "-o", str(tmp_path / "rerun"))
@@ -220,8 +258,12 @@ def test_each_of_these_choices_changes_the_weights(tmp_path: Path, written: dict
     digests: dict[tuple[str, ...], list[str]] = {}
     for index, options in enumerate(
         [
-            *(["--method", name] for name in METHODS if name not in ("transfusion", "gradfix", "fewshot", "finetune")),
+            *(["--method", name] for name in METHODS if name not in ("transfusion", "gradfix", *TRAINERS)),
             *(["--method", "fewshot", *TRAINING], ["--method", "finetune", *TRAINING, *STEPS]),
+            *(["--method", name, *BRIEFLY, *rate] for name in ("train", "distill") for rate in ([], TRAINING)),
+            *(["--polish", "--polish-steps", steps] for steps in ("2", "3")),
+            ["--polish", "--polish-steps", "3", *TRAINING, "--train-batch", "5"],
+            ["--polish", "--polish-steps", "3", "--polish-on", "labels", "--learning-rate", "0.01"],
             *(["--sampling", name] for name in ("class-balanced", "centroid-near", "centroid-far", "one-class")),
             *(["--labels", "pseudo"], ["--augment", "2"], ["--layers", "1,0"], ["--readout"]),
             *(["--completion", "svd"], ["--alpha", "0.5"]),

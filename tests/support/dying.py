@@ -11,16 +11,17 @@ CODE = """
 import os, signal, sys
 from hf_bico.cli.main import main
 from hf_bico.alignment.methods import finetuning
+from hf_bico.alignment.methods.saved_training import SavedTraining
 from hf_bico.experiments.compare.log import CellLog
 
 event, left, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 finetuning.CHECKPOINT_EVERY = 10
-owner, name = {"cell": (CellLog, "add"), "checkpoint": (finetuning.SavedTraining, "save")}[event]
+owner, name = {"cell": (CellLog, "add"), "checkpoint": (SavedTraining, "save")}[event]
 original = getattr(owner, name)
 
-def deadly(*given):
+def deadly(*given, **more):
     global left
-    original(*given)
+    original(*given, **more)
     left -= 1
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -197,7 +197,8 @@ class Runs:
             changes = learner.changes()
             if finish and task.finish is not None:
                 last = dict(task.finish(samples))
-        return changes | {name: total([changes[name], change]) for name, change in last.items()}
+        where = {name: changes[name].device for name in last}
+        return changes | {name: total([changes[name], change.to(where[name])]) for name, change in last.items()}
 
     def _run(
         self,

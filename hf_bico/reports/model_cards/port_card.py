@@ -35,7 +35,7 @@ class PortCard(Card):
         record, outcome = self.record, Outcome.of(self.record)
         few = results.few_samples_sentence(record)
         return {
-            "change": "change" if self.trained else "carried change",
+            "change": "carried change" if self.carries and not record.method.polished else "change",
             "headline": results.headline(record),
             "outlook": None if record.outlook is None else verdict.outlook_sentence(record.outlook, record.source_lead),
             "notices": [*([] if few is None else [few]), *record.notices],
@@ -47,6 +47,7 @@ class PortCard(Card):
             "head": descriptions.head_sentence(record),
             "loss": descriptions.loss_sentence(record),
             "training": results.training_sentence(record),
+            "polish": results.polish_sentence(record),
             "steps": results.training_steps(record),
             "cost": cost_sentence(record, descriptions.place_phrase(record.run.device)),
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
@@ -68,6 +69,10 @@ class PortCard(Card):
     @property
     def trained(self) -> bool:
         return is_trained(self.record)
+
+    @property
+    def carries(self) -> bool:
+        return results.carries(self.record)
 
     @property
     def calibrated(self) -> bool:
@@ -95,9 +100,10 @@ class PortCard(Card):
     def title(self) -> str:
         source, target, data = self.record.source, self.record.target, self.record.data
         text = f"{source.id}, carried to {target.id}"
-        if self.trained:
-            text = f"{target.id}, trained on {data.id}" if data else f"{target.id}, trained"
-        return text if (target if self.trained else source).commit else "A" + text[1:]
+        if not self.carries:
+            done = "trained" if self.trained else "its readout corrected"
+            text = f"{target.id}, {done} on {data.id}" if data else f"{target.id}, {done}"
+        return text if (source if self.carries else target).commit else "A" + text[1:]
 
     @property
     def measured(self) -> list[EvaluationRecord]:
@@ -120,7 +126,9 @@ class PortCard(Card):
     def only_predictions(self) -> bool:
         """True if the source's predictions were used where its task vector was not."""
         data = self.record.data
-        return self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
+        training = self.record.method.training
+        distilled = training is not None and training.toward == "source"
+        return distilled or self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
 
     @property
     def samples_for(self) -> str | None:
@@ -178,7 +186,8 @@ class PortCard(Card):
         record, metadata = self.record, super().metadata()
         if self.calibrated and record.data and record.data.commit:
             metadata["datasets"] = [record.data.id]
-        kind = () if self.trained else ("task-vector", "training-free")
+        kind = ["task-vector"] if self.carries else []
+        kind += ["training-free"] if self.carries and not self.record.method.polished else []
         tags = ("hf-bico", *kind, *(self.use.tags if self.use else ()), record.method.name)
         is_word = rendering.WORD.fullmatch
         metadata["tags"] = list(filter(is_word, tags))
