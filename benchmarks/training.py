@@ -3,7 +3,7 @@
     python benchmarks/training.py FOLDER [--first 20] [--workers 2] [--device cpu] [--docs docs/small-world]
 
 Every row is measured on the same held-out images. Between narrow and wide models four pretrainings, two tasks with
-room, 10 and 100 samples and three draws; from wide to narrow, to a deeper model, with 50 samples and with 200 training
+room, 10 and 100 samples and three draws; from wide to narrow, to a deeper model, with 50 samples and with more training
 steps two pretrainings and one draw. `unlabelled` has the rows that read 1,000 more images without labels, one draw.
 Nothing was chosen on these pretrainings. Every number is kept in FOLDER as it comes, and an interrupted run goes on.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from hf_bico.experiments.compare.comparison import Comparison
 
 TASKS = ("inverted", "rotated-90")
-STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": [20, 60], "polish_steps": [20]}
+STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": [20], "polish_steps": [20]}
+LONGER = {"methods": ["train@60", "distill@60"]}
 LONG = {"methods": ["bico-path+polish@200", "train@200", "distill@200"]}
-UNLABELLED = {"methods": ["bico-path+polish@20", "readout", "distill@20", "distill@60"]}
+UNLABELLED = {"methods": ["bico-path+polish@20", "readout", "distill@20"]}
 MAPS = {"methods": ["bico-path"]}
-SHORT = {**STANDARD, "train_steps": [20]}
 FIRST = 20
 """Worlds from this one on were not looked at when anything was chosen."""
 NAME = "training"
@@ -59,6 +59,7 @@ class Part:
     sizes: tuple[int, ...]
     draws: int
     rows: dict[str, Any]
+    tasks: tuple[str, ...] = TASKS
     unlabelled: bool = False
 
     @property
@@ -67,13 +68,14 @@ class Part:
 
 
 PARTS = (
-    Part("narrow to wide", "narrow", "wide", 4, (10, 100), 3, STANDARD),
     Part("narrow to wide, unlabelled", "narrow", "wide", 4, (10, 100), 1, UNLABELLED, unlabelled=True),
-    Part("narrow to wide, 200 steps", "narrow", "wide", 2, (100,), 1, LONG),
-    Part("wide to narrow", "wide", "narrow", 2, (10, 100), 1, SHORT),
-    Part("shallow to deep", "narrow", "deep", 2, (10, 100), 1, SHORT),
-    Part("narrow to wide, 50 samples", "narrow", "wide", 2, (50,), 1, SHORT),
-    Part("narrow to wide, more samples", "narrow", "wide", 2, (10, 100, 1000), 1, MAPS),
+    Part("narrow to wide", "narrow", "wide", 4, (10, 100), 3, STANDARD),
+    Part("narrow to wide, 60 steps", "narrow", "wide", 2, (100,), 1, LONGER),
+    Part("narrow to wide, 200 steps", "narrow", "wide", 2, (100,), 1, LONG, TASKS[:1]),
+    Part("wide to narrow", "wide", "narrow", 2, (10, 100), 1, STANDARD, TASKS[:1]),
+    Part("shallow to deep", "narrow", "deep", 2, (10, 100), 1, STANDARD, TASKS[:1]),
+    Part("narrow to wide, 50 samples", "narrow", "wide", 2, (50,), 1, STANDARD, TASKS[:1]),
+    Part("narrow to wide, more samples", "narrow", "wide", 2, (10, 100, 1000), 1, MAPS, TASKS[:1]),
 )
 
 
@@ -168,7 +170,7 @@ def jobs(parts: Sequence[Part], first: int, kinds: Sequence[str] = KINDS) -> lis
         Job(part, world, task, kind)
         for part in parts
         for world in range(first, first + part.worlds)
-        for task in TASKS
+        for task in part.tasks
         for kind in kinds
     ]
     return found

@@ -298,7 +298,7 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
     from hf_bico.data.draw import draw
     from hf_bico.porting.calibration import Calibration
     from hf_bico.porting.model_pair import ModelPair
-    from hf_bico.porting.transfer import transfer
+    from hf_bico.porting.transfer import transfer, with_polish
     from hf_bico.runtime.environment import Stopwatch
 
     shapes = SAME if name in OF_ONE_SHAPE else SMALL
@@ -319,7 +319,9 @@ def outcome_on(device: str, name: str, **options: Any) -> Any:
 
     drawn = draw(data, settings)
     calibration = Calibration(models, drawn, Heads(head(2), head(3), head(2)), watch, settings)
-    return transfer(make_method(name, settings), calibration, drawn.samples)
+    method = make_method(name, settings)
+    result = transfer(method, calibration, drawn.samples)
+    return with_polish(result, method, calibration) if settings.polish else result
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -329,18 +331,38 @@ def test_every_method_gives_on_the_gpu_what_it_gives_on_the_cpu(name: str) -> No
     # with fewer than ten samples nothing is held back, and measured
     options: dict[str, Any] = {"n": 9, "train_steps": 3, "warmup": 1} if name in ("fewshot", "finetune") else {}
     options |= {"learning_rate": 1e-3, "readout": name in ("bico-path", "fewshot")}
+    options |= {"train_steps": 5, "labels": "pseudo"} if name == "distill" else {}
+    options |= {"train_steps": 5} if name == "train" else {}
     on_cpu, on_gpu = (outcome_on(device, name, **options) for device in ("cpu", "cuda"))
     assert set(on_cpu.changes) == set(on_gpu.changes)
-    worst = max(
-        float((on_gpu.changes[tensor].cpu() - change).norm() / change.norm())
-        for tensor, change in on_cpu.changes.items()
-        if float(change.norm()) > 1e-9
+    worst = (
+        max(
+            float((on_gpu.changes[tensor].cpu() - change).norm() / change.norm())
+            for tensor, change in on_cpu.changes.items()
+            if float(change.norm()) > 1e-9
+        )
+        if on_cpu.changes
+        else 0.0
     )
     print(f"\n{name}: {worst:.1e}")
     assert worst < 1e-4
+    if on_cpu.trained is not None:
+        assert on_gpu.trained.steps == on_cpu.trained.steps
     if on_cpu.readout is not None:
         assert on_gpu.readout.accepted == on_cpu.readout.accepted
         assert on_gpu.readout.left_out == pytest.approx(on_cpu.readout.left_out, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "adapter", "rank": 4}], ids=["weights", "factors"])
+def test_a_polish_gives_on_the_gpu_what_it_gives_on_the_cpu(options: dict[str, Any]) -> None:
+    options = {"polish": True, "polish_steps": 6, "learning_rate": 1e-3, **options}
+    on_cpu, on_gpu = (outcome_on(device, "bico", **options) for device in ("cpu", "cuda"))
+    assert on_cpu.polished.trained.steps == on_gpu.polished.trained.steps
+    assert on_cpu.polished.trained.finished == on_gpu.polished.trained.finished
+    for name, change in on_cpu.polished.changes.items():
+        error = (on_gpu.polished.changes[name].cpu() - change).norm() / change.norm()
+        assert error < 1e-4, f"{name}: {error:.1e}"
+    assert on_cpu.polished.gain.mean == pytest.approx(on_gpu.polished.gain.mean, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "t5", "bert"])

@@ -119,7 +119,7 @@ def test_options_are_asked_about_by_click_itself() -> None:
 
 def test_a_word_like_nothing_gets_no_guess() -> None:
     assert "did you mean" not in run("xyzzy").stderr.lower()
-    assert "Remedy: use some of: all, bico" in run("compare", "a", "--to", "b", "--methods", "xyzzy").stderr
+    assert "Remedy: use some of: all, standard, bico" in run("compare", "a", "--to", "b", "--methods", "xyzzy").stderr
 
 
 def test_near_revisions_repos_and_data_sets(hub: Hub, tmp_path: Path) -> None:

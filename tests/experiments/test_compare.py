@@ -36,7 +36,7 @@ from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.planner import plan
 from hf_bico.porting.result import Ported
 from hf_bico.reports.record import EvaluationRecord
-from hf_bico.settings import AUTO, METHODS, Settings, register_method, usual_methods
+from hf_bico.settings import AUTO, BRIEF, METHODS, Settings, register_method, usual_methods
 from hf_bico.utils.progress import silent
 from support import forks
 from support.dying import kill
@@ -159,6 +159,39 @@ def test_so_is_that_of_any_other_method(scene: Scene, everything: Comparison, me
     key = {} if without else {"n": 12, "seed": 1}
     drawn = {"n": 8, "seed": 0} if without else key
     assert value(everything, method, **key) == of(measured(scene, method=method, **drawn), "ported")
+
+
+@pytest.mark.parametrize(("n", "seed"), zip(SIZES, SEEDS, strict=True))
+@pytest.mark.parametrize("method", ["readout", "train", "distill"])
+def test_so_is_that_of_what_carries_nothing(
+    scene: Scene, everything: Comparison, method: str, n: int, seed: int
+) -> None:
+    row = f"{method}@{OPTIONS['train_steps']}" if method in BRIEF else method
+    cell, port = cell_of(everything, row, n=n, seed=seed), ported(scene, method=method, n=n, seed=seed)
+    assert (cell.value, cell.held_back) == (of(port.record.evaluation, "ported"), port.held_back)
+
+
+@pytest.mark.parametrize("polish_on", ["source", "labels"])
+def test_polished_rows_are_polished_ports(scene: Scene, polish_on: str) -> None:
+    rows, draw = ["bico", "bico+polish@1", "bico+polish@3", "naive@8+polish@3"], {"n": 12, "seed": 1}
+    found = compared(scene, methods=["naive@8", *rows], n=12, seeds=[1], polish_on=polish_on)
+    values = {row: value(found, row, **draw) for row in rows}
+    for row in rows[1:]:
+        method, steps = row.partition("+")[0].removesuffix("@8"), int(row[-1])
+        one = measured(scene, method=method, **draw, polish=True, polish_steps=steps, polish_on=polish_on)
+        assert values[row] == of(one, "ported"), row
+    assert values["naive@8+polish@3"] != value(found, "naive@8"), "or the polish could not be told"
+    if polish_on == "source":
+        assert len(set(values.values())) == 4, "or its steps could not be told"
+
+
+def test_standard_rows_answer_whether_to_port_to_polish_or_to_train(scene: Scene) -> None:
+    steps: dict[str, Any] = {"train_steps": [1, 2], "polish_steps": 2}
+    found = compared(scene, methods="standard", n=8, seeds=1, alpha=AUTO, **steps)
+    ours = ["naive@1", "theseus@1", "bico-path", "bico-path+polish@2", "readout"]
+    trained = ["train@1", "train@2", "distill@1", "distill@2"]
+    assert list(found.methods) == ["target", "source", *ours, *trained]
+    assert found.refusals == ()
 
 
 def test_methods_and_draws_give_different_numbers(everything: Comparison) -> None:
@@ -669,7 +702,10 @@ def test_all_methods_but_those_that_cannot_carry(scene: Scene, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     found = Comparison.load(tmp_path / "out")
     assert {refusal.method for refusal in found.refusals} == {"transfusion", "gradfix"}
-    assert set(found.methods) == {"target", "source", *METHODS} - {"transfusion", "gradfix"}
+    steps = OPTIONS["train_steps"]
+    rows = {f"{name}@{steps}" if name in BRIEF else name for name in METHODS}
+    assert {"readout", f"train@{steps}", f"distill@{steps}"} < rows
+    assert set(found.methods) == {"target", "source", *rows} - {"transfusion", "gradfix"}
     assert {(cell.n, cell.per_class) for cell in found.cells} == {(None, None), (None, 1)}
     refused = [line for line in result.stdout.splitlines() if line.startswith("not measured: ")]
     assert len(refused) == 2
@@ -726,13 +762,24 @@ MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[str]], int, str, str]] = 
     "two of one name": (same_names, 2, "two of the data sets have one name", "rename a folder"),
     "unlabelled": (unlabelled, 1, "'plain' has no labelled sample to measure on", "use data with labels"),
     "no data": (no_data, 1, "no calibration data was given", "--data"),
-    "unknown method": (with_options("--methods", "bico,bica"), 2, "there is no method 'bica'", "all, bico, "),
+    "unknown method": (with_options("--methods", "bico,bica"), 2, "there is no method 'bica'", "all, standard, bico, "),
     "unknown at an alpha": (with_options("--methods", "bica@1"), 2, "no method 'bica'", "mean 'bico@1'? Else use"),
     "no number": (with_options("--methods", "bico@one"), 2, "'bico@one' has no number after @", "use bico@1, or bico"),
     "no end": (with_options("--methods", "bico@inf"), 2, "'bico@inf' has no number after @", "use bico@1, or bico"),
-    "trained at": (with_options("--methods", "fewshot@1"), 2, "a method that trains the target", "use fewshot"),
-    "all at": (with_options("--methods", "all@2"), 2, "'all@2' gives an alpha to all", "use all, with --alpha 2"),
-    "beside all": (with_options("--methods", "all,bica"), 2, "there is no method 'bica'", "all, bico, "),
+    "trained at": (
+        with_options("--methods", "fewshot@1"),
+        2,
+        "an alpha to a method that carries nothing",
+        "use fewshot",
+    ),
+    "corrected at": (with_options("--methods", "readout@1"), 2, "a method that carries nothing", "use readout"),
+    "no steps": (with_options("--methods", "train@0"), 2, "'train@0' has no number of training steps", "use train@20"),
+    "half a step": (with_options("--methods", "distill@0.5"), 2, "no number of training steps", "or distill"),
+    "polished at": (with_options("--methods", "bico+polish@0"), 2, "no number of polishing steps", "bico+polish@20"),
+    "polished training": (with_options("--methods", "train+polish"), 2, "polishes what was not carried", "use train,"),
+    "all at": (with_options("--methods", "all@2"), 2, "'all@2' gives an alpha to several", "use all, with --alpha 2"),
+    "standard at": (with_options("--methods", "standard@2"), 2, "to several methods", "use standard, with --alpha 2"),
+    "beside all": (with_options("--methods", "all,bica"), 2, "there is no method 'bica'", "all, standard, bico, "),
     "no method": (with_options("--methods", ","), 2, "--methods leaves nothing to compare", "at least one"),
     "n and k": (with_options("-n", "8", "-k", "2"), 2, "-n and -k were both given", "choose"),
     "words for n": (with_options("-n", "8,many"), 2, "-n is '8,many'", "10,20,50"),

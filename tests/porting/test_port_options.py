@@ -153,7 +153,7 @@ CHOICES: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
         )
         for toward, more in (
             *(("source", []), ("source", [*TRAINING, "--train-batch", "5"])),
-            ("labels", ["--polish-on", "labels", "--learning-rate", "0.01"]),
+            ("labels", ["--polish-on", "labels", *TRAINING]),
         )
     ),
     *(
@@ -263,7 +263,7 @@ def test_each_of_these_choices_changes_the_weights(tmp_path: Path, written: dict
             *(["--method", name, *BRIEFLY, *rate] for name in ("train", "distill") for rate in ([], TRAINING)),
             *(["--polish", "--polish-steps", steps] for steps in ("2", "3")),
             ["--polish", "--polish-steps", "3", *TRAINING, "--train-batch", "5"],
-            ["--polish", "--polish-steps", "3", "--polish-on", "labels", "--learning-rate", "0.01"],
+            ["--polish", "--polish-steps", "3", "--polish-on", "labels", *TRAINING],
             *(["--sampling", name] for name in ("class-balanced", "centroid-near", "centroid-far", "one-class")),
             *(["--labels", "pseudo"], ["--augment", "2"], ["--layers", "1,0"], ["--readout"]),
             *(["--completion", "svd"], ["--alpha", "0.5"]),

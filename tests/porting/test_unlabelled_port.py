@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def words(*options: str) -> list[str]:
     return [*named, "-n", "9", "--device", "cpu", *PAPER_WORDS, *options]
 
 
+def with_more(data: str) -> tuple[str, ...]:
+    """Unlabelled samples, and a readout that reads them."""
+    return "--unlabelled", data, "--readout"
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
@@ -77,7 +83,8 @@ def more_of(record: Record) -> UnlabelledRecord:
 
 
 def port(source: str = SOURCE, target: str = TARGET, **options: Any) -> hf_bico.Ported:
-    return hf_bico.port(source, target, **{"device": "cpu", "n": 9, **PAPER, **options})
+    """With a readout, which reads unlabelled samples."""
+    return hf_bico.port(source, target, **{"device": "cpu", "n": 9, "readout": True, **PAPER, **options})
 
 
 @pytest.fixture
@@ -98,7 +105,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
 
 
 def test_the_samples_reach_calibration_and_the_record(scene: Scene, tmp_path: Path, seen: list[Calibration]) -> None:
-    record = written(tmp_path / "out", "--unlabelled", "more", "--unlabelled-samples", "20")
+    record = written(tmp_path / "out", *with_more("more"), "--unlabelled-samples", "20")
     samples = seen[0].unlabelled
     assert samples is not None
     assert (len(samples), set(samples.labels)) == (20, {-1})
@@ -120,27 +127,50 @@ def test_without_unlabelled_data_nothing_is_recorded(scene: Scene, tmp_path: Pat
     assert record.data.unlabelled is None
 
 
-def test_nothing_uses_the_samples_yet_so_the_weights_are_the_same(scene: Scene, tmp_path: Path) -> None:
-    """The seed's calibration and held-out samples do not depend on them."""
-    one, other = written(tmp_path / "one"), written(tmp_path / "other", "--unlabelled", "more")
+def test_a_readout_reads_them(scene: Scene, tmp_path: Path) -> None:
+    """It gives other weights; the seed's calibration and held-out samples, and what is carried, stay the same."""
+    one, other = written(tmp_path / "one", "--readout"), written(tmp_path / "other", *with_more("more"))
     assert one.output is not None
     assert other.output is not None
-    assert one.output.files == other.output.files
-    assert one.evaluation == other.evaluation
+    assert one.output.files.keys() == other.output.files.keys()
+    assert one.output.files != other.output.files
+    assert one.method.readout != other.method.readout
+    assert one.data is not None
+    assert other.data is not None
+    assert replace(other.data, unlabelled=None) == one.data
+    unread = [
+        [entry for entry in record.evaluation if entry.model in ("target", "source", "ported, no readout")]
+        for record in (one, other)
+    ]
+    assert len(unread[0]) == 3
+    assert unread[0] == unread[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--method", "naive"), ("--method", "train"), ("--method", "fewshot"), ("--polish", "--polish-on", "labels")],
+)
+def test_a_port_that_reads_none_of_them_is_refused(scene: Scene, tmp_path: Path, options: tuple[str, ...]) -> None:
+    refused = run("port", *words("--unlabelled", "more", *options), "-o", str(tmp_path / "out"))
+    assert refused.exit_code == 2
+    cause, remedy = refused.stderr.splitlines()
+    assert cause.startswith("Error: --unlabelled is read by a readout and by what learns the source's predictions")
+    assert remedy.startswith("Remedy: add --polish or --readout")
+    assert not (tmp_path / "out").exists()
 
 
 def test_of_the_same_data_what_is_measured_on_is_left_out(scene: Scene, tmp_path: Path) -> None:
     """Here of one split: 9 samples to calibrate on, and 30 to measure on."""
     shutil.rmtree(scene.data)
     write_images(scene.data, train=12, test=0)
-    record = written(tmp_path / "out", "--unlabelled", "pictures", "--eval-samples", "30")
+    record = written(tmp_path / "out", *with_more("pictures"), "--eval-samples", "30")
     assert record.data is not None
     assert record.evaluation[0].n == 30
     assert more_of(record).n == 48 - 9 - 30
     assert not set(more_of(record).indices) & set(record.data.indices)
-    unmeasured = written(tmp_path / "unmeasured", "--unlabelled", "pictures", "--eval-samples", "30", "--no-eval")
+    unmeasured = written(tmp_path / "unmeasured", *with_more("pictures"), "--eval-samples", "30", "--no-eval")
     assert more_of(unmeasured).n == 48 - 9, "what nobody measures on may be used"
-    refused = run("port", *words("--unlabelled", "pictures"), "-o", str(tmp_path / "none"))
+    refused = run("port", *words(*with_more("pictures")), "-o", str(tmp_path / "none"))
     assert refused.exit_code == 1
     assert "is left as an unlabelled sample" in refused.stderr
     assert hf_bico.rerun(tmp_path / "out", device="cpu").differences == []
@@ -167,7 +197,8 @@ def test_texts_are_checked_as_calibration_samples_are(tmp_path: Path, seen: list
     tuned = fine_tuned(base, tmp_path / "tuned", transformers.AutoModelForCausalLM)
     texts = [{"text": text} for text in sentences(12)]
     more = [{"text": text} for text in sentences(6, seed=9)]
-    options = {"base": base, "data": texts, "n": 6, "device": "cpu", **PAPER, "method": "bico"}
+    training = {"method": "distill", "train_steps": 2, "learning_rate": 1e-3}
+    options = {"base": base, "data": texts, "n": 6, "device": "cpu", **training}
     hf_bico.port(tuned, target, **options, unlabelled=more)
     assert seen[0].unlabelled is not None
     read = {item.first for item in next(seen[0].unlabelled.batches(9))[0]}
@@ -206,7 +237,7 @@ def test_a_plan_names_and_pins_the_data(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_folders_are_repeated_bit_for_bit(scene: Scene, tmp_path: Path, seen: list[Calibration]) -> None:
-    written(tmp_path / "out", "--unlabelled", "more", "--unlabelled-samples", "20", "--seed", "3")
+    written(tmp_path / "out", *with_more("more"), "--unlabelled-samples", "20", "--seed", "3")
     again = hf_bico.rerun("out", device="cpu", folder=tmp_path / "again")
     assert (again.same, again.differences) == (True, [])
     first, second = (calibration.unlabelled for calibration in seen)
@@ -240,7 +271,7 @@ def test_repos_are_repeated_bit_for_bit(hub: Hub, tmp_path: Path, monkeypatch: p
 
 
 def test_other_samples_are_told(scene: Scene, tmp_path: Path) -> None:
-    written(tmp_path / "out", "--unlabelled", "more")
+    written(tmp_path / "out", *with_more("more"))
     (tmp_path / "more" / "000.png").unlink()
     assert hf_bico.rerun("out", device="cpu").differences == ["the unlabelled samples are others"]
 
@@ -259,7 +290,7 @@ def test_other_samples_are_told(scene: Scene, tmp_path: Path) -> None:
     ],
 )
 def test_a_record_cannot_ask_for_work_without_bound(scene: Scene, tmp_path: Path, change: Any, message: str) -> None:
-    written(tmp_path / "out", "--unlabelled", "more", "--unlabelled-samples", "20")
+    written(tmp_path / "out", *with_more("more"), "--unlabelled-samples", "20")
     record = json.loads((tmp_path / "out" / "bico.json").read_text())
     change(record)
     (tmp_path / "out" / "bico.json").write_text(json.dumps(record))
@@ -287,7 +318,7 @@ def test_a_record_of_the_hub_reads_no_local_folder(hub: Hub, tmp_path: Path, mon
 
 def test_a_card_names_no_local_folder(scene: Scene, tmp_path: Path) -> None:
     shutil.copytree("more", "secret-pictures")
-    record = written(tmp_path / "out", "--unlabelled", "secret-pictures")
+    record = written(tmp_path / "out", *with_more("secret-pictures"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "secret-pictures" not in card
     assert "--unlabelled UNLABELLED" in card, "the command is there, with a placeholder"
@@ -304,7 +335,7 @@ def test_a_card_names_a_repo(hub: Hub, tmp_path: Path) -> None:
 
 def test_what_was_used_is_not_measured_on_later(scene: Scene, tmp_path: Path) -> None:
     """`eval` leaves out the unlabelled samples as it leaves out the calibration samples."""
-    record = written(tmp_path / "out", "--unlabelled", "pictures", "--unlabelled-samples", "30")
+    record = written(tmp_path / "out", *with_more("pictures"), "--unlabelled-samples", "30")
     assert more_of(record).n == 30
     measured = hf_bico.evaluate_model(tmp_path / "out", data="pictures", split="train", device="cpu")
     assert measured.n == PICTURES["train"] - 9 - 30
