@@ -2,9 +2,9 @@
 
     python benchmarks/training_language.py [--first 20] [--worlds 3] [--draws 2] [--docs docs/small-world]
 
-Decoders: a LoRA between two small Llamas, by the loss on held-out texts (less is better). Classifiers: a fine-tuned BERT
-between two small encoders, by the accuracy of a linear probe on its features. Every world has models of its own, and
-nothing was chosen on them.
+Decoders: a LoRA between two small Llamas, by the loss on held-out texts (less is better). Classifiers: a fine-tuned
+BERT between two small encoders, by the accuracy of a linear probe on its features. Every world has models of its own,
+and nothing was chosen on them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decoders(folder: Path, seed: int, draws: int) -> Comparison:
 def classifiers(folder: Path, seed: int, draws: int) -> Comparison:
     made = build_encoders(folder, seed)
     return compare(
-        made.tuned,
+        made.source,
         to=made.target,
         base=made.base,
         data=made.data,
