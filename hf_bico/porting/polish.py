@@ -68,7 +68,7 @@ def polish(changes: Deltas, calibration: Calibration, settings: Settings, rank: 
         lesson = BriefLesson(calibration, calibration.heads.target if head is None else head.head, settings.polish_on)
         lesson.require()
         start, readouts = (
-            start_of(models, changes, rank, settings.seed),
+            start_of(models, changes, rank, settings),
             _Readouts.of(calibration, lesson.head, settings.polish_on),
         )
         own = dict(models.target.module.named_parameters())

@@ -33,6 +33,7 @@ from hf_bico.models.inference import CachedSamples, PreparedSamples
 from hf_bico.models.low_rank import Change, Factors, dense, truncated
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.model_pair import ModelPair
+from hf_bico.settings import Settings
 
 FINGERPRINTED = 64
 """Number of samples whose content identifies a training task; rows and labels count for all samples."""
@@ -235,24 +236,24 @@ def fresh_factors(models: ModelPair, rank: int, seed: int) -> dict[str, Change]:
     return factors
 
 
-def start_of(models: ModelPair, changes: Deltas, rank: int | None, seed: int) -> dict[str, Change]:
+def start_of(models: ModelPair, changes: Deltas, rank: int | None, settings: Settings) -> dict[str, Change]:
     """Return the carried changes by the loaded target's names, as a training begins with them.
 
-    With a `rank`, those of weights are factors of that rank at most. What a port could have changed and did not begins
-    at nothing.
+    What a port could have changed and did not begins at nothing. With a `rank` that is factors; carried ones keep
+    their own rank, unless another was asked for.
     """
     parameters = dict(models.target.module.named_parameters())
     own = changes.renamed(models.lineage.target.layout.own_names)
     places = own.places_in(parameters, "the target")
     found: dict[str, Change] = {}
     if rank is not None:
-        found |= fresh_factors(models, rank, seed)
+        found |= fresh_factors(models, rank, settings.seed)
     else:
         found |= {name: torch.zeros(parameters[name].shape) for name in carried_places(models).values()}
     for name, place in places.items():
         change = own.change(name)
         if rank is not None and isinstance(change, Factors):
-            found[place] = truncated(change, rank)
+            found[place] = truncated(change, settings.rank)
         else:
             found[place] = dense(change)
     return found
