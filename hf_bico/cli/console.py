@@ -32,6 +32,7 @@ from hf_bico.reports.results import (
     readout_sentence,
     result_rows,
     results,
+    situation_sentence,
     training_sentence,
 )
 from hf_bico.reports.verdict import (
@@ -150,6 +151,8 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         echo(f"The adapter holds {record.output.energy_kept:.2%} of the {change}'s energy.")
     for notice in record.notices:
         echo(f"Notice: {notice}")
+    if situation := situation_sentence(record):
+        echo("", situation)
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
     echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
     if cost := cost_sentence(record):

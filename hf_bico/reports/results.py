@@ -40,6 +40,8 @@ MAX_LEFT = 0.5
 """Share of the task vector's energy above which the headline begins with what stayed behind."""
 NO_GAIN = 0.1
 """Share of the port's gain below which a control's gain counts as none."""
+POLISHED_OBJECTIVES = ("zero-shot", "classification", "language-modelling", "text-to-text")
+"""The objectives in which the source predicts what a polish can learn."""
 SAFE_SAMPLES = 50
 """With fewer samples no rule was found that keeps a port from hurting."""
 MAX_ROLES = 24
@@ -309,6 +311,24 @@ def few_samples_sentence(record: Record) -> str | None:
         f"This port was made from only {samples}. So few are not safe: it may do worse on new data, "
         f"above all if the source is a LoRA with a large change. Use {SAFE_SAMPLES} or more."
     )
+
+
+def situation_sentence(record: Record) -> str | None:
+    """Say which case of "port, polish or train?" a port is, and what gave more there; None where nothing is known."""
+    data, polished = record.data, record.method.polished
+    if data is None or not carries(record) or record.objective.name not in POLISHED_OBJECTIVES:
+        return None
+    training = "a polish" if polished else "no training"
+    samples = f"{'only ' if data.n < SAFE_SAMPLES else ''}{count_text(data.n, 'sample')}"
+    if data.unlabelled is not None and data.unlabelled.n > data.n:
+        case, more = f"{samples}, many more without labels, {training}", None if polished else "a polish: --polish"
+    elif data.n < SAFE_SAMPLES or polished:
+        case, more = f"{samples}, {training}", "more samples without labels: --polish --unlabelled DATA"
+    else:
+        case, more = f"{samples}, {training}", "a few training steps without labels: --polish"
+    if more is None:
+        return f"Your case: {case}. More is to be had by fine-tuning on many labels."
+    return f"Your case: {case}. On small models, what gave more is {more}."
 
 
 def training_sentence(record: Record) -> str | None:

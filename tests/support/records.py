@@ -189,8 +189,13 @@ def a_walk_record(**changes: Any) -> Record:
 def a_trained_record(name: str = "finetune", **changes: Any) -> Record:
     """The target trained, for comparison."""
     training = TrainingRecord(1e-3, 0.1, 30, 900, 128, 3, 0.81)
-    few = TrainingRecord(1e-3, 0.1, 1, 100)
-    method = MethodRecord(name, 1.0, [0, 1], training=training if name == "finetune" else few)
+    if name == "fewshot":
+        training = TrainingRecord(1e-3, 0.1, 1, 100)
+    elif name != "finetune":
+        left_out = {"most": 60, "left_out": 40, "before": 1.4, "after": 0.9}
+        toward = "source" if name == "distill" else "labels"
+        training = TrainingRecord(1e-4, 0.1, 12, 100, 128, validation=0.7, toward=toward, **left_out)
+    method = MethodRecord(name, 1.0, [0, 1], training=training)
     return replace(a_record(), sites=[], left=[], method=method, **changes)
 
 
