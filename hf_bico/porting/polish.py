@@ -86,7 +86,8 @@ def polish(changes: Deltas, calibration: Calibration, settings: Settings, rank: 
         carried = _scores(lesson, numbers, stored_changes(models, start))
         bare = target_head(calibration, NOTHING)
         untouched = _scores(replace(lesson, head=lesson.head if bare is None else bare.head), numbers, NOTHING)
-        helped = Estimate.of(carried.losses - after.losses).is_above_zero(VETO)
+        changed = bool(trained.steps) or trained.finished
+        helped = changed and Estimate.of(carried.losses - after.losses).is_above_zero(VETO)
         return replace(
             result,
             helped=helped,

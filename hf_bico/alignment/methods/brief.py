@@ -1,8 +1,8 @@
 """Train for a few steps, by a learning rate and a number of steps that samples left out choose.
 
-Every rate is tried on folds: a fifth of the samples is left out, the others are trained on, and the left-out ones are
-scored on the way. The rate and the number of steps with the smallest left-out loss are then used on all samples; where
-no step helps the left-out ones clearly, none is taken. Knows a training task; not models or data sets.
+Rates are tried on folds: a fifth of the samples is left out, the others are trained on, and the left-out ones are scored
+on the way. The rate and the number of steps with the smallest left-out loss are then used on all samples; where no step
+helps the left-out ones clearly, none is taken. Knows a training task; not models or data sets.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ FOLDS = 5
 """Into so many parts the samples are split; one of them is left out at a time."""
 ENOUGH_LEFT_OUT = 40
 """With so many samples left out, further parts are not tried."""
+ENOUGH_FOR_RATE = 20
+"""With so many samples left out, the learning rate is chosen; the other parts are trained at that rate alone."""
 RATES = tuple(round(10 ** (power / 2), 8) for power in range(-10, -3))
 """Learning rates to try: 1e-5 to 1e-2, a factor of the root of 10 apart."""
 CHECKS = 20
@@ -70,7 +72,9 @@ def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, p
     everything = tuple(range(training_task.size))
     if not folds:
         return Trained(runs.final(everything, 0, 0.0, finish=False), 0, training_task.size, None)
-    rate, checks = _best_rate(settings, lambda rate: runs.scores(rate, folds))
+    first = ceil(ENOUGH_FOR_RATE / len(folds[0]))
+    rate = _best_rate(settings, lambda rate: runs.scores(rate, folds[:first]))
+    checks = runs.scores(rate, folds)
     chosen = min(checks, key=lambda number: _mean_loss(checks[number]))
     if not _is_better(checks[chosen], checks[0]):
         chosen = 0
@@ -103,15 +107,13 @@ def left_out_folds(size: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(shuffled[part::parts])) for part in range(min(parts, ceil(ENOUGH_LEFT_OUT * parts / size)))]
 
 
-def _best_rate(
-    settings: Settings, scores: Callable[[float], dict[int, SampleScores]]
-) -> tuple[float, dict[int, SampleScores]]:
-    """Return the learning rate whose run has the smallest left-out loss on its way, with the scores of that run.
+def _best_rate(settings: Settings, scores: Callable[[float], dict[int, SampleScores]]) -> float:
+    """Return the learning rate whose run has the smallest left-out loss on its way.
 
     The powers of ten are tried first, then the neighbours of the best one. A rate that was asked for is taken.
     """
     if settings.learning_rate is not None:
-        return settings.learning_rate, scores(settings.learning_rate)
+        return settings.learning_rate
     tried = {rate: scores(rate) for rate in RATES[::2]}
 
     def best() -> float:
@@ -119,7 +121,7 @@ def _best_rate(
 
     place = RATES.index(best())
     tried |= {RATES[near]: scores(RATES[near]) for near in (place - 1, place + 1) if 0 <= near < len(RATES)}
-    return best(), tried[best()]
+    return best()
 
 
 def _is_better(scores: SampleScores, before: SampleScores) -> bool:
