@@ -1,6 +1,6 @@
 """Port, polish or train? The standard comparison on small worlds: full fine-tunes, gentle and hard LoRAs.
 
-    python benchmarks/training.py FOLDER [--first 20] [--workers 2] [--device cpu] [--docs docs/small-world]
+    python benchmarks/training.py FOLDER [--first 30] [--workers 2] [--device cpu] [--docs docs/small-world]
 
 Every row is measured on the same held-out images. Between narrow and wide models four pretrainings, two tasks with
 room, 10 and 100 samples and three draws; from wide to narrow, to a deeper model, with 50 samples and with more training
@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,10 +32,13 @@ from ports import KINDS, markdown, train, train_loras, world_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hf_bico.experiments.compare.cells import CellKey
+from hf_bico.experiments.compare.cells import method_label
+from hf_bico.reports.pictures import png
 from hf_bico.utils.text import format_table
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from hf_bico.experiments.compare.comparison import Comparison
 
 TASKS = ("inverted", "rotated-90")
@@ -43,7 +47,7 @@ LONGER = {"methods": ["train@60", "distill@60"]}
 LONG = {"methods": ["bico-path+polish@200", "train@200", "distill@200"]}
 UNLABELLED = {"methods": ["bico-path+polish@20", "readout", "distill@20"]}
 MAPS = {"methods": ["bico-path"]}
-FIRST = 20
+FIRST = 30
 """Worlds from this one on were not looked at when anything was chosen."""
 NAME = "training"
 
@@ -139,11 +143,7 @@ class Number:
 def numbers(job: Job, comparison: Comparison) -> Iterator[Number]:
     for cell in comparison.cells:
         place = (job.part.title, job.world, job.task, job.kind)
-        yield Number(*place, _row(cell), cell.n, cell.seed, 100 * cell.value, cell.held_back)
-
-
-def _row(key: CellKey) -> str:
-    return key.method
+        yield Number(*place, cell.method, cell.n, cell.seed, round(100 * cell.value, 3), cell.held_back)
 
 
 def run(folder: Path, job: Job, device: str) -> list[Number]:
@@ -224,6 +224,41 @@ def write_csv(found: Sequence[Number], file: Path) -> None:
             writer.writerow([f"{value:.3f}" if isinstance(value, float) else value for value in vars(one).values()])
 
 
+def read_csv(file: Path) -> list[Number]:
+    with file.open(encoding="utf-8", newline="") as stream:
+        return [_read(row) for row in csv.DictReader(stream)]
+
+
+def _read(row: dict[str, str]) -> Number:
+    counts = [int(row[name]) if row[name] else None for name in ("n", "draw")]
+    place = (row["part"], int(row["world"]), row["task"], row["kind"], row["row"])
+    return Number(*place, *counts, float(row["value"]), row["held_back"] == "True")
+
+
+def draw(found: Sequence[Number], part: Part) -> Figure:
+    """Draw the gain of every row with its standard error, a colour for each number of samples."""
+    from matplotlib.figure import Figure
+
+    from hf_bico.reports.pictures import BLUE, INK, RED, frame
+
+    rows = [row for row in dict.fromkeys(one.row for one in found if one.part == part.title) if row != "target"]
+    figure = Figure(figsize=(7.2, 0.3 * len(rows) + 1.2))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    frame(axes)
+    for n, colour, marker in zip(part.sizes, (BLUE, RED, INK), "os^", strict=False):
+        means = [mean_and_error(gains(found, part.title, row, n)) for row in rows]
+        style = {"color": colour, "marker": marker, "linestyle": "none", "capsize": 2, "label": f"{n} samples"}
+        errors = [error for _, error in means]
+        axes.errorbar([mean for mean, _ in means], range(len(rows)), xerr=errors, **style)
+    axes.set_yticks(range(len(rows)), [method_label(row) for row in rows])
+    axes.invert_yaxis()
+    axes.axvline(0, color=INK, linewidth=0.9)
+    axes.set_xlabel("points of accuracy over the untouched target, with standard errors")
+    axes.legend(fontsize=8.5)
+    return figure
+
+
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--first", default=FIRST, show_default=True, help="Number of the first pretraining.")
@@ -250,6 +285,7 @@ def main(folder: Path, first: int, workers: int, only: str, draws: int | None, d
         click.echo(f"\n{part.title}\n{format_table(lines)}")
         if docs is not None:
             (docs / f"{NAME}-{part.name}.md").write_text(markdown(lines), encoding="utf-8")
+            (docs / f"{NAME}-{part.name}.png").write_bytes(png(partial(draw, found, part)))
     if docs is not None:
         write_csv(found, docs / f"{NAME}.csv")
 

@@ -27,6 +27,8 @@ TRIED_TOO = {"language-modelling": ("bico-last",)}
 SAMPLINGS = ("random", "class-balanced", "centroid-near", "centroid-far", "half-class", "one-class")
 PREDICTING = ("zero-shot", "classification")
 """The objectives that tell classes apart."""
+LEARNABLE = (*PREDICTING, "language-modelling", "text-to-text")
+"""The objectives in which the source predicts what a polish can learn."""
 LAYERS = ("index", "similarity")
 OBJECTIVES = ("auto", "zero-shot", "contrastive", "language-modelling", "text-to-text", "classification")
 FORMATS = ("full", "adapter", "delta")
@@ -46,6 +48,14 @@ VERY_FEW_SAMPLES = 20
 """Below so many samples, alpha is chosen more carefully."""
 VETO = 0.5
 """How many standard errors above 0 the samples' mean gain has to be; else a port is held back, or called doubtful."""
+
+
+def polish_veto(samples: int, bold: bool | None = None) -> float:
+    """Return how many standard errors above 0 the gain of a polish has to be, by samples left out of so many.
+
+    Of very few, the best of many rates and steps looks good by chance.
+    """
+    return 2.0 if samples < VERY_FEW_SAMPLES and not bold else VETO
 
 
 def allowed_errors(samples: int, bold: bool | None = None) -> int:
@@ -423,7 +433,8 @@ class Settings:
         "nothing. A number is taken as it is; the paper's is 1.",
         group="aligning", metavar="auto|NUMBER", read=read_alpha, decisive=True)
     bold: bool = option(
-        False, _METHOD, "Larger steps with alpha auto: a larger gain on average, and more ports that hurt.",
+        False, _METHOD, "Larger steps with alpha auto, and a polish on fewer than 20 samples that is less careful: a "
+        "larger gain on average, and more ports that hurt.",
         group="aligning", type=bool, decisive=True)
     layers: str | Sequence[int] = option(
         "index", _METHOD, "Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
@@ -478,8 +489,8 @@ class Settings:
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)
     polish: bool = option(
-        False, _METHOD, "After the port, train what was carried a few steps towards the source's predictions, the "
-        "readout first; samples left out stop it.", type=bool, decisive=True)
+        False, _METHOD, "After the port, train what was carried for a few steps towards the source's predictions, "
+        "and correct the readout last; samples left out decide how far.", type=bool, decisive=True)
     polish_steps: int = option(
         POLISH_STEPS, _TRAINING, "Most steps of --polish.", type=int, least=1, decisive=True)
     polish_on: str = option(

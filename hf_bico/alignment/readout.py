@@ -6,7 +6,7 @@ Knows matrices and the zero-shot head; not where the samples come from, nor what
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,26 +86,25 @@ def solve_readout(
     hidden, weight, desired = (tensor.to(hidden.device, torch.float64) for tensor in (hidden, weight, desired))
     classes, scale = head.classes.to(hidden), head.scale.to(hidden)
     head = ZeroShotHead(classes, scale, None if head.bias is None else head.bias.to(hidden))
-    features, gram = hidden @ weight.T, hidden @ hidden.T
-    if not all(bool(tensor.isfinite().all()) for tensor in (gram, features, head.logits(features), desired)):
+    features = hidden @ weight.T
+    if not all(bool(tensor.isfinite().all()) for tensor in (hidden, features, head.logits(features), desired)):
         raise NonFiniteWeightsError(
             "features or logits of the calibration samples hold NaN or infinite values",
             "check the models' weights, or run without the readout",
         )
     before = _distance(head, features, desired)
     none = Readout(torch.zeros_like(weight), accepted=False, strength=None, before=before, left_out=before)
-    if len(set(origins)) < 2 or not gram.any():
+    if len(set(origins)) < 2 or not hidden.any():
         return none
-    shifts = desired_shifts(features, head, desired)
+    shifts, ridge = desired_shifts(features, head, desired), Ridge.of(hidden)
     left_out = {}
     for strength in READOUT_STRENGTHS:
-        predicted = shifts - left_out_residuals(gram, shifts, strength, origins)
+        predicted = shifts - ridge.left_out_residuals(shifts, strength, origins)
         left_out[strength] = _distance(head, features + predicted, desired)
     best = min(READOUT_STRENGTHS, key=left_out.__getitem__)
     if left_out[best] >= (1 - LEAST_GAIN) * before:
         return replace(none, left_out=left_out[best])
-    change = torch.cholesky_solve(shifts, _factor(gram, best)).T @ hidden
-    return Readout(change, accepted=True, strength=best, before=before, left_out=left_out[best])
+    return Readout(ridge.solution(shifts, best).T, accepted=True, strength=best, before=before, left_out=left_out[best])
 
 
 def desired_shifts(features: Tensor, head: ZeroShotHead, desired: Tensor) -> Tensor:
@@ -133,32 +132,57 @@ def desired_shifts(features: Tensor, head: ZeroShotHead, desired: Tensor) -> Ten
     return shifts
 
 
-def left_out_residuals(gram: Tensor, targets: Tensor, strength: float, origins: Sequence[int]) -> Tensor:
-    """Return the residual of each row under the ridge over all rows except those of its own origin.
+@dataclass(frozen=True)
+class Ridge:
+    """Ridge regressions from the rows H = U S V^T, of all strengths by one decomposition.
 
-    Exact and without solving again: with B = (K + lambda I)^-1 and a group g, the rows are B_gg^-1 (B T)_g. Lambda is
-    `strength` times the mean of K's diagonal.
+    Lambda is `strength` times the mean of the diagonal of K = H H^T, so that it does not depend on the rows' scale.
     """
-    inverse = torch.cholesky_inverse(_factor(gram, strength))
-    solved = inverse @ targets
-    groups = defaultdict(list)
-    for row, origin in zip(range(len(targets)), origins, strict=True):
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> Ridge:
+        return cls(*torch.linalg.svd(hidden, full_matrices=False))
+
+    def _share(self, strength: float) -> Tensor:
+        """Return S^2 / (S^2 + lambda): how much of each direction is fitted."""
+        squares = self.values.square()
+        return squares / (squares + strength * squares.sum() / len(self.left))
+
+    def solution(self, targets: Tensor, strength: float) -> Tensor:
+        """Return W^T = H^T (K + lambda I)^-1 T."""
+        inner = _ratio(self._share(strength), self.values)
+        fitted: Tensor = self.right.T @ (inner[:, None] * (self.left.T @ targets))
+        return fitted
+
+    def left_out_residuals(self, targets: Tensor, strength: float, origins: Sequence[int]) -> Tensor:
+        """Return the residual of each row under the ridge over all rows except those of its own origin.
+
+        Exact and without solving again: with the hat matrix A = K (K + lambda I)^-1 and a group g of rows of one
+        origin, they are (I - A_gg)^-1 (T - A T)_g.
+        """
+        share = self._share(strength)
+        solved = targets - self.left @ (share[:, None] * (self.left.T @ targets))
+        residuals = torch.empty_like(solved)
+        for equal in _groups_by_size(origins, len(targets)):  # all groups of one size in one batch
+            rows = torch.tensor(equal, device=targets.device)
+            some = self.left[rows]
+            inside = torch.eye(rows.shape[1]).to(some) - (some * share) @ some.mT
+            residuals[rows] = torch.linalg.solve(inside, solved[rows])
+        return residuals
+
+
+def _groups_by_size(origins: Sequence[int], rows: int) -> Iterable[list[list[int]]]:
+    """Return the rows of each origin, groups of equal size together."""
+    groups, by_size = defaultdict[int, list[int]](list), defaultdict[int, list[list[int]]](list)
+    for row, origin in zip(range(rows), origins, strict=True):
         groups[origin].append(row)
-    by_size = defaultdict(list)
     for group in groups.values():
         by_size[len(group)].append(group)
-    residuals = torch.empty_like(solved)
-    for equal in by_size.values():  # all groups of one size in one batch
-        rows = torch.tensor(equal, device=gram.device)
-        residuals[rows] = torch.linalg.solve(inverse[rows[:, :, None], rows[:, None, :]], solved[rows])
-    return residuals
-
-
-def _factor(gram: Tensor, strength: float) -> Tensor:
-    """Return the Cholesky factor of K + lambda I."""
-    ridge = strength * gram.diagonal().mean()
-    factor: Tensor = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-    return factor
+    return by_size.values()
 
 
 def _distance(head: ZeroShotHead, features: Tensor, desired: Tensor) -> float:

@@ -28,7 +28,7 @@ from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.heads import TargetHead, target_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.training_tasks import SOURCE, BriefLesson, start_of, stored_changes
-from hf_bico.settings import VETO, Settings
+from hf_bico.settings import VETO, Settings, polish_veto
 
 NOTHING = Deltas({})
 
@@ -38,7 +38,8 @@ class Polished:
     """A polished change, and what samples that were left out of it say.
 
     `gain` is theirs over the untouched target, `carried` and `polished` their mean losses before and after; all are
-    None where no sample could be left out. `helped` is False for a polish that was dropped.
+    None where no sample could be left out. `helped` is False for a polish that was dropped. It is `alone` if it began
+    at the untouched target, because what was carried is held back.
     """
 
     changes: Deltas
@@ -50,6 +51,7 @@ class Polished:
     carried: float | None = None
     polished: float | None = None
     head: TargetHead | None = None
+    alone: bool = False
 
 
 def readout_change(models: ModelPair, readout: Readout) -> Deltas:
@@ -86,12 +88,13 @@ def polish(changes: Deltas, calibration: Calibration, settings: Settings, rank: 
         carried = _scores(lesson, numbers, stored_changes(models, start))
         bare = target_head(calibration, NOTHING)
         untouched = _scores(replace(lesson, head=lesson.head if bare is None else bare.head), numbers, NOTHING)
-        changed = bool(trained.steps) or trained.finished
+        changed, gain = bool(trained.steps) or trained.finished, outlook(untouched, after)
         helped = changed and Estimate.of(carried.losses - after.losses).is_above_zero(VETO)
+        helped = helped and (gain.is_above_zero(polish_veto(lesson.size, settings.bold)) or not settings.finds_alpha)
         return replace(
             result,
             helped=helped,
-            gain=outlook(untouched, after if helped else carried),
+            gain=gain if helped else outlook(untouched, carried),
             carried=float(carried.losses.mean()),
             polished=float(after.losses.mean()),
         )

@@ -193,7 +193,8 @@ def _training_record(prepared: PreparedPort, trained: Trained) -> TrainingRecord
 def _polish_record(settings: Settings, polished: Polished) -> TrainingRecord:
     more = polished.unlabelled or None
     record = _brief_record(settings, polished.trained, settings.polish_steps, settings.polish_on, more)
-    return replace(record, before=polished.carried, after=polished.polished, helped=polished.helped)
+    alone = polished.alone or None
+    return replace(record, before=polished.carried, after=polished.polished, helped=polished.helped, alone=alone)
 
 
 def _brief_record(

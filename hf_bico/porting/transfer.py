@@ -93,12 +93,10 @@ class TransferResult:
 
     @property
     def held_back(self) -> bool:
-        """Whether the samples speak against all of it; the end of a polish is judged by those left out of it."""
+        """Whether the samples speak against all of it. A polish that helped has passed the veto of those left out."""
         if self.dropped or self.scaling is None:
             return self.dropped
-        if self.polished is not None and self.polished.helped and self.polished.gain is not None:
-            return not passes_veto(self.polished.gain)
-        return self.scaling.held_back
+        return self.scaling.held_back and not (self.polished is not None and self.polished.helped)
 
 
 UNTOUCHED = TransferResult(Deltas({}), Report((), ()))
@@ -219,13 +217,15 @@ def with_readout(result: TransferResult, calibration: Calibration) -> TransferRe
 def with_polish(result: TransferResult, method: Method, calibration: Calibration) -> TransferResult:
     """Polish a port; one that does not help samples left out leaves it as it was."""
     carried = result.changes if result.unread is None else result.unread
-    carried = UNTOUCHED.changes if result.held_back else carried
+    alone = result.held_back
+    carried = UNTOUCHED.changes if alone else carried
     rank = factor_rank(calibration.models, method.settings.rank, _as_adapter(method, calibration.models))
-    polished = polish(carried, calibration, method.settings, rank)
+    polished = replace(polish(carried, calibration, method.settings, rank), alone=alone)
     kept = polished.changes if polished.helped else carried
     return replace(
         result,
         changes=kept,
+        report=UNTOUCHED.report if alone and polished.helped else result.report,
         readout=polished.readout if polished.helped else None,
         unread=None,
         polished=polished,

@@ -131,7 +131,8 @@ class TrainingRecord:
     A brief training, or a polish, learnt the samples' "labels" or the "source": that is `toward`. Of at most `most`
     steps, `left_out` samples chose how many, and the learning rate unless it was `given`; their loss was `before` and
     `after` it. `unlabelled` of the samples came without labels, and `rank` is that of trained factors. A polish that
-    did not help the samples left out was dropped: then `helped` is False.
+    did not help the samples left out was dropped: then `helped` is False. It is `alone` if the samples had held back
+    what was carried, so that it began at the untouched target.
     """
 
     learning_rate: Amount
@@ -150,6 +151,7 @@ class TrainingRecord:
     unlabelled: Count | None = None
     rank: Count | None = None
     helped: bool | None = None
+    alone: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,18 @@ class MethodRecord:
     @property
     def polished(self) -> bool:
         """True if what was carried was trained, and not left as it was."""
-        return self.polish is not None and bool(self.polish.helped)
+        return self.polish is not None and bool(self.polish.helped) and not self.polish.alone
+
+    @property
+    def polished_alone(self) -> bool:
+        """True if a polish is all there is, because the samples held back what was carried."""
+        return self.polish is not None and bool(self.polish.helped) and bool(self.polish.alone)
+
+    @property
+    def trained(self) -> TrainingRecord | None:
+        """The training that stands in place of a port; None without any step, or if something was carried."""
+        alone = self.polish if self.polished_alone and self.polish is not None and self.polish.steps else None
+        return self.training or alone
 
     @property
     def chosen_by_samples(self) -> bool:

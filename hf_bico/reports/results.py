@@ -22,7 +22,7 @@ from hf_bico.reports.record import (
     TrainingRecord,
 )
 from hf_bico.reports.verdict import lead_sentence
-from hf_bico.settings import PROBE, method_info
+from hf_bico.settings import LEARNABLE, PROBE, method_info
 from hf_bico.utils.text import count_text, format_table, markdown_table, plain
 
 VALUE_NAMES = {
@@ -40,8 +40,6 @@ MAX_LEFT = 0.5
 """Share of the task vector's energy above which the headline begins with what stayed behind."""
 NO_GAIN = 0.1
 """Share of the port's gain below which a control's gain counts as none."""
-POLISHED_OBJECTIVES = ("zero-shot", "classification", "language-modelling", "text-to-text")
-"""The objectives in which the source predicts what a polish can learn."""
 SAFE_SAMPLES = 50
 """With fewer samples no rule was found that keeps a port from hurting."""
 MAX_ROLES = 24
@@ -81,12 +79,12 @@ def gain_of(value: EvaluationRecord, over: EvaluationRecord) -> float:
 
 def is_trained(record: Record) -> bool:
     """Return True if the target was trained, and nothing was carried."""
-    return record.method.training is not None or method_info(record.method.name).trains_on is not None
+    return record.method.trained is not None or method_info(record.method.name).trains_on is not None
 
 
 def carries(record: Record) -> bool:
     """Return True if a task vector was carried: the target was not trained, nor only its readout corrected."""
-    return not is_trained(record) and record.method.name != "readout"
+    return not is_trained(record) and record.method.name != "readout" and not record.method.polished_alone
 
 
 def results(record: Record) -> list[Result]:
@@ -228,8 +226,9 @@ def _result_sentence(record: Record) -> str | None:
         reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
         sentence += f": {reached} the fine-tuned source's {value_text(source)}"
     polish = record.method.polish
-    if polish is not None and polish.helped:
-        sentence += f", carried and then polished for {count_text(polish.steps, 'training step')}"
+    if polish is not None and record.method.polished:
+        steps = f" and then polished for {count_text(polish.steps, 'training step')}"
+        sentence += f", carried{steps if polish.steps else ', and its readout corrected'}"
     else:
         sentence += f", after {training_steps(record)}" if trained else ", with no training step"
     readout, alone = record.method.readout, entries.get("target, readout")
@@ -240,7 +239,7 @@ def _result_sentence(record: Record) -> str | None:
 
 def training_steps(record: Record) -> str:
     """Return "1 training step", "30 training steps", or "training" if the number is unknown."""
-    training = record.method.training
+    training = record.method.trained
     return "training" if training is None else count_text(training.steps, "training step")
 
 
@@ -304,7 +303,7 @@ def few_samples_sentence(record: Record) -> str | None:
     """Return a warning if a port was made from few samples, whoever chose its alpha; None if no sample was used."""
     data, method = record.data, record.method
     uses_samples = method.chosen_by_samples or method_info(method.name).uses_samples
-    if data is None or data.n >= SAFE_SAMPLES or is_trained(record) or not uses_samples:
+    if data is None or _judging_samples(record) >= SAFE_SAMPLES or is_trained(record) or not uses_samples:
         return None
     samples = count_text(data.n, "sample")
     return (
@@ -313,27 +312,40 @@ def few_samples_sentence(record: Record) -> str | None:
     )
 
 
+def _judging_samples(record: Record) -> int:
+    """Return how many samples have judged what is written: those without labels too, if it was polished on them."""
+    data = record.data
+    if data is None:
+        return 0
+    polish = record.method.polish if record.method.polished else None
+    return data.n + ((polish.unlabelled or 0) if polish is not None else 0)
+
+
 def situation_sentence(record: Record) -> str | None:
-    """Say which case of "port, polish or train?" a port is, and what gave more there; None where nothing is known."""
-    data, polished = record.data, record.method.polished
-    if data is None or not carries(record) or record.objective.name not in POLISHED_OBJECTIVES:
+    """Say which case of "port, polish or train?" a port is, and what gains more there; None where nothing is known.
+
+    The cases, and what was measured of each, are in docs/when-to-port.md.
+    """
+    data, method = record.data, record.method
+    known = carries(record) or method.polished_alone
+    if data is None or not known or record.objective.name not in LEARNABLE:
         return None
-    training = "a polish" if polished else "no training"
-    samples = f"{'only ' if data.n < SAFE_SAMPLES else ''}{count_text(data.n, 'sample')}"
-    if data.unlabelled is not None and data.unlabelled.n > data.n:
-        case, more = f"{samples}, many more without labels, {training}", None if polished else "a polish: --polish"
-    elif data.n < SAFE_SAMPLES or polished:
-        case, more = f"{samples}, {training}", "more samples without labels: --polish --unlabelled DATA"
-    else:
-        case, more = f"{samples}, {training}", "a few training steps without labels: --polish"
-    if more is None:
-        return f"Your case: {case}. More is to be had by fine-tuning on many labels."
-    return f"Your case: {case}. On small models, what gave more is {more}."
+    unlabelled, polished = data.unlabelled, method.polished or method.polished_alone
+    few, many = data.n < SAFE_SAMPLES, unlabelled is not None and unlabelled.n >= SAFE_SAMPLES
+    samples = f"{'only ' if few else ''}{count_text(data.n, 'sample')}"
+    samples += f", {unlabelled.n:,} more without labels" if unlabelled is not None else ""
+    case = f"Your case: {samples}, and {'a polish' if polished else 'no training'}."
+    if many and polished:
+        return f"{case} Only fine-tuning on many labels gained more on small models."
+    if polished or few:
+        more = "--unlabelled DATA" if polished else "--polish --unlabelled DATA"
+        return f"{case} More samples, even without labels, gained more on small models: {more}."
+    return f"{case} If training is allowed, a few steps without labels gained more on small models: --polish."
 
 
 def training_sentence(record: Record) -> str | None:
     """Describe how the target was trained; None if it was not."""
-    training = record.method.training
+    training = record.method.trained
     if training is None:
         return None
     if training.toward is not None:
@@ -357,10 +369,14 @@ def polish_sentence(record: Record) -> str | None:
         return None
     if not polish.helped:
         samples = count_text(polish.left_out or 0, "sample")
-        losses = (
-            "" if polish.before is None or polish.after is None else f": {polish.before:.3g} and {polish.after:.3g}"
-        )
-        return f"The polish was dropped: the loss of {samples} left out is not clearly lower with it{losses}."
+        losses = ""
+        if polish.before is not None and polish.after is not None:
+            losses = f" (loss {polish.before:.3g} to {polish.after:.3g})"
+        return f"The polish was dropped: {samples} left out of it do not gain clearly{losses}."
+    if polish.alone:
+        return "The samples held back what would have been carried: the polish began at the untouched target."
+    if not polish.steps:
+        return "Carried, then its readout corrected: samples left out speak for no step of the polish."
     text = f"Carried, then polished for {_brief_sentence(polish)}"
     readout = record.method.readout
     return f"{text} Its readout was corrected last." if readout is not None and readout.accepted else text
@@ -372,9 +388,8 @@ def _brief_sentence(training: TrainingRecord) -> str:
     text = f"{count_text(training.steps, 'step')} on {count_text(training.samples, kind)}"
     if training.rank is not None:
         text += f", as a LoRA of rank {training.rank}"
-    text += (
-        f" (AdamW, learning rate {training.learning_rate:.2g}{'' if training.given else ', chosen by samples left out'}"
-    )
+    chosen = "" if training.given else ", chosen by samples left out"
+    text += f" (AdamW, learning rate {training.learning_rate:.2g}{chosen}"
     text += f"; at most {training.most} steps)" if training.most is not None else ")"
     if training.left_out and training.before is not None and training.after is not None:
         samples = count_text(training.left_out, "sample")

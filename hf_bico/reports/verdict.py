@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_bico.reports.record import LOSS, CurveRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
+from hf_bico.settings import LEARNABLE
 from hf_bico.utils.text import count_text
 
 
@@ -112,14 +113,15 @@ def held_back_sentence(record: Record) -> str:
     what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
     alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
     tried = f"{what} with alpha chosen by {count_text(samples, 'sample')}"
+    dropped = " The polish did not help samples left out of it." if method.polish and not method.polish.helped else ""
     if samples == 1:
-        return f"Held back: {tried}. One sample cannot tell a gain from chance."
+        return f"Held back: {tried}. One sample cannot tell a gain from chance.{dropped}"
     if not any(alphas) or method.veto is None:
-        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly."
+        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly.{dropped}"
     gain = _gain_text(method.veto.mean, method)
     scale = 100 if any(point.accuracy is not None for point in method.curve) else 1
     error = "" if method.veto.error is None else f" (± {scale * method.veto.error:.2g})"
-    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing."
+    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing.{dropped}"
 
 
 def held_back_remedy(record: Record) -> str:
@@ -127,7 +129,9 @@ def held_back_remedy(record: Record) -> str:
     if record.method.training is not None or record.method.name == "readout":
         return "use more samples (-n, or without labels --unlabelled), or a port (--method auto)"
     other = "--method bico" if record.method.name != "bico" else "--method theseus"
+    polishable = record.objective.name in LEARNABLE and not record.method.polish
+    more = "-n, or without labels by --polish --unlabelled DATA" if polishable else "-n"
     return (
-        f"use more samples (-n), compare other methods ('hf-bico compare', or {other}), or force it as the paper does "
-        "with --alpha 1"
+        f"use more samples ({more}), compare other methods ('hf-bico compare', or {other}), or force it as the paper "
+        "does with --alpha 1"
     )

@@ -271,8 +271,10 @@ class TestLastChange:
 
         return finish
 
-    def test_it_is_kept_unless_left_out_samples_speak_against_it(self) -> None:
+    def test_left_out_samples_decide_whether_it_is_kept(self) -> None:
         task = Task(size=60)
+        with torch.no_grad():
+            task.net[2].bias += torch.tensor([1.0, 0.0, -1.0])  # which the shift can mend
         plain = train_briefly(task.task(), settings(learning_rate=1e-4), 3, silent)
         kept = train_briefly(task.task(finish=self.shift(task, 1.0)), settings(learning_rate=1e-4), 3, silent)
         dropped = train_briefly(task.task(finish=self.shift(task, -50.0)), settings(learning_rate=1e-4), 3, silent)
@@ -283,6 +285,38 @@ class TestLastChange:
         assert plain.left_out is not None
         assert kept.left_out.after.losses.mean() < plain.left_out.after.losses.mean()
 
+    def test_it_chooses_rate_and_steps_together_with_the_training(self) -> None:
+        """A literal search: every rate and every check, as it is and with the last change."""
+        task = Task(size=20)
+        with torch.no_grad():
+            task.net[2].bias += torch.tensor([1.0, 0.0, -1.0])
+        shift = self.shift(task, 1.0)
+        found = {}
+        for rate in RATES[::2]:
+            for taken, finished in ((taken, finished) for taken in range(5) for finished in (False, True)):
+                losses = []
+                for fold in left_out_folds(20, seed=3):
+                    rest = [number for number in range(20) if number not in fold]
+                    changes = literal_loop(task, rest, taken, 4, rate)
+                    if finished:
+                        before = {name: parameter.clone() for name, parameter in task.net.named_parameters()}
+                        with torch.no_grad():
+                            for name, parameter in task.net.named_parameters():
+                                parameter += changes[name]
+                            changes["2.bias"] = changes["2.bias"] + shift(rest)["2.bias"]
+                            for name, parameter in task.net.named_parameters():
+                                parameter.copy_(before[name])
+                    losses.append(left_out_losses(task, changes, fold))
+                found[rate, taken, finished] = float(torch.cat(losses).mean())
+        best = min(found, key=found.__getitem__)
+        for rate in RATES[::2]:
+            trained = train_briefly(task.task(finish=shift), settings(learning_rate=rate), 4, silent)
+            own = min((one for one in found if one[0] == rate), key=found.__getitem__)
+            assert (trained.steps, trained.finished) == own[1:]
+        trained = train_briefly(task.task(finish=shift), settings(), 4, silent)
+        assert trained.finished
+        assert abs(RATES.index(trained.rate or 0.0) - RATES.index(best[0])) <= 1
+
     def test_it_is_made_from_the_trained_model_and_all_samples(self) -> None:
         task, made_from = Task(size=60), list[tuple[int, ...]]()
         shift = self.shift(task, 1.0)
@@ -291,10 +325,14 @@ class TestLastChange:
             made_from.append(tuple(samples))
             return shift(samples)
 
+        with torch.no_grad():
+            task.net[2].bias += torch.tensor([1.0, 0.0, -1.0])
         trained = train_briefly(task.task(finish=finish), settings(learning_rate=1e-2), 6, silent)
-        folds = left_out_folds(60, seed=3)
+        assert trained.finished
+        checks, folds = [0, 2, 4, 6], left_out_folds(60, seed=3)
         assert made_from[-1] == tuple(range(60))
-        assert [set(range(60)) - set(one) for one in made_from[:-1]] == [set(fold) for fold in folds]
+        rests = [set(range(60)) - set(fold) for fold in folds for _ in checks]
+        assert [set(one) for one in made_from[:-1]] == rests
         plain = literal_loop(task, range(60), trained.steps, 6, 1e-2)
         current = {name: parameter + plain[name] for name, parameter in task.net.named_parameters()}
         logits = torch.func.functional_call(task.net, current, (task.values,))

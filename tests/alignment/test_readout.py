@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_bico.alignment.objectives.clip import ZeroShotHead
-from hf_bico.alignment.readout import READOUT_STRENGTHS, Readout, desired_shifts, left_out_residuals, solve_readout
+from hf_bico.alignment.readout import READOUT_STRENGTHS, Readout, Ridge, desired_shifts, solve_readout
 from hf_bico.errors import NonFiniteWeightsError
 
 pytestmark = pytest.mark.quick
@@ -75,7 +75,7 @@ def foreseen_by_solving_again(hidden: Tensor, rows: Tensor, strength: float, ori
 def test_left_out_residuals_equal_those_of_solving_again(strength: float, origins: Sequence[int]) -> None:
     scene = Scene()
     rows = scene.normal(10, 5)
-    found = left_out_residuals(scene.hidden @ scene.hidden.T, rows, strength, origins)
+    found = Ridge.of(scene.hidden).left_out_residuals(rows, strength, origins)
     expected = rows - foreseen_by_solving_again(scene.hidden, rows, strength, origins)
     assert torch.allclose(found, expected, rtol=0, atol=1e-9)
 

@@ -1,12 +1,14 @@
 """Train for a few steps, by a learning rate and a number of steps that samples left out choose.
 
-Rates are tried on folds: a fifth of the samples is left out, the others are trained on, and the left-out ones are scored
-on the way. The rate and the number of steps with the smallest left-out loss are then used on all samples; where no step
-helps the left-out ones clearly, none is taken. Knows a training task; not models or data sets.
+Rates are tried on folds: a fifth of the samples is left out, the others are trained on, and the left-out ones are
+scored on the way. The rate and the number of steps with the smallest left-out loss are then used on all samples; where
+no step helps the left-out ones clearly, none is taken. If the task ends with a last change, the left-out samples are
+scored with it and without it. Knows a training task; not models or data sets.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,12 +38,17 @@ ENOUGH_FOR_RATE = 20
 """With so many samples left out, the learning rate is chosen; the other parts are trained at that rate alone."""
 RATES = tuple(round(10 ** (power / 2), 8) for power in range(-10, -3))
 """Learning rates to try: 1e-5 to 1e-2, a factor of the root of 10 apart."""
-CHECKS = 20
-"""How often the left-out samples are scored on the way, at most."""
+CHECKS, CHECKS_OF_FINISH = 20, 4
+"""How often the left-out samples are scored on the way, at most: as they are, and with the task's last change too."""
 SAVE_AFTER = 30.0
 """Seconds between two checkpoints of a run; a finished run is saved at once."""
 WARMUP_PART = 10
 """The learning rate rises over one step in so many."""
+
+
+Check = tuple[int, bool]
+"""When left-out samples are scored: after so many steps, and whether with the task's last change."""
+START: Check = (0, False)
 
 
 class BriefTrainer(Trainer):
@@ -75,17 +82,13 @@ def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, p
     first = ceil(ENOUGH_FOR_RATE / len(folds[0]))
     rate = _best_rate(settings, lambda rate: runs.scores(rate, folds[:first]))
     checks = runs.scores(rate, folds)
-    chosen = min(checks, key=lambda number: _mean_loss(checks[number]))
-    if not _is_better(checks[chosen], checks[0]):
-        chosen = 0
-    before, after, finish = checks[0], checks[chosen], False
-    if training_task.finish is not None:
-        finished = runs.finished(rate, folds, chosen)
-        finish = not _is_better(after, finished)  # it has a test of its own, and folds are small
-        after = finished if finish else after
+    best, before = min(checks, key=lambda check: _mean_loss(checks[check])), checks[START]
+    if not Estimate.of(before.losses - checks[best].losses).is_above_zero(VETO):
+        best = START
+    (taken, finish), after = best, checks[best]
     return Trained(
-        runs.final(everything, chosen, rate, finish),
-        steps=chosen,
+        runs.final(everything, taken, rate, finish),
+        steps=taken,
         samples=training_task.size,
         validation=None if after.accuracies is None else float(after.accuracies.mean()),
         rate=rate,
@@ -107,7 +110,7 @@ def left_out_folds(size: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(shuffled[part::parts])) for part in range(min(parts, ceil(ENOUGH_LEFT_OUT * parts / size)))]
 
 
-def _best_rate(settings: Settings, scores: Callable[[float], dict[int, SampleScores]]) -> float:
+def _best_rate(settings: Settings, scores: Callable[[float], dict[Check, SampleScores]]) -> float:
     """Return the learning rate whose run has the smallest left-out loss on its way.
 
     The powers of ten are tried first, then the neighbours of the best one. A rate that was asked for is taken.
@@ -124,10 +127,6 @@ def _best_rate(settings: Settings, scores: Callable[[float], dict[int, SampleSco
     return best()
 
 
-def _is_better(scores: SampleScores, before: SampleScores) -> bool:
-    return Estimate.of(before.losses - scores.losses).is_above_zero(VETO)
-
-
 def _mean_loss(scores: SampleScores) -> float:
     mean = float(scores.losses.mean())
     return mean if isfinite(mean) else inf
@@ -142,8 +141,8 @@ class Runs:
     steps: int
     progress: Progress
     _saved: SavedTraining | None = field(default=None, init=False)
-    _finished: dict[str, dict[int, SampleScores]] = field(default_factory=dict, init=False)
-    _resumed: tuple[str, dict[int, SampleScores], int, dict[str, Tensor]] | None = field(default=None, init=False)
+    _finished: dict[str, dict[Check, SampleScores]] = field(default_factory=dict, init=False)
+    _resumed: tuple[str, dict[Check, SampleScores], int, dict[str, Tensor]] | None = field(default=None, init=False)
     _saved_at: float = field(default_factory=monotonic, init=False)
 
     def __post_init__(self) -> None:
@@ -164,33 +163,37 @@ class Runs:
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise self._saved.broken(error) from error
 
-    def scores(self, rate: float, folds: Sequence[tuple[int, ...]]) -> dict[int, SampleScores]:
-        """Return the left-out samples' scores after so many steps at a rate, one fold after another."""
+    def scores(self, rate: float, folds: Sequence[tuple[int, ...]]) -> dict[Check, SampleScores]:
+        """Return the left-out samples' scores on the way at a rate, one fold after another."""
         parts = [self._left_out(f"{rate:g}, fold {number}", fold, rate) for number, fold in enumerate(folds)]
         shared = set.intersection(*(set(part) for part in parts))
-        return {steps: SampleScores.joined([part[steps] for part in parts]) for steps in sorted(shared)}
+        return {check: SampleScores.joined([part[check] for part in parts]) for check in sorted(shared)}
 
-    def finished(self, rate: float, folds: Sequence[tuple[int, ...]], steps: int) -> SampleScores:
-        """Return the left-out samples' scores after so many steps and the task's last change."""
-        names = [f"{rate:g}, fold {number}, finished" for number in range(len(folds))]
-        parts = [self._left_out(name, fold, rate, steps) for name, fold in zip(names, folds, strict=True)]
-        return SampleScores.joined([part[steps] for part in parts])
+    def _left_out(self, name: str, fold: tuple[int, ...], rate: float) -> dict[Check, SampleScores]:
+        """Train on all samples but those of a fold, and score these on the way; a finished run is remembered."""
+        if name in self._finished:
+            return self._finished[name]
+        left_out, finish = set(fold), self.training_task.finish
+        rest = [sample for sample in range(self.training_task.size) if sample not in left_out]
+        every = max(1, ceil(self.steps / (CHECKS if finish is None else CHECKS_OF_FINISH)))
+        checks = dict[Check, SampleScores]()
 
-    def _left_out(
-        self, name: str, fold: tuple[int, ...], rate: float, finish_at: int | None = None
-    ) -> dict[int, SampleScores]:
-        if name not in self._finished:
-            left_out = set(fold)
-            rest = [sample for sample in range(self.training_task.size) if sample not in left_out]
-            checks = dict[int, SampleScores]()
-            try:
-                self._run(name, rest, rate, fold, checks, finish_at)
-            except NonFiniteWeightsError:
-                if not checks or rate == self.settings.learning_rate:  # else it is only too large
-                    raise
-            self._finished[name] = checks
-            self._save(None, checks, name=None)
-        return self._finished[name]
+        def check(learner: Learner) -> None:
+            if learner.steps % every and learner.steps != self.steps:
+                return
+            checks[learner.steps, False] = _plain(learner.scores(fold))
+            if finish is not None:
+                checks[learner.steps, True] = _plain(learner.scores(fold, finish(rest)))
+
+        try:
+            with self._trained(name, rest, self.steps, rate, check, checks):
+                pass
+        except NonFiniteWeightsError:
+            if not checks or rate == self.settings.learning_rate:  # else it is only too large
+                raise
+        self._finished[name] = checks
+        self._save(None, checks, name=None)
+        return checks
 
     def final(self, samples: Sequence[int], steps: int, rate: float, finish: bool) -> dict[str, Change]:
         """Return the changes of a training on all samples, with the task's last change if it helps."""
@@ -202,32 +205,6 @@ class Runs:
         where = {name: changes[name].device for name in last}
         return changes | {name: total([changes[name], change.to(where[name])]) for name, change in last.items()}
 
-    def _run(
-        self,
-        name: str,
-        samples: Sequence[int],
-        rate: float,
-        left_out: Sequence[int],
-        checks: dict[int, SampleScores],
-        finish_at: int | None,
-    ) -> None:
-        """Train on some samples, and add the scores of those left out to `checks`: on the way, or at the end alone."""
-        if finish_at is not None:
-            finish = self.training_task.finish
-            with self._trained(name, samples, finish_at, rate) as learner:
-                if finish is not None:
-                    learner.add(finish(samples))
-                checks[finish_at] = _plain(learner.scores(left_out))
-            return
-        every = max(1, ceil(self.steps / CHECKS))
-
-        def check(learner: Learner) -> None:
-            if learner.steps % every == 0 or learner.steps == self.steps:
-                checks[learner.steps] = _plain(learner.scores(left_out))
-
-        with self._trained(name, samples, self.steps, rate, check, checks):
-            pass
-
     @contextmanager
     def _trained(
         self,
@@ -236,7 +213,7 @@ class Runs:
         steps: int,
         rate: float,
         check: Callable[[Learner], None] = lambda learner: None,
-        checks: dict[int, SampleScores] | None = None,
+        checks: dict[Check, SampleScores] | None = None,
     ) -> Iterator[Learner]:
         """Take so many steps on some samples, with a `check` after each; yield the model in this state."""
         task, settings, seen = self.training_task, self.settings, {} if checks is None else checks
@@ -254,7 +231,7 @@ class Runs:
                     self._save(learner, seen, name)
             yield learner
 
-    def _resume(self, name: str, learner: Learner, checks: dict[int, SampleScores]) -> None:
+    def _resume(self, name: str, learner: Learner, checks: dict[Check, SampleScores]) -> None:
         if self._resumed is None or self._saved is None or self._resumed[0] != name:
             return
         _, seen, steps, tensors = self._resumed
@@ -265,7 +242,7 @@ class Runs:
         checks.update(seen)
         self._resumed = None
 
-    def _save(self, learner: Learner | None, checks: dict[int, SampleScores], name: str | None) -> None:
+    def _save(self, learner: Learner | None, checks: dict[Check, SampleScores], name: str | None) -> None:
         if self._saved is None:
             return
         finished = {one: _written(known) for one, known in self._finished.items()}
@@ -282,16 +259,21 @@ def _plain(scores: SampleScores) -> SampleScores:
     return SampleScores(scores.losses.detach().cpu().double(), accuracies)
 
 
-def _written(checks: dict[int, SampleScores]) -> dict[str, Any]:
+def _written(checks: dict[Check, SampleScores]) -> dict[str, Any]:
     return {
-        str(steps): [scores.losses.tolist(), None if scores.accuracies is None else scores.accuracies.tolist()]
-        for steps, scores in checks.items()
+        json.dumps(check): [scores.losses.tolist(), None if scores.accuracies is None else scores.accuracies.tolist()]
+        for check, scores in checks.items()
     }
 
 
-def _read(checks: dict[str, Any]) -> dict[int, SampleScores]:
+def _read(checks: dict[str, Any]) -> dict[Check, SampleScores]:
     def tensor(values: Any) -> Tensor | None:
         return None if values is None else torch.tensor(values, dtype=torch.float64)
 
-    read = {int(steps): (tensor(losses), tensor(accuracies)) for steps, (losses, accuracies) in checks.items()}
-    return {steps: SampleScores(losses, right) for steps, (losses, right) in read.items() if losses is not None}
+    read = {_read_check(name): (tensor(losses), tensor(right)) for name, (losses, right) in checks.items()}
+    return {check: SampleScores(losses, right) for check, (losses, right) in read.items() if losses is not None}
+
+
+def _read_check(name: str) -> Check:
+    steps, finished = json.loads(name)
+    return int(steps), bool(finished)

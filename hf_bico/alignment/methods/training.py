@@ -133,21 +133,21 @@ class Learner:
         return halving_batches(self.batch_size, count) / len(samples)
 
     @torch.no_grad()
-    def scores(self, samples: Sequence[int]) -> SampleScores:
-        """Return what the model does now on each of some samples."""
-        scores = self.training_task.scores
+    def scores(self, samples: Sequence[int], last: Mapping[str, Tensor] | None = None) -> SampleScores:
+        """Return what the model does now on each of some samples, with one `last` change if it is given."""
+        scores, parameters = self.training_task.scores, self.training_task.parameters
         if scores is None:
             raise ValueError("the task does not score its samples")
-        return halving_batches(
-            self.batch_size, lambda size: SampleScores.joined([scores(part) for part in _parts(samples, size)])
-        )
-
-    @torch.no_grad()
-    def add(self, changes: Mapping[str, Tensor]) -> None:
-        """Change the model once more, after its last step."""
-        for name, change in changes.items():
-            parameter = self.training_task.parameters[name]
-            parameter.copy_(add_delta(parameter, change, name))
+        changed = {name: parameters[name].detach().clone() for name in last or {}}
+        try:
+            for name, before in changed.items():
+                parameters[name].copy_(add_delta(before, (last or {})[name], name))
+            return halving_batches(
+                self.batch_size, lambda size: SampleScores.joined([scores(part) for part in _parts(samples, size)])
+            )
+        finally:
+            for name, before in changed.items():
+                parameters[name].copy_(before)
 
     @torch.no_grad()
     def changes(self) -> dict[str, Change]:

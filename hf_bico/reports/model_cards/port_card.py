@@ -126,7 +126,7 @@ class PortCard(Card):
     def only_predictions(self) -> bool:
         """True if the source's predictions were used where its task vector was not."""
         data = self.record.data
-        training = self.record.method.training
+        training = self.record.method.trained
         distilled = training is not None and training.toward == "source"
         return distilled or self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
 
