@@ -43,13 +43,17 @@ if TYPE_CHECKING:
 
 TASKS = ("inverted", "rotated-90")
 STANDARD: dict[str, Any] = {"methods": ["standard"], "train_steps": [20], "polish_steps": [20]}
-LONGER = {"methods": ["train@60", "distill@60"]}
+LONGER = {"methods": ["bico-path+polish@60", "train@60", "distill@60"]}
 LONG = {"methods": ["bico-path+polish@200", "train@200", "distill@200"]}
 UNLABELLED = {"methods": ["bico-path+polish@20", "readout", "distill@20"]}
 MAPS = {"methods": ["bico-path"]}
 FIRST = 30
 """Worlds from this one on were not looked at when anything was chosen."""
-NAME = "training"
+NAME, POINTS = "training", "points of accuracy"
+
+
+def file_name(title: str) -> str:
+    return title.replace(" ", "-").replace(",", "")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        return self.title.replace(" ", "-").replace(",", "")
+        return file_name(self.title)
 
 
 PARTS = (
@@ -177,12 +181,18 @@ def jobs(parts: Sequence[Part], first: int, kinds: Sequence[str] = KINDS) -> lis
 
 
 def gains(found: Sequence[Number], part: str, row: str, n: int) -> dict[tuple[int, str, str], list[float]]:
-    """Return the gains over the target, by pretraining, task and kind of source, one for each draw."""
-    target = {one.cell: one.value for one in found if (one.part, one.row) == (part, "target")}
+    """Return the gains over the target, by pretraining, task and kind of source, one for each draw.
+
+    The target itself is measured once, or, by a probe, with every draw.
+    """
+    here = [one for one in found if one.part == part]
+    target = {(one.cell, one.n, one.draw): one.value for one in here if one.row == "target"}
     result: dict[tuple[int, str, str], list[float]] = {}
-    for one in found:
-        if (one.part, one.row) == (part, row) and one.n in (n, None):
-            result.setdefault(one.cell, []).append(one.value - target[one.cell])
+    for one in here:
+        if one.row == row and one.n in (n, None):
+            before = target.get((one.cell, one.n, one.draw), target.get((one.cell, None, None)))
+            if before is not None:
+                result.setdefault(one.cell, []).append(one.value - before)
     return result
 
 
@@ -192,24 +202,30 @@ def mean_and_error(by_cell: dict[tuple[int, str, str], list[float]]) -> tuple[fl
     return fmean(means), stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
 
 
-def table(found: Sequence[Number], part: Part) -> list[list[str]]:
+def rows_of(found: Sequence[Number], part: str) -> list[str]:
+    """Return the rows that gain or lose, in the order of measuring."""
+    return [row for row in dict.fromkeys(one.row for one in found if one.part == part) if row not in ("target", "base")]
+
+
+def table(found: Sequence[Number], part: str, sizes: Sequence[int]) -> list[list[str]]:
     """Return one line a row: the gain with its standard error, and harmful ports, for each number of samples."""
-    rows = list(dict.fromkeys(one.row for one in found if one.part == part.title))
+    present = {one.kind for one in found if one.part == part}
+    kinds = [kind for kind in KINDS if kind in present] if len(present) > 1 else []
     head = ["row"]
-    for n in part.sizes:
-        head += [f"N = {n}: gain", "harmful", *(f"{kind}s" for kind in KINDS)]
+    for n in sizes:
+        head += [f"N = {n}: gain", "harmful", *(f"{kind}s" for kind in kinds)]
     lines = [head]
-    for row in rows:
+    for row in rows_of(found, part):
         line = [f"`{row}`"]
-        for n in part.sizes:
-            by_cell = gains(found, part.title, row, n)
+        for n in sizes:
+            by_cell = gains(found, part, row, n)
             every = [value for values in by_cell.values() for value in values]
             if not every:
-                line += [""] * (2 + len(KINDS))
+                line += [""] * (2 + len(kinds))
                 continue
             mean, error = mean_and_error(by_cell)
             line += [f"{mean:+.1f} ± {error:.1f}", f"{sum(value < -1 for value in every)} of {len(every)}"]
-            for kind in KINDS:
+            for kind in kinds:
                 some = {cell: values for cell, values in by_cell.items() if cell[2] == kind}
                 line.append(f"{mean_and_error(some)[0]:+.1f}" if some else "")
         lines.append(line)
@@ -235,28 +251,40 @@ def _read(row: dict[str, str]) -> Number:
     return Number(*place, *counts, float(row["value"]), row["held_back"] == "True")
 
 
-def draw(found: Sequence[Number], part: Part) -> Figure:
+def draw(found: Sequence[Number], part: str, sizes: Sequence[int], unit: str = POINTS) -> Figure:
     """Draw the gain of every row with its standard error, a colour for each number of samples."""
     from matplotlib.figure import Figure
 
     from hf_bico.reports.pictures import BLUE, INK, RED, frame
 
-    rows = [row for row in dict.fromkeys(one.row for one in found if one.part == part.title) if row != "target"]
+    rows = rows_of(found, part)
     figure = Figure(figsize=(7.2, 0.3 * len(rows) + 1.2))
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     frame(axes)
-    for n, colour, marker in zip(part.sizes, (BLUE, RED, INK), "os^", strict=False):
-        means = [mean_and_error(gains(found, part.title, row, n)) for row in rows]
+    shift = 0.2 / max(1, len(sizes) - 1)
+    for number, (n, colour, marker) in enumerate(zip(sizes, (BLUE, RED, INK), "os^", strict=False)):
+        known = {place: gains(found, part, row, n) for place, row in enumerate(rows)}
+        means = {place: mean_and_error(by_cell) for place, by_cell in known.items() if by_cell}
         style = {"color": colour, "marker": marker, "linestyle": "none", "capsize": 2, "label": f"{n} samples"}
-        errors = [error for _, error in means]
-        axes.errorbar([mean for mean, _ in means], range(len(rows)), xerr=errors, **style)
+        heights = [place + shift * (number - (len(sizes) - 1) / 2) * 2 for place in means]
+        axes.errorbar([mean for mean, _ in means.values()], heights, xerr=[one for _, one in means.values()], **style)
     axes.set_yticks(range(len(rows)), [method_label(row) for row in rows])
     axes.invert_yaxis()
     axes.axvline(0, color=INK, linewidth=0.9)
-    axes.set_xlabel("points of accuracy over the untouched target, with standard errors")
+    axes.set_xlabel(f"{unit} over the untouched target, with standard errors")
     axes.legend(fontsize=8.5)
     return figure
+
+
+def show(found: Sequence[Number], part: str, sizes: Sequence[int], docs: Path | None, unit: str = POINTS) -> None:
+    """Print a table, and write it with its picture."""
+    lines = table(found, part, sizes)
+    click.echo(f"\n{part}\n{format_table(lines)}")
+    if docs is not None:
+        place = docs / f"{NAME}-{file_name(part)}"
+        place.with_suffix(".md").write_text(markdown(lines), encoding="utf-8")
+        place.with_suffix(".png").write_bytes(png(partial(draw, found, part, sizes, unit)))
 
 
 @click.command(help=__doc__)
@@ -281,11 +309,7 @@ def main(folder: Path, first: int, workers: int, only: str, draws: int | None, d
             click.echo(f"{number} of {len(asked)}", err=True)
     found.sort(key=lambda one: (one.part, one.world, one.task, one.kind, one.n or 0, one.draw or 0))
     for part in parts:
-        lines = table(found, part)
-        click.echo(f"\n{part.title}\n{format_table(lines)}")
-        if docs is not None:
-            (docs / f"{NAME}-{part.name}.md").write_text(markdown(lines), encoding="utf-8")
-            (docs / f"{NAME}-{part.name}.png").write_bytes(png(partial(draw, found, part)))
+        show(found, part.title, part.sizes, docs)
     if docs is not None:
         write_csv(found, docs / f"{NAME}.csv")
 

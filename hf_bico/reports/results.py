@@ -335,12 +335,23 @@ def situation_sentence(record: Record) -> str | None:
     samples = f"{'only ' if few else ''}{count_text(data.n, 'sample')}"
     samples += f", {unlabelled.n:,} more without labels" if unlabelled is not None else ""
     case = f"Your case: {samples}, and {'a polish' if polished else 'no training'}."
+    if record.objective.name != "zero-shot":
+        return f"{case} {_text_advice(record.objective.name, polished, few)}"
     if many and polished:
         return f"{case} Only fine-tuning on many labels gained more on small models."
     if polished or few:
         more = "--unlabelled DATA" if polished else "--polish --unlabelled DATA"
         return f"{case} More samples, even without labels, gained more on small models: {more}."
     return f"{case} If training is allowed, a few steps without labels gained more on small models: --polish."
+
+
+def _text_advice(objective: str, polished: bool, few: bool) -> str:
+    """Say what gained more where a model of texts was ported, or how to find out."""
+    if objective == "language-modelling" and not polished:
+        return "If training is allowed, a few steps gained more on small models: --polish."
+    if objective == "language-modelling" and not few:
+        return "As many steps on the texts themselves gained more on small models: --method train."
+    return "Whether training gains more on your models, 'hf-bico compare --methods standard' measures."
 
 
 def training_sentence(record: Record) -> str | None:

@@ -392,7 +392,7 @@ def test_interrupted_is_undisturbed(
     folder = tmp_path / "often"
     for _ in range(1000):
         try:
-            resumed = train_briefly(task(), settings(checkpoint=str(folder)), 6, interrupted_after(25))
+            resumed = train_briefly(task(), settings(checkpoint=str(folder)), 6, interrupted_after(60))
         except Stopped:
             continue
         assert same(resumed, whole)

@@ -265,7 +265,7 @@ def test_what_carries_nothing_is_called_what_it_is(method: str, tmp_path: Path) 
         training = ported.record.method.training
         assert training is not None
         kind = "labelled" if method == "train" else "unlabelled"
-        assert f"{training.steps} steps on 60 {kind} samples" in card
+        assert f"{training.steps} steps on 40 {kind} samples" in card
         assert ("only its predictions" in head) == (method == "distill")
 
 

@@ -18,7 +18,7 @@ from hf_bico.reports.results import (
     situation_sentence,
 )
 from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
-from support.records import a_decoder_record, a_scaled_record, a_trained_record, text_of
+from support.records import a_classifier_record, a_decoder_record, a_scaled_record, a_trained_record, text_of
 
 pytestmark = pytest.mark.quick
 
@@ -136,6 +136,21 @@ def test_a_card_calls_it_carried_or_training_free_only_where_it_is(
             "only 10 samples, and a polish. More samples, even without labels, gained more on small models: "
             "--unlabelled DATA.",
         ),
+        (
+            with_samples(a_decoder_record(), 10),
+            "only 10 samples, and no training. If training is allowed, a few steps gained more on small models: "
+            "--polish.",
+        ),
+        (
+            with_samples(polished(HELPED, a_decoder_record), 100),
+            "100 samples, and a polish. As many steps on the texts themselves gained more on small models: "
+            "--method train.",
+        ),
+        (
+            with_samples(a_classifier_record(), 100),
+            "100 samples, and no training. Whether training gains more on your models, 'hf-bico compare --methods "
+            "standard' measures.",
+        ),
     ],
 )
 def test_the_case_of_a_port_names_what_gains_more(record: Record, case: str) -> None:
@@ -147,7 +162,6 @@ def test_no_case_is_told_where_none_was_measured() -> None:
     contrast = replace(record, objective=replace(record.objective, name="contrastive"))
     for other in (a_trained_record("train"), contrast, replace(record, data=None)):
         assert situation_sentence(other) is None
-    assert situation_sentence(a_decoder_record()) is not None
 
 
 def test_unlabelled_samples_count_where_a_polish_was_judged_by_them() -> None:

@@ -19,8 +19,8 @@ from support import ROOT
 
 STAMP = ROOT / "docs" / "made-on.txt"
 """What drew and measured what README and docs/ show."""
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d+|\d+(?=%))(?![\w.]*\.\d)")
-"""What is measured: with a point, or in percent. Not the parts of a version."""
+_NUMBER = re.compile(r"(?<![\w.])(?:[-+]?(?:\d+\.\d+|\d+(?=%))|(?<=± )\d+|(?<=about )[-+]\d+(?= points))(?![\w.]*\.\d)")
+"""What is measured: with a point, in percent, an error, or an outlook in points. Not the parts of a version."""
 
 
 def machine() -> str:
@@ -66,6 +66,8 @@ def is_as_shown(shown: Sequence[str], printed: Sequence[str], exact: bool) -> bo
     [False, True]
     >>> is_as_shown(["BiCo 9.8"], ["BiCo 19.8"], exact=False), is_as_shown(["12 sites"], ["13 sites"], exact=False)
     (False, False)
+    >>> is_as_shown(["Outlook: about +19 points (± 4.3)."], ["Outlook: about +21 points (± 4)."], exact=False)
+    True
     """
     line_pattern = re.escape if exact else _any_numbers
     lines = [line if line == "..." else _any_commit(line) for line in shown]
