@@ -28,13 +28,11 @@ from hf_bico.reports.results import (
     is_trained,
     is_worse,
     measured_on,
-    polish_sentence,
     readout_sentence,
     result_rows,
     results,
-    situation_sentence,
-    training_sentence,
 )
+from hf_bico.reports.training import polish_sentence, situation_sentence, training_sentence
 from hf_bico.reports.verdict import (
     alpha_sentence,
     candidates_sentence,

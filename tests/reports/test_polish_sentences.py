@@ -14,9 +14,8 @@ from hf_bico.reports.results import (
     few_samples_sentence,
     headline,
     is_trained,
-    polish_sentence,
-    situation_sentence,
 )
+from hf_bico.reports.training import polish_sentence, situation_sentence
 from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
 from support.records import a_classifier_record, a_decoder_record, a_scaled_record, a_trained_record, text_of
 

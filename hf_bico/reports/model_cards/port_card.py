@@ -11,7 +11,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from hf_bico.reports import results, verdict
+from hf_bico.reports import results, training, verdict
 from hf_bico.reports.cost import MEASURING, cost_sentence
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
@@ -46,8 +46,8 @@ class PortCard(Card):
             "objective": descriptions.objective_sentence(record),
             "head": descriptions.head_sentence(record),
             "loss": descriptions.loss_sentence(record),
-            "training": results.training_sentence(record),
-            "polish": results.polish_sentence(record),
+            "training": training.training_sentence(record),
+            "polish": training.polish_sentence(record),
             "steps": results.training_steps(record),
             "cost": cost_sentence(record, descriptions.place_phrase(record.run.device)),
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
@@ -126,8 +126,8 @@ class PortCard(Card):
     def only_predictions(self) -> bool:
         """True if the source's predictions were used where its task vector was not."""
         data = self.record.data
-        training = self.record.method.trained
-        distilled = training is not None and training.toward == "source"
+        trained = self.record.method.trained
+        distilled = trained is not None and trained.toward == "source"
         return distilled or self.record.method.readout is not None or (data is not None and data.labels == "pseudo")
 
     @property
