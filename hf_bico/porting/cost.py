@@ -53,12 +53,15 @@ def time_training_step(prepared: PreparedPort, calibration: Calibration, process
     """Time AdamW steps of the target on one calibration batch, in the calibration's loss; return the median.
 
     Returns None if the method itself trains, if there are no samples or not the labels that the loss needs, if the loss
-    is the caller's own or contrastive, if several processes or devices share the work, and if memory is short.
+    is the caller's own or contrastive, if the target is a module of the caller's, if several processes or devices share
+    the work, and if memory is short.
     """
     models, settings = prepared.models, prepared.settings
     if prepared.drawn is None or prepared.heads is None or isinstance(prepared.method, Trainer) or processes > 1:
         return None
     if models.target.swapped or models.offloaded or settings.device_map is not None:
+        return None
+    if models.lineage.target.place is None:  # the caller's own module is not trained only to time it
         return None
     head = prepared.heads.target
     if isinstance(head, OwnHead | ContrastHead):  # the contrastive loss of a batch depends on all pairs

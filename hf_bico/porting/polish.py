@@ -69,10 +69,8 @@ def polish(changes: Deltas, calibration: Calibration, settings: Settings, rank: 
         head = target_head(calibration, changes)
         lesson = BriefLesson(calibration, calibration.heads.target if head is None else head.head, settings.polish_on)
         lesson.require()
-        start, readouts = (
-            start_of(models, changes, rank, settings),
-            _Readouts.of(calibration, lesson.head, settings.polish_on),
-        )
+        start = start_of(models, changes, rank, settings)
+        readouts = _Readouts.of(calibration, lesson.head, settings.polish_on)
         own = dict(models.target.module.named_parameters())
         places = dict.fromkeys((*start, *(readouts.parameters if readouts is not None else ())))
         with models.target.quiet(), lesson.asking_source():

@@ -97,9 +97,15 @@ PASSES = {
 """With what the outlook takes: the fine-tuned source's predictions, and the target without and with the change."""
 
 
+def without_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the training steps that say what a port cost: they are no part of it."""
+    monkeypatch.setattr("hf_bico.porting.port.time_training_step", lambda *_: None)
+
+
 def passes_of(scene: Scene, method: str, alpha: float | str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     options: dict[str, Any] = {"n": SAMPLES, "batch_size": BATCH, "augment": 0, "evaluate": False, "path_steps": 2}
     models = {"to": scene.target, "base": scene.base, "data": scene.data}
+    without_timed_steps(monkeypatch)
     with counted(monkeypatch) as counts:
         hf_bico.port(scene.tuned, **models, method=method, alpha=alpha, **options)
     return counts
