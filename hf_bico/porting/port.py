@@ -126,7 +126,7 @@ def run_port(
         result = replace(result, report=replace(result.report, sites=tuple(sites)))
     if attempt.scorer is not None:
         judged = _judge(attempt.scorer, calibration, result, written.changes)
-        if result.scaling is not None:
+        if result.scaling is not None and result.changes:
             # what is written may be less than what was carried: of a lower rank, or in half precision
             result = replace(result, scaling=replace(result.scaling, gain=judged.gain))
     if result.held_back:

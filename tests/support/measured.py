@@ -21,9 +21,9 @@ STAMP = ROOT / "docs" / "made-on.txt"
 """What drew and measured what README and docs/ show."""
 _NUMBER = re.compile(
     r"(?<![\w.])(?:[-+]?(?:\d+\.\d+|\d+(?=%))"
-    r"|(?<=± )\d+|(?<=about )[-+]\d+(?= points)|\d+(?= of \d+ right))(?![\w.]*\.\d)"
+    r"|(?<=± )\d+|(?<=about )[-+]\d+(?= points))(?![\w.]*\.\d)"
 )
-"""What is measured: with a point, in percent, an error, an outlook in points, a count. Not the parts of a version."""
+"""What is measured: with a point, in percent, an error, or an outlook in points. Not the parts of a version."""
 
 
 def machine() -> str:
@@ -49,11 +49,11 @@ def measured_here(said: str) -> bool:
 
 
 def look_alike(one: bytes, other: bytes, exact: bool) -> bool:
-    """Whether two pictures are the same; if not exact, but for fonts, and for axes that begin a little elsewhere."""
+    """Whether two pictures are the same; if not exact, but for fonts, and for what differs a little."""
     first, second = (np.asarray(Image.open(io.BytesIO(data)).convert("L"), dtype=float) for data in (one, other))
     if exact or first.shape != second.shape:
         return np.array_equal(first, second)
-    return bool(np.abs(first - second).mean() < 8)
+    return bool(np.abs(first - second).mean() < 2)
 
 
 def _matplotlib() -> str:
