@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import hf_bico
 from hf_bico import Ported
+from hf_bico.alignment import scaling
 from hf_bico.alignment.methods import brief
 from hf_bico.alignment.methods.training import LeftOut, Trained
 from hf_bico.alignment.scaling import SampleScores
@@ -122,8 +123,9 @@ def test_factors_of_a_lora_stay_factors(lora: tuple[Path, Path], tmp_path: Path,
     assert saved["r"] <= 3 * (rank or 4)
 
 
-def test_a_polish_that_does_not_help_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Left-out samples that say nothing for it leave the port as it was."""
+@pytest.fixture
+def useless_polish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every polish one that the left-out samples lose by."""
     original = brief.train_briefly
 
     def useless(task: Any, *rest: Any) -> Trained:
@@ -133,6 +135,11 @@ def test_a_polish_that_does_not_help_is_dropped_and_said(monkeypatch: pytest.Mon
         return Trained(trained.changes, 3, 60, None, 1e-3, LeftOut(trained.left_out.samples, worse, worse), True)
 
     monkeypatch.setattr(polishing, "train_briefly", useless)
+
+
+@pytest.mark.usefixtures("useless_polish")
+def test_a_polish_that_does_not_help_is_dropped_and_said(tmp_path: Path) -> None:
+    """Left-out samples that say nothing for it leave the port as it was."""
     world = small_world(0)
     ported = hf_bico.port(world.fine_tuned("narrow", TASK), **where(world), polish=True, **QUICK)
     assert ported.record.method.polish is not None
@@ -142,6 +149,22 @@ def test_a_polish_that_does_not_help_is_dropped_and_said(monkeypatch: pytest.Mon
     card = (ported.save(tmp_path / "out") / "README.md").read_text(encoding="utf-8")
     assert "The polish was dropped: 48 samples left out of it do not gain clearly" in card
     assert "training-free" in card.partition("## Citation")[0]
+
+
+@pytest.mark.usefixtures("useless_polish")
+def test_a_dropped_polish_leaves_a_held_back_port_its_own_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The veto in the record is that of what would have been carried, not that of nothing."""
+    monkeypatch.setattr(scaling, "VETO", 1000.0)  # no gain is clear enough
+    world = small_world(0)
+    source = world.fine_tuned("narrow", TASK)
+    held, with_polish = (hf_bico.port(source, **where(world), **how) for how in (PORT, {**QUICK, "polish": True}))
+    assert held.held_back
+    assert with_polish.held_back
+    veto = held.record.method.veto
+    assert veto is not None
+    assert veto.mean > 0
+    assert with_polish.record.method.veto == veto
+    assert with_polish.record.outlook == held.record.outlook
 
 
 def test_a_polish_of_what_was_held_back_is_called_a_training(tmp_path: Path) -> None:
