@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
 
+_REFUSABLE = ("readout", "polish", "control", "fit_head", "tower", "special_tokens")
+"""The options that some models refuse, whatever the method."""
 _DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
 
@@ -312,16 +314,18 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
         alpha = "" if trains else "; alpha by the samples" if chooses else f"; alpha {settings.alpha:g}"
         how = f"{settings.method}, as asked for{alpha}"
     planned = replace(planned, method=how)
-    if settings.method in (AUTO, "bico") and not settings.readout:  # refuse no models, and this path imports no torch
+    refusable = planned.lineage.unlabelled or any(
+        getattr(settings, name) != getattr(Settings, name) for name in _REFUSABLE
+    )
+    if settings.method in (AUTO, "bico") and not refusable:  # and no torch is imported
         return planned.in_format(settings.format, settings.rank), True
-    from hf_bico.alignment.methods import make_method
-    from hf_bico.porting.prepare import require_possible
+    from hf_bico.porting.prepare import provisional_method, require_possible
 
-    method = make_method(settings.method, settings)
+    method = provisional_method(settings)
     with suppress(LineageError):  # the printed verdict says that no data is known
         require_possible(planned, settings, method)
     usual = None if method.keeps_factors or settings.rank is not None else "full"
-    needs_data = method.looks_at_data or settings.readout or chooses
+    needs_data = method.looks_at_data or settings.readout or settings.polish or chooses
     return planned.in_format(settings.format or usual, settings.rank), needs_data
 
 

@@ -145,11 +145,9 @@ def prepare(
     planned = with_blocks(planned, settings.layers)
     if lineage.data is not None:
         settings = with_model_defaults(settings, *lineage.layouts)
-    # what is asked for decides between the methods that it stands for once the objective is known
-    method = make_method("bico" if settings.method == AUTO else settings.method, settings)
+    method = provisional_method(settings)
     require_possible(planned, settings, method)
     require_device_map(settings, device, team.size)
-    require_unneeded(requested, lineage.layouts)
     drawn: CalibrationDraw | None = None
     with watch("sample"):
         if lineage.data is not None:
@@ -201,6 +199,11 @@ def with_unlabelled(
     return replace(drawn, unlabelled=unlabelled)
 
 
+def provisional_method(settings: Settings) -> Method:
+    """Return the method that is asked for; bico for "auto", which is decided once the objective is known."""
+    return make_method("bico" if settings.method == AUTO else settings.method, settings)
+
+
 def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     """Refuse what cannot be done with these models, this data and these settings, before any large download."""
     lineage, name = planned.lineage, settings.method
@@ -248,6 +251,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
         )
     if settings.layers == "similarity" and lineage.data is None:
         raise UsageError("--layers similarity compares what blocks read, and no data was given", "name it with --data")
+    require_unneeded(settings, lineage.layouts)
 
 
 def require_projection(planned: Plan, settings: Settings) -> None:

@@ -366,6 +366,30 @@ def test_a_dry_run_asks_the_method() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--polish", "--device-map", "auto"], "--device-map spreads models that are not trained"),
+        (["--polish", "--objective", "contrastive"], "this objective has neither"),
+        (["--unlabelled", "pictures"], "neither was asked for"),
+        (["--no-special-tokens"], "reads images"),
+        (["--probe"], "--probe fits a classifier's head"),
+    ],
+)
+@pytest.mark.parametrize("method", [[], ["--method", "bico"], ["--method", "naive"]], ids=["auto", "bico", "naive"])
+def test_a_dry_run_refuses_what_a_port_refuses(words: list[str], said: str, method: list[str]) -> None:
+    line = [*MODELS, "--data", "pictures", *words, *method]
+    planned, ported = dry(*line), run("port", *line)
+    assert said in planned.stderr
+    assert (planned.exit_code, planned.stderr) == (ported.exit_code, ported.stderr)
+
+
+@pytest.mark.parametrize("words", [["--readout"], ["--polish"], ["--method", "naive", "--alpha", "1", "--polish"]])
+def test_a_dry_run_of_what_needs_data_is_ready_with_data(words: list[str]) -> None:
+    assert "Not yet: the data set to calibrate on is not known" in dry(*MODELS, *words).stdout
+    assert "Ready to port." in dry(*MODELS, "--data", "pictures", *words).stdout
+
+
+@pytest.mark.parametrize(
     ("method", "options", "form"),
     [
         ("bico", [], "adapter"),
