@@ -6,7 +6,7 @@ Knows matrices and the zero-shot head; not where the samples come from, nor what
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +45,8 @@ class Readout:
 class ReadoutProblem:
     """What a readout is solved from: the inputs of the final projection W, a row each, and the desired logits.
 
-    Rows of equal origin are copies of one sample.
+    Rows of equal origin are copies of one sample. If there are `judges`, these origins alone say what a readout from
+    all rows is worth, by two that leave half of them out each.
     """
 
     hidden: Tensor
@@ -53,11 +54,12 @@ class ReadoutProblem:
     head: ZeroShotHead
     desired: Tensor
     origins: tuple[int, ...]
+    judges: tuple[int, ...] = ()
 
     def solve(self, rows: Sequence[int] | None = None) -> Readout:
         """Solve for the change of W, from some rows alone if they are given."""
         if rows is None:
-            return solve_readout(self.hidden, self.weight, self.head, self.desired, self.origins)
+            return solve_readout(self.hidden, self.weight, self.head, self.desired, self.origins, self.judges)
         chosen = list(rows)
         origins = [self.origins[row] for row in chosen]
         return solve_readout(self.hidden[chosen], self.weight, self.head, self.desired[chosen], origins)
@@ -65,15 +67,20 @@ class ReadoutProblem:
 
 @torch.no_grad()
 def solve_readout(
-    hidden: Tensor, weight: Tensor, head: ZeroShotHead, desired: Tensor, origins: Sequence[int]
+    hidden: Tensor,
+    weight: Tensor,
+    head: ZeroShotHead,
+    desired: Tensor,
+    origins: Sequence[int],
+    judges: Collection[int] = (),
 ) -> Readout:
     """Return the change of W, (embedding, width), that moves the logits of f = W h towards `desired`.
 
     The rows of `hidden` are h, the inputs of W. For each sample, T holds the smallest shift of its feature that gives
     the desired logits to first order; a ridge regression over all samples, dW = T^T (H H^T + lambda I)^-1 H, fits them
     with one matrix. Lambda is chosen by the true logits of left-out samples. Rows of equal origin are copies of one
-    sample and are left out together. Where no lambda is clearly better than no change, or where nothing can be left
-    out, the change is zero.
+    sample and are left out together; with `judges`, half of these origins are, and no others are looked at. Where
+    no lambda is clearly better than no change, or where nothing can be left out, the change is zero.
 
     >>> head = ZeroShotHead(torch.eye(2), torch.tensor(10.0), None)
     >>> hidden, weight = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]).repeat(9, 1), torch.ones(2, 3)
@@ -92,7 +99,10 @@ def solve_readout(
             "features or logits of the calibration samples hold NaN or infinite values",
             "check the models' weights, or run without the readout",
         )
-    before = _distance(head, features, desired)
+    looked_at = [row for row, origin in enumerate(origins) if origin in judges or not judges]
+    origins = [-1 - origin % 2 if origin in judges else origin for origin in origins]
+    wanted = desired[looked_at]
+    before = _distance(head, features[looked_at], wanted)
     none = Readout(torch.zeros_like(weight), accepted=False, strength=None, before=before, left_out=before)
     if len(set(origins)) < 2 or not hidden.any():
         return none
@@ -100,7 +110,7 @@ def solve_readout(
     left_out = {}
     for strength in READOUT_STRENGTHS:
         predicted = shifts - ridge.left_out_residuals(shifts, strength, origins)
-        left_out[strength] = _distance(head, features + predicted, desired)
+        left_out[strength] = _distance(head, (features + predicted)[looked_at], wanted)
     best = min(READOUT_STRENGTHS, key=left_out.__getitem__)
     if left_out[best] >= (1 - LEAST_GAIN) * before:
         return replace(none, left_out=left_out[best])

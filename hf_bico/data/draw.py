@@ -75,6 +75,14 @@ class CalibrationDraw:
     needs_features: bool = False
     unlabelled: Unlabelled | None = None
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the unlabelled samples are of another data set, which may be unlike this one."""
+        if self.unlabelled is None:
+            return False
+        first, other = ((one.data.name, len(one.data.splits[one.split])) for one in (self, self.unlabelled))
+        return first != other
+
     def chosen(self, features: Tensor) -> CalibrationDraw:
         """Select the samples by the candidates' features, one row for each, in their order."""
         if not self.needs_features:

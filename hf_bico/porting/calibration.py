@@ -91,6 +91,12 @@ class Calibration:
         return None if self._drawn is None or self._drawn.unlabelled is None else self._drawn.unlabelled.samples
 
     @property
+    def judges(self) -> tuple[int, ...]:
+        """The samples that judge what was learnt without them: those of the data, if others are of another data set."""
+        mixed = self._drawn is not None and self._drawn.mixed
+        return tuple(range(len(self.drawn_samples))) if mixed else ()
+
+    @property
     def knows_labels(self) -> bool:
         """Whether the samples have labels of the data set's own."""
         return self._drawn is not None and self._drawn.labels == "dataset" and min(self.drawn_samples.labels) >= 0
@@ -222,7 +228,7 @@ class Calibration:
             origins += range(len(self.drawn_samples), len(self.drawn_samples) + len(self.unlabelled))
         with self.models.with_changes(changes), torch.no_grad():
             hidden = torch.cat([self._hidden(samples) for samples in parts])
-            return ReadoutProblem(hidden, target.weight("proj").clone(), head, predictions, tuple(origins))
+            return ReadoutProblem(hidden, target.weight("proj").clone(), head, predictions, tuple(origins), self.judges)
 
     def _hidden(self, samples: Samples | AugmentedSamples) -> Tensor:
         """Return the inputs of the target's final projection."""

@@ -136,7 +136,10 @@ class BriefLesson:
             "source": digest_of(self._wanted) if isinstance(self.head, Classifier) else self._source_digest,
             "start": None if start is None else digest_of(_tensors(start)),
         }
-        return TrainingTask(parameters, loss, None, self.size, json.dumps(about), scores=self.scores, start=start)
+        judges = self.calibration.judges if len(self.parts) > 1 else ()
+        return TrainingTask(
+            parameters, loss, None, self.size, json.dumps(about), scores=self.scores, start=start, judges=judges
+        )
 
     def asking_source(self) -> AbstractContextManager[Any]:
         """Add the task vector to the loaded source inside a `with`, where it is asked for every batch."""

@@ -60,10 +60,11 @@ class Task:
         self,
         start: Mapping[str, Change] | None = None,
         finish: Callable[[Sequence[int]], Mapping[str, Tensor]] | None = None,
+        judges: tuple[int, ...] = (),
     ) -> TrainingTask:
-        parameters = dict(self.net.named_parameters())
-        size = len(self.values)
-        return TrainingTask(parameters, self.loss, None, size, "a task", scores=self.scores, start=start, finish=finish)
+        about: dict[str, Any] = {"start": start, "finish": finish, "judges": judges}
+        parameters, size = dict(self.net.named_parameters()), len(self.values)
+        return TrainingTask(parameters, self.loss, None, size, "a task", scores=self.scores, **about)
 
 
 def settings(**options: Any) -> Settings:
@@ -150,6 +151,33 @@ def test_all_is_that_of_a_literal_loop(factored: bool) -> None:
     torch.testing.assert_close(trained.left_out.before.losses, means[0])
     torch.testing.assert_close(trained.left_out.after.losses, means[chosen])
     assert close(trained.changes, literal_loop(task, range(size), chosen, steps, rate, start))
+
+
+def test_judges_say_what_runs_without_half_of_them_each_are_worth() -> None:
+    """They choose neither rate nor steps."""
+    task, judges, rate, steps = Task(), (1, 4, 5, 9, 20), 0.01, 30
+    usual = train_briefly(task.task(), settings(learning_rate=rate), steps, silent)
+    judged = train_briefly(task.task(judges=judges), settings(learning_rate=rate), steps, silent)
+    assert 0 < judged.steps == usual.steps
+    assert close(judged.changes, {name: dense(change) for name, change in usual.changes.items()})
+    losses = []
+    for half in ((1, 5, 20), (4, 9)):
+        rest = [number for number in range(len(task.values)) if number not in half]
+        losses.append(left_out_losses(task, literal_loop(task, rest, judged.steps, steps, rate), half))
+    assert judged.left_out is not None
+    assert judged.left_out.samples == (1, 5, 20, 4, 9)
+    torch.testing.assert_close(judged.left_out.after.losses, torch.cat(losses))
+
+
+def test_what_judges_do_not_gain_by_is_not_learnt() -> None:
+    """The other samples want the opposite."""
+    task, judges = Task(60), tuple(range(8))
+    with torch.no_grad():
+        task.wanted[8:] = (-task.wanted[8:].log()).softmax(-1)
+    assert train_briefly(task.task(), settings(learning_rate=0.01), 30, silent).steps > 0
+    judged = train_briefly(task.task(judges=judges), settings(learning_rate=0.01), 30, silent)
+    assert judged.steps == 0
+    assert all(not dense(change).any() for change in judged.changes.values())
 
 
 def test_factors_stay_factors_of_their_rank() -> None:

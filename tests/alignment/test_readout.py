@@ -45,10 +45,9 @@ class Scene:
     def said(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden @ (self.weight + self.planted).T)
 
-    def solve(self, origins: Sequence[int] | None = None) -> Readout:
-        return solve_readout(
-            self.hidden, self.weight, self.head, self.wanted, range(len(self.hidden)) if origins is None else origins
-        )
+    def solve(self, origins: Sequence[int] | None = None, judges: Sequence[int] = ()) -> Readout:
+        origins = range(len(self.hidden)) if origins is None else origins
+        return solve_readout(self.hidden, self.weight, self.head, self.wanted, origins, judges)
 
 
 def centred(logits: Tensor) -> Tensor:
@@ -127,6 +126,33 @@ def test_criterion_is_that_of_the_literal_loop(origins: Sequence[int]) -> None:
     assert found.left_out == pytest.approx(criteria[found.strength], rel=1e-9)
     penalty = found.strength * float(scene.hidden.square().sum(1).mean())
     assert torch.allclose(found.change, ridge(scene.hidden, moves, penalty), rtol=0, atol=1e-9)
+
+
+def test_judges_alone_say_what_a_readout_is_worth() -> None:
+    """Half of them are left out at a time; the other rows are learnt from and not looked at."""
+    scene, judges = Scene(n=24), (0, 1, 2, 3, 4)
+    found = scene.solve(judges=judges)
+    looked_at, parts = list(judges), [-1 - row % 2 if row in judges else row for row in range(24)]
+    features = scene.hidden @ scene.weight.T
+    moves = desired_shifts(features, scene.head, scene.wanted)
+    criteria = {}
+    for strength in READOUT_STRENGTHS:
+        said = scene.head.logits(features + foreseen_by_solving_again(scene.hidden, moves, strength, parts))
+        criteria[strength] = float(centred(scene.wanted - said)[looked_at].square().mean())
+    assert found.accepted
+    assert found.before == pytest.approx(float(centred(scene.wanted - scene.head.logits(features))[:5].square().mean()))
+    assert found.strength == min(criteria, key=criteria.__getitem__)
+    assert found.left_out == pytest.approx(criteria[found.strength], rel=1e-9)
+    penalty = found.strength * float(scene.hidden.square().sum(1).mean())
+    assert torch.allclose(found.change, ridge(scene.hidden, moves, penalty), rtol=0, atol=1e-9)
+
+
+def test_what_judges_do_not_gain_by_is_not_accepted() -> None:
+    scene, judges = Scene(n=60), range(8)
+    own = scene.head.logits(scene.hidden @ scene.weight.T)
+    scene.wanted[8:] = 2 * own[8:] - scene.wanted[8:]  # the others want the opposite
+    assert scene.solve().accepted
+    assert not scene.solve(judges=judges).accepted
 
 
 def test_planted_change_is_found_for_new_samples() -> None:

@@ -344,6 +344,22 @@ def test_unlabelled_samples_are_distilled_and_not_measured_on() -> None:
     assert (training.samples, training.unlabelled) == (210, 200)
 
 
+@pytest.mark.parametrize("how", [{**QUICK, "polish": True}, {"method": "readout"}], ids=["polish", "readout"])
+def test_samples_of_another_data_set_are_learnt_from_where_the_datas_own_gain_by_it(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    """On plain digits the target is nearly perfect, and what 300 inverted ones teach it would spoil that."""
+    world, more = small_world(0), {"n": 10, "unlabelled_samples": 300, "eval_samples": 100}
+    models: dict[str, Any] = {"to": world.base("wide"), "base": world.base("narrow")}
+    source = world.fine_tuned("narrow", "plain")
+    data = {"data": world.data("plain"), "unlabelled": world.data(TASK)}
+    assert hf_bico.port(source, **models, **data, **{**how, **more}).held_back
+    copied = shutil.copytree(world.data(TASK), tmp_path / "copied")
+    kept = hf_bico.port(world.fine_tuned("narrow", TASK), **where(world), unlabelled=copied, **{**how, **more})
+    found = values(kept.record)
+    assert found["ported"] > found["target"] + 0.25
+
+
 def _texts(world: Any) -> dict[str, Any]:
     return {"train": world.calibration(60), "test": world.held_out(60)}
 

@@ -225,7 +225,7 @@ def test_a_plan_names_and_pins_the_data(hub: Hub, tmp_path: Path) -> None:
     assert plan(SOURCE, TARGET, unlabelled=tmp_path / "more").lineage.restricted == ["a local folder"]
     usual = plan(SOURCE, TARGET)
     assert "unlabelled" not in {subject for subject, _ in usual.rows()} | set(usual.as_dict())
-    shown = run("port", SOURCE, "--to", TARGET, "--unlabelled", MORE, "--dry-run")
+    shown = run("port", SOURCE, "--to", TARGET, "--unlabelled", MORE, "--readout", "--dry-run")
     assert shown.exit_code == 0, shown.output
     assert f"--unlabelled {MORE}" in shown.stdout
     missing = run("port", SOURCE, "--to", TARGET, "--unlabelled", "user/nothing")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, count, islice
 from math import ceil, inf, isfinite
 from time import monotonic
 from typing import Any, ClassVar
@@ -82,7 +82,12 @@ def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, p
     first = ceil(ENOUGH_FOR_RATE / len(folds[0]))
     rate = _best_rate(settings, lambda rate: runs.scores(rate, folds[:first]))
     checks = runs.scores(rate, folds)
-    best, before = min(checks, key=lambda check: _mean_loss(checks[check])), checks[START]
+    best, numbers = min(checks, key=lambda check: _mean_loss(checks[check])), tuple(chain.from_iterable(folds))
+    if training_task.judges:
+        halves = training_task.judges[::2], training_task.judges[1::2]
+        checks, numbers = runs.scores(rate, halves, "judged "), tuple(chain.from_iterable(halves))
+        best = best if best in checks else START
+    before = checks[START]
     if not Estimate.of(before.losses - checks[best].losses).is_above_zero(VETO):
         best = START
     (taken, finish), after = best, checks[best]
@@ -92,7 +97,7 @@ def train_briefly(training_task: TrainingTask, settings: Settings, steps: int, p
         samples=training_task.size,
         validation=None if after.accuracies is None else float(after.accuracies.mean()),
         rate=rate,
-        left_out=LeftOut(tuple(number for fold in folds for number in fold), before, after),
+        left_out=LeftOut(numbers, before, after),
         finished=finish,
     )
 
@@ -163,9 +168,10 @@ class Runs:
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise self._saved.broken(error) from error
 
-    def scores(self, rate: float, folds: Sequence[tuple[int, ...]]) -> dict[Check, SampleScores]:
-        """Return the left-out samples' scores on the way at a rate, one fold after another."""
-        parts = [self._left_out(f"{rate:g}, fold {number}", fold, rate) for number, fold in enumerate(folds)]
+    def scores(self, rate: float, folds: Sequence[tuple[int, ...]], kind: str = "") -> dict[Check, SampleScores]:
+        """Return the left-out samples' scores on the way at a rate, one fold after another; `kind` names the folds."""
+        names = (f"{rate:g}, {kind}fold {number}" for number in count())
+        parts = [self._left_out(name, fold, rate) for name, fold in zip(names, folds, strict=False) if fold]
         shared = set.intersection(*(set(part) for part in parts))
         return {check: SampleScores.joined([part[check] for part in parts]) for check in sorted(shared)}
 

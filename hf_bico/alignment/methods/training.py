@@ -36,8 +36,9 @@ class TrainingTask:
     answers. There are `size` samples, numbered from 0. `identity` is a fingerprint of models, samples and settings: a
     training resumes only with the task that it began with. `scores` says what the model does on each of some samples
     now. `start` are the changes to begin with, by parameter: where one is factors, these are trained, and the weight
-    under them stays. `finish` returns a last change of the trained model,
-    without training, from the same samples.
+    under them stays. `finish` returns a last change of the trained model, without training, from the same samples. If
+    there are `judges`, these samples alone say what a brief training is worth, by two runs that leave half of
+    them out each.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -48,6 +49,7 @@ class TrainingTask:
     scores: Callable[[Sequence[int]], SampleScores] | None = None
     start: Mapping[str, Change] | None = None
     finish: Callable[[Sequence[int]], Mapping[str, Tensor]] | None = None
+    judges: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
