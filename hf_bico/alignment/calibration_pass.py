@@ -25,19 +25,30 @@ from hf_bico.models.layout import Site, SitePair, Tokens
 from hf_bico.runtime.environment import exact_float32, to_device
 
 
-def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
-    """Return the positions of equal tokens in the two models' flattened batches of the same texts, on the CPU.
+@dataclass(frozen=True)
+class TokenPairs:
+    """The positions of tokens that pair, in the two models' flattened batches of the same texts, on the CPU."""
 
-    Padding pairs with nothing. Where both models read the same tokens, all of them pair in order; where one has more
-    around a text (another chat template), only those that both have.
+    inputs: tuple[Tensor, Tensor]
+    gradients: tuple[Tensor, Tensor]
+
+
+def pair_tokens(source: TextRows, target: TextRows) -> TokenPairs:
+    """Pair the tokens of two models that read the same texts, padding with nothing.
+
+    Where both have read the same tokens, all of them pair in order; else those that are marked. Without marks, as in
+    captions, only the tokens that both have.
     """
     if len(source.ids) != len(target.ids):
         raise ValueError(f"{len(source.ids)} texts of the source and {len(target.ids)} of the target do not pair")
+    if None not in (source.paired, source.asked, target.paired, target.asked):
+        inputs = _marked(source.paired), _marked(target.paired)
+        return TokenPairs(inputs, (_marked(source.asked), _marked(target.asked)))
     masks = [side.mask.cpu() for side in (source, target)]
     ids = [side.ids.cpu() for side in (source, target)]
     if torch.equal(*masks) and torch.equal(ids[0] * masks[0], ids[1] * masks[1]):
-        positions = masks[0].flatten().nonzero().squeeze(1)
-        return positions, positions
+        positions = _marked(masks[0])
+        return TokenPairs((positions, positions), (positions, positions))
     paired: tuple[list[Tensor], list[Tensor]] = ([], [])
     for number, both in enumerate(zip(*masks, strict=True)):
         real = [mask.nonzero().squeeze(1) for mask in both]
@@ -46,7 +57,8 @@ def pair_tokens(source: TextRows, target: TextRows) -> tuple[Tensor, Tensor]:
             real = [positions[common] for positions, common in zip(real, _common_tokens(*tokens), strict=True)]
         for side, positions, rows in zip(ids, real, paired, strict=True):
             rows.append(positions + number * side.shape[1])
-    return torch.cat(paired[0]), torch.cat(paired[1])
+    found = torch.cat(paired[0]), torch.cat(paired[1])
+    return TokenPairs(found, found)
 
 
 def _common_tokens(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +70,12 @@ def _common_tokens(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         )
     first, second = zip(*pairs, strict=True)
     return torch.tensor(first), torch.tensor(second)
+
+
+def _marked(mask: Tensor | None) -> Tensor:
+    if mask is None:
+        raise ValueError("no tokens are marked")
+    return mask.cpu().flatten().nonzero().squeeze(1)
 
 
 def pair_rows(
@@ -288,9 +306,9 @@ class _Batch:
         self._forward_ended = False
         self._deferred: list[tuple[SiteCallback, Site, Tensor]] = []
         self._energies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._token_positions: tuple[Tensor, Tensor] | None = None
-        self._positions_on: dict[tuple[int, torch.device], Tensor] = {}
-        """Copies of the token positions, by side and device."""
+        self._token_pairs: TokenPairs | None = None
+        self._positions_on: dict[tuple[int, bool, torch.device], Tensor] = {}
+        """Copies of the token positions, by side, whether they are those of gradients, and device."""
 
     # rows of the source are kept
 
@@ -331,7 +349,7 @@ class _Batch:
             self._add_target(site, gradient)
         if pair.source.name not in self.gradients:
             return
-        rows = self._rows(pair, self.gradients[pair.source.name], gradient)
+        rows = self._rows(pair, self.gradients[pair.source.name], gradient, gradients=True)
         if self._is_last_use(Kind.GRADIENTS, pair.source.name, self.runner.site_uses):
             del self.gradients[pair.source.name]
         if Kind.GRADIENTS in kinds:
@@ -346,7 +364,7 @@ class _Batch:
         pair = self.runner.pair_of[site.name]
         if pair.source.name not in self.gradients:
             return
-        rows = self._rows(pair, self.gradients[pair.source.name], gradient)
+        rows = self._rows(pair, self.gradients[pair.source.name], gradient, gradients=True)
         if Kind.EXPECTED_GRADIENTS in self.runner.kinds:
             self._add(Kind.EXPECTED_GRADIENTS, pair, *rows)
         before: Sequence[Tensor | float] = self._energies.get(site.name, (0.0, 0.0))
@@ -359,7 +377,8 @@ class _Batch:
             return
         for name, energies in self._energies.items():
             pair = self.runner.pair_of[name]
-            rows = self._rows(pair, self._inputs[pair.source.input], self._target_inputs[pair.target.input])
+            inputs = self._inputs[pair.source.input], self._target_inputs[pair.target.input]
+            rows = self._rows(pair, *inputs, gradients=True)
             first, second = (one.double() * two.sqrt().unsqueeze(-1) for one, two in zip(rows, energies, strict=True))
             self._add(Kind.WEIGHTED_INPUTS, pair, first, second)
 
@@ -367,7 +386,7 @@ class _Batch:
         """Add the rows that waited for the target's tokens, which say which of them are real."""
         self._target_text, self._forward_ended = text, True
         if self.source_text is not None and text is not None:
-            self._token_positions = pair_tokens(self.source_text, text)
+            self._token_pairs = pair_tokens(self.source_text, text)
         deferred, self._deferred = self._deferred, []
         for take, site, rows in deferred:
             take(site, rows)
@@ -394,24 +413,27 @@ class _Batch:
         if self._is_last_use(Kind.TARGET_GRADIENTS, site.input, self.runner.target_input_uses):
             del self._target_inputs[site.input]
 
-    def _rows(self, pair: SitePair, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows(self, pair: SitePair, source: Tensor, target: Tensor, gradients: bool = False) -> tuple[Tensor, Tensor]:
         """Pair the rows of both models, flattened to (rows, width); of texts, the tokens that both have."""
         if not pair.source.text:
             return pair_rows(source, target, *(side.tokens for side in self.runner.sides))
         source, target = _by_text(source, self.source_text), _by_text(target, self._target_text)
         if source.ndim == 2:
             return source, target
-        if self._token_positions is None:
+        if self._token_pairs is None:
             raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
-        first, second = self._token_positions
-        return self._select(0, first, source.flatten(0, 1)), self._select(1, second, target.flatten(0, 1))
+        return self._select(0, gradients, source.flatten(0, 1)), self._select(1, gradients, target.flatten(0, 1))
 
-    def _select(self, side: int, positions: Tensor, rows: Tensor) -> Tensor:
+    def _select(self, side: int, gradients: bool, rows: Tensor) -> Tensor:
+        assert self._token_pairs is not None
+        pairs = self._token_pairs.gradients if gradients else self._token_pairs.inputs
+        positions = pairs[side]
         if len(positions) == len(rows):
             return rows
-        if (side, rows.device) not in self._positions_on:
-            self._positions_on[side, rows.device] = to_device(positions, rows.device)
-        return rows[self._positions_on[side, rows.device]]
+        key = side, gradients, rows.device
+        if key not in self._positions_on:
+            self._positions_on[key] = to_device(positions, rows.device)
+        return rows[self._positions_on[key]]
 
 
 def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:

@@ -28,6 +28,7 @@ from hf_bico.reports.results import (
     is_trained,
     is_worse,
     measured_on,
+    pairing_sentence,
     readout_sentence,
     result_rows,
     results,
@@ -93,6 +94,8 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
         problems.append("the fine-tuned model computes something else than its base (--base, --force)")
     if planned.head_refusal is not None:
         problems.append("the fine-tuned model's head cannot be carried")
+    if planned.tokens is not None and planned.tokens.refusal is not None:
+        problems.append("the two models' tokenizers have too little in common")
     if needs_data and planned.lineage.data is None:
         problems.append("the data set to calibrate on is not known (--data)")
     verdict = f"Not yet: {'; '.join(problems)}." if problems else "Ready to port."
@@ -134,7 +137,12 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
         lines = [Line(cells, mark) for cells, mark in zip(rows, _marks(record), strict=True)]
         _print_table(Table(header, lines), format_table([header, *rows]))
         echo(f"({measured_on(record)})", "")
-    sentences = (control_sentence(record), polish_sentence(record), readout_sentence(record))
+    sentences = (
+        pairing_sentence(record),
+        control_sentence(record),
+        polish_sentence(record),
+        readout_sentence(record),
+    )
     for sentence in (*sentences, few_samples_sentence(record)):
         if sentence:
             echo(sentence, "")

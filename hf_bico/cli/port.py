@@ -101,12 +101,14 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         require_used(settings)
         from hf_bico.hub.client import Hub
         from hf_bico.hub.push import require_hidden, require_pushable
-        from hf_bico.porting.planner import plan as make_plan
+        from hf_bico.porting.planned_tokens import with_tokenizers
+        from hf_bico.porting.planner import plan_port
 
         hub = where["hub"] = Hub(token)
         command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
         if dry_run:
-            planned, needs_data = _plan_for_settings(make_plan(source, target, **where), settings)
+            planned, needs_data = _plan_for_settings(plan_port(source, target, **where), settings)
+            planned = with_tokenizers(planned, settings, hub)
             _print_plan(planned, as_json, quiet, command, needs_data)
             return
         if not is_first_process():  # which prints, writes and pushes
@@ -115,7 +117,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         digest = None if push_to is None or push.overwrite else _written_digest(folder)
         if push_to is not None and digest is None:
             push_to = require_pushable(push_to, push, hub)
-        planned = make_plan(source, target, **where)
+        planned = plan_port(source, target, **where)
         if digest is not None and digest == _digest(command, planned.lineage.models):
             ending.interrupted = f"the result is in {folder}"
             if not (as_json or quiet):

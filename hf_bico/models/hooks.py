@@ -24,10 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextRows:
-    """The tokens of a batch of texts, (samples, tokens), and which are real; in main memory, to avoid device syncs."""
+    """The tokens of a batch of texts, (samples, tokens), and which are real; in main memory, to avoid device syncs.
+
+    Where two models read the texts as different tokens, `paired` marks those whose inputs pair, and `asked` those whose
+    gradients do: as many in both models, in the same order.
+    """
 
     ids: Tensor
     mask: Tensor
+    paired: Tensor | None = None
+    asked: Tensor | None = None
+
+    def same_as(self, other: TextRows) -> bool:
+        """Tell whether two models read the texts as the same tokens, at the same places of a batch."""
+        return torch.equal(self.mask, other.mask) and torch.equal(self.ids * self.mask, other.ids * other.mask)
 
 
 @dataclass

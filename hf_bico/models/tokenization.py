@@ -1,6 +1,7 @@
-"""Turn texts, prompts with answers and chats into batches of tokens, and compare two tokenizers.
+"""Turn texts, prompts with answers and chats into batches of tokens.
 
-Chat templates are rendered in a sandbox. Knows tokenizers and samples of text; neither models nor losses.
+Chat templates are rendered in a sandbox. Only batches need torch. Knows tokenizers and samples of text; neither models
+nor losses.
 """
 
 from __future__ import annotations
@@ -8,19 +9,30 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from hf_bico.errors import MissingProcessorError, TokenizersDifferError, UnreadableSampleError
-from hf_bico.models.hooks import TextRows
+from hf_bico.errors import MissingProcessorError, UnreadableSampleError
 from hf_bico.models.sandbox import MEMORY, Sandbox
-from hf_bico.runtime.environment import to_device
+from hf_bico.models.token_places import (
+    Encoding,
+    Place,
+    Span,
+    byte_length,
+    encode,
+    places_between,
+    places_of,
+    token_spans,
+)
 from hf_bico.utils.files import folder_name
 from hf_bico.utils.samples import Answered, Chat, Text, TextSample
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from hf_bico.models.hooks import TextRows
 
 TEMPLATE_SECONDS = 5.0
 """The limit for one chat: real templates take milliseconds."""
@@ -66,19 +78,93 @@ class TokenBatch:
 
     @property
     def rows(self) -> TextRows:
+        from hf_bico.models.hooks import TextRows
+
         return self.on_host or TextRows(self.ids, self.mask)
 
     def to(self, device: torch.device | str) -> TokenBatch:
+        import torch
+
+        from hf_bico.runtime.environment import to_device
+
         ids, mask, labels = (to_device(one, torch.device(device)) for one in (self.ids, self.mask, self.labels))
         return TokenBatch(ids, mask, labels, self.rows)
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """One text: its tokens, and which of them are learnt."""
+class SampleTokens:
+    """One sample: its tokens, which of them are learnt, and where they end, if that was asked for."""
 
     ids: list[int]
     learnt: list[bool]
+    places: list[Place | None] = field(default_factory=list)
+
+    def only(self, kept: Sequence[int]) -> SampleTokens:
+        """Return the tokens of these numbers."""
+        ids, learnt = [self.ids[number] for number in kept], [self.learnt[number] for number in kept]
+        return SampleTokens(ids, learnt, [self.places[number] for number in kept if self.places])
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a model reads samples: its tokenizer, the most tokens of a text, and whether with special tokens."""
+
+    tokenizer: Any
+    longest: int
+    special: bool = True
+
+    def read(self, sample: TextSample, placed: bool = False) -> SampleTokens:
+        """Return the tokens of a sample that there is room for; refuse one of which nothing is learnt."""
+        tokens = self.tokens(sample, placed)
+        return self.require_learnt(self.from_token(tokens, self.begin(tokens)), sample)
+
+    def predicted_bytes(self, sample: TextSample) -> int:
+        """Return the bytes that the learnt tokens stand for; not the first, which is predicted from nothing."""
+        tokens = self.read(sample, placed=True)
+        predicted = zip(tokens.learnt[1:], tokens.places[1:], strict=True)
+        return sum(place.width for is_learnt, place in predicted if is_learnt and place is not None)
+
+    def tokens(self, sample: TextSample, placed: bool = False) -> SampleTokens:
+        """Return the tokens of a sample; those of a plain text without the end that there is no room for."""
+        if isinstance(sample, Text):
+            return _plain(self.tokenizer, sample, self.longest, self.special, placed)
+        if sum(len(words) for words in words_of(sample)) > MOST_CHARACTERS:
+            raise UnreadableSampleError(
+                f"a sample has more than {MOST_CHARACTERS:,} characters",
+                "remove it from the data, or cut it into several",
+            )
+        if isinstance(sample, Chat):
+            return _chat(self.tokenizer, sample.messages, placed)
+        if getattr(self.tokenizer, "chat_template", None) and self.special:
+            asked = {"role": "user", "content": sample.prompt.strip()}
+            return _chat(self.tokenizer, (asked, {"role": _ASSISTANT, "content": sample.answer.strip()}), placed)
+        return _answered(self.tokenizer, sample, self.special, placed)
+
+    def begin(self, tokens: SampleTokens) -> int:
+        """Return the first token that there is room for, if the beginning is lost; the start token stays besides."""
+        over = len(tokens.ids) - self.longest
+        return 0 if over <= 0 else over + self._starts(tokens, self.longest)
+
+    def from_token(self, tokens: SampleTokens, first: int) -> SampleTokens:
+        """Return the tokens from one on, behind the start token if there is one: models rely on it."""
+        if not first:
+            return tokens
+        start = [0] if self._starts(tokens, self.longest) else []
+        return tokens.only([*start, *range(first, len(tokens.ids))])
+
+    def _starts(self, tokens: SampleTokens, room: int) -> bool:
+        return room > 1 and tokens.ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
+
+    def require_learnt(self, tokens: SampleTokens, sample: TextSample) -> SampleTokens:
+        """Refuse a sample of which nothing is learnt."""
+        if any(tokens.learnt):
+            return tokens
+        if isinstance(sample, Text):
+            raise UnreadableSampleError("a text has no tokens", "remove empty texts from the data")
+        raise UnreadableSampleError(
+            f"nothing of an answer is within the last {self.longest} tokens of a sample, or it is empty",
+            "use a longer --max-length, or remove the sample",
+        )
 
 
 def tokenise(
@@ -89,17 +175,8 @@ def tokenise(
     A plain text is learnt whole, and loses its end if it is too long; of prompts and chats only the answers are learnt,
     and the beginning is lost. Without `special` tokens, only those of the text itself are there.
     """
-    limit = longest(tokenizer) if max_length is None else max_length
-    rows = [_tokens(tokenizer, sample, limit, special) for sample in samples]
-    for row, sample in zip(rows, samples, strict=True):
-        if not any(row.learnt):
-            if isinstance(sample, Text):
-                raise UnreadableSampleError("a text has no tokens", "remove empty texts from the data")
-            raise UnreadableSampleError(
-                f"nothing of an answer is within the last {limit} tokens of a sample, or it is empty",
-                "use a longer --max-length, or remove the sample",
-            )
-    return _padded(rows, tokenizer)
+    reader = Reader(tokenizer, longest(tokenizer) if max_length is None else max_length, special)
+    return padded([reader.read(sample) for sample in samples], tokenizer)
 
 
 def longest(tokenizer: Any) -> int:
@@ -114,7 +191,7 @@ def text_to_text(text: Text) -> str:
     >>> text_to_text(Text("It rains.", "It is wet.", ("premise", "hypothesis"), "mnli"))
     'mnli hypothesis: It is wet. premise: It rains.'
     """
-    texts = _words(text)
+    texts = words_of(text)
     if text.task is None and len(texts) == 1:
         return text.first
     names = text.names or (("sentence",) if len(texts) == 1 else ("sentence1", "sentence2"))
@@ -124,24 +201,13 @@ def text_to_text(text: Text) -> str:
     return said if text.task is None else f"{text.task} {said}"
 
 
-def pairable(source_tokenizer: Any, target_tokenizer: Any, texts: Iterable[TextSample | str]) -> None:
-    """Refuse two tokenizers that cut these texts into different tokens: rows of the two models would not pair."""
-    for text in (words for sample in texts for words in _words(sample)):
-        found = [
-            tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-            for tokenizer in (source_tokenizer, target_tokenizer)
-        ]
-        if found[0] != found[1]:
-            raise _differ(source_tokenizer, target_tokenizer, *found)
-
-
 def unknown_share(tokenizer: Any, texts: Iterable[TextSample | str]) -> tuple[float, str]:
     """Return the share of the texts' tokens that the tokenizer does not know, and the text with the most of them."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return 0.0, ""  # knows every byte, and needs none
     tokens, found, most, worst = 0, 0, 0, ""
-    for text in (words[:_LOOKED_AT] for sample in texts for words in _words(sample)):
+    for text in (words[:_LOOKED_AT] for sample in texts for words in words_of(sample)):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         count = ids.count(unknown)
         tokens, found = tokens + len(ids), found + count
@@ -174,7 +240,8 @@ def _as_read(tokenizer: Any, text: str) -> str:
     return str(tokenizer.decode(ids))[:_SHOWN]
 
 
-def _words(sample: TextSample | str) -> list[str]:
+def words_of(sample: TextSample | str) -> list[str]:
+    """Return the texts of a sample, without any template."""
     if isinstance(sample, str):
         return [sample]
     if isinstance(sample, Text):
@@ -184,48 +251,8 @@ def _words(sample: TextSample | str) -> list[str]:
     return [message["content"] for message in sample.messages]
 
 
-def _differ(source: Any, target: Any, source_ids: list[int], target_ids: list[int]) -> TokenizersDifferError:
-    place = next(
-        (place for place, (one, other) in enumerate(zip(source_ids, target_ids, strict=False)) if one != other),
-        min(len(source_ids), len(target_ids)),
-    )
-    one, other = (
-        repr(tokenizer.decode(ids[place : place + 1]))[:_SHOWN] if place < len(ids) else "nothing"
-        for tokenizer, ids in ((source, source_ids), (target, target_ids))
-    )
-    which = "the same piece under another number" if one == other else f"{one} here is {other} there"
-    before = repr(source.decode(source_ids[max(0, place - 8) : place])[-_SHOWN:])
-    return TokenizersDifferError(
-        f"the two models' tokenizers cut the calibration texts into different tokens: after {before}, {which}",
-        "choose a target with the same tokenizer; rows of different tokens are not paired yet",
-    )
-
-
-def _tokens(tokenizer: Any, sample: TextSample, limit: int, special: bool) -> _Tokens:
-    if isinstance(sample, Text):
-        return _plain(tokenizer, sample, limit, special)
-    if sum(len(words) for words in _words(sample)) > MOST_CHARACTERS:
-        raise UnreadableSampleError(
-            f"a sample has more than {MOST_CHARACTERS:,} characters", "remove it from the data, or cut it into several"
-        )
-    if isinstance(sample, Chat):
-        tokens = _chat(tokenizer, sample.messages)
-    elif getattr(tokenizer, "chat_template", None) and special:
-        asked = {"role": "user", "content": sample.prompt.strip()}
-        tokens = _chat(tokenizer, (asked, {"role": _ASSISTANT, "content": sample.answer.strip()}))
-    else:
-        tokens = _answered(tokenizer, sample, special)
-    over = len(tokens.ids) - limit
-    if over <= 0:
-        return tokens
-    # the end is kept, after the start token if there is one: models rely on it
-    kept = 1 if limit > 1 and tokens.ids[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id) else 0
-    rest = over + kept
-    return _Tokens(tokens.ids[:kept] + tokens.ids[rest:], tokens.learnt[:kept] + tokens.learnt[rest:])
-
-
-def _plain(tokenizer: Any, text: Text, limit: int, special: bool) -> _Tokens:
-    pair = [words[: limit * _LONGEST_TOKEN] for words in _words(text)]
+def _plain(tokenizer: Any, text: Text, limit: int, special: bool, placed: bool) -> SampleTokens:
+    pair = [words[: limit * _LONGEST_TOKEN] for words in words_of(text)]
     around = tokenizer.num_special_tokens_to_add(pair=len(pair) > 1) if special else 0
     if limit <= around:
         raise UnreadableSampleError(
@@ -234,23 +261,28 @@ def _plain(tokenizer: Any, text: Text, limit: int, special: bool) -> _Tokens:
         )
     side, tokenizer.truncation_side = tokenizer.truncation_side, "right"  # the end is cut
     try:
+        if placed:
+            found = encode(tokenizer, pair, special, limit)
+            return SampleTokens(found.ids, [True] * len(found.ids), places_of(tokenizer, found, pair))
         ids = tokenizer(*pair, add_special_tokens=special, truncation=True, max_length=limit)["input_ids"]
     finally:
         tokenizer.truncation_side = side
-    return _Tokens(list(ids), [True] * len(ids))
+    return SampleTokens(list(ids), [True] * len(ids))
 
 
-def _answered(tokenizer: Any, sample: Answered, special: bool) -> _Tokens:
+def _answered(tokenizer: Any, sample: Answered, special: bool, placed: bool) -> SampleTokens:
     """Tokenise prompt and answer as one text, with the end token if there is one."""
-    text = sample.prompt + sample.answer
-    ids, places = _placed(tokenizer, text, special)
-    learnt = [end > len(sample.prompt) for _, end in places]
-    end = tokenizer.eos_token_id if special else None
+    text, asked = sample.prompt + sample.answer, byte_length(sample.prompt)
+    found = encode(tokenizer, [text], special)
+    learnt = [end > asked for _, end in token_spans(tokenizer, found, text)]
+    places = places_of(tokenizer, found, [text]) if placed else []
+    ids, end = found.ids, tokenizer.eos_token_id if special else None
     if end is not None and ids[-1:] == [end]:
         learnt[-1] = True
     elif end is not None:
         ids, learnt = [*ids, end], [*learnt, True]
-    return _Tokens(ids, learnt)
+        places = [*places, Place(0, "", found.parts[::-1].index(0), 0)] if placed else []
+    return SampleTokens(ids, learnt, places)
 
 
 def no_template(model: str) -> MissingProcessorError:
@@ -262,19 +294,28 @@ def no_template(model: str) -> MissingProcessorError:
     )
 
 
-def _chat(tokenizer: Any, messages: Sequence[Message]) -> _Tokens:
+def _chat(tokenizer: Any, messages: Sequence[Message], placed: bool) -> SampleTokens:
     """Tokenise messages in the tokenizer's template; what the assistant says is learnt, with the end of its turn."""
     if not getattr(tokenizer, "chat_template", None):
         raise no_template(folder_name(Path(tokenizer.name_or_path)))
     if not any(message["role"] == _ASSISTANT for message in messages):
         raise UnreadableSampleError("a chat has no message of the assistant", "remove it: there is nothing to learn")
     text = _rendered(tokenizer, messages)
-    spans = _spans(tokenizer, messages, text)
-    ids, places = _placed(tokenizer, text, False)
-    return _Tokens(ids, [any(first < end and begin < last for begin, end in spans) for first, last in places])
+    turns = [tuple(byte_length(text[:place]) for place in span) for span in _turns(tokenizer, messages, text)]
+    found = encode(tokenizer, [text], special=False)
+    spans = token_spans(tokenizer, found, text)
+    learnt = [any(first < end and begin < last for first, last in turns) for begin, end in spans]
+    return SampleTokens(found.ids, learnt, _chat_places(tokenizer, messages, text, found) if placed else [])
 
 
-def _spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+def _chat_places(tokenizer: Any, messages: Sequence[Message], text: str, found: Encoding) -> list[Place | None]:
+    """Return the places of a chat's tokens: in its messages, or in what the template puts between them."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    said = _contents(tokenizer, messages, text)
+    return places_between(tokenizer, text, said, found, special)
+
+
+def _turns(tokenizer: Any, messages: Sequence[Message], text: str) -> list[Span]:
     """Find the assistant's turns in the rendered text.
 
     A template that renders the start of a chat as the start of the whole shows them by itself; with any other, what was
@@ -294,7 +335,18 @@ def _spans(tokenizer: Any, messages: Sequence[Message], text: str) -> list[tuple
     return found
 
 
-def _own_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str) -> tuple[int, int] | None:
+def _contents(tokenizer: Any, messages: Sequence[Message], text: str) -> list[Span]:
+    """Find what each message says in the rendered text; where the template changes it, it stands nowhere."""
+    found, after = list[Span](), 0
+    for place in range(len(messages)):
+        span = _marked_span(tokenizer, messages, place, text, with_end=False)
+        begin, end = span if span is not None and span[0] >= after else (after, after)
+        found.append((begin, end))
+        after = end
+    return found
+
+
+def _own_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str) -> Span | None:
     if place == 0:
         return None
     try:
@@ -307,7 +359,9 @@ def _own_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str
     return len(before), len(until.rstrip())
 
 
-def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: str) -> tuple[int, int] | None:
+def _marked_span(
+    tokenizer: Any, messages: Sequence[Message], place: int, text: str, with_end: bool = True
+) -> Span | None:
     """Find one message, with the special token that ends the turn behind it; None if the template changes it.
 
     Its words may stand elsewhere too, even in the template's own: so they are rendered between two marks.
@@ -323,6 +377,8 @@ def _marked_span(tokenizer: Any, messages: Sequence[Message], place: int, text: 
     spoken, _, behind = rest.partition(closing)
     if spoken != said or before + said + behind != text:
         return None
+    if not with_end:
+        return len(before), len(before) + len(said)
     following = behind.lstrip()
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     ending = max((token for token in special if following.startswith(token)), key=len, default=None)
@@ -376,18 +432,10 @@ def _end() -> None:
         renderer.end()
 
 
-def _placed(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Tokenise a text, and return the start and end of each token in it."""
-    if not tokenizer.is_fast:
-        raise MissingProcessorError(
-            f"a {type(tokenizer).__name__} does not say where in a text its tokens stand",
-            "use a model with a fast tokenizer (tokenizer.json), or data of plain texts",
-        )
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, truncation=False, verbose=False)
-    return list(found["input_ids"]), [tuple(place) for place in found["offset_mapping"]]
+def padded(rows: Sequence[SampleTokens], tokenizer: Any) -> TokenBatch:
+    """Return samples as one batch, padded on the tokenizer's own side."""
+    import torch
 
-
-def _padded(rows: Sequence[_Tokens], tokenizer: Any) -> TokenBatch:
     width = max((len(row.ids) for row in rows), default=0)
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ids = torch.full((len(rows), width), next((number for number in known if number is not None), 0))

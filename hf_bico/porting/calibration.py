@@ -316,9 +316,9 @@ class Calibration:
         both: Iterator[tuple[Any, Any]] = ((batch, batch) for batch in mine.batches(size))
         if shift:
             both = zip(self.augmented(drawn.rotated(shift).select(own)).batches(size), mine.batches(size), strict=True)
-        models = (self.models.source, self.models.target)
         batches = (
-            [(model.ready(some), labels) for model, (some, labels) in zip(models, one, strict=True)] for one in both
+            list(zip(self.models.ready(first, second), (own, others), strict=True))
+            for (first, own), (second, others) in both
         )
         likely = [self._likely_labels(kinds, number) for number in (shift, 0)]  # before prefetching: it runs a model
         first = own[0] * (1 + self.copies) if own else 0

@@ -285,7 +285,7 @@ class HeldOutEvaluation:
         """Evaluate a model by every requested protocol."""
         record, records = partial(EvaluationRecord, name, self.data, self.split, len(self.samples)), []
         if self.evaluation != PROBE and not isinstance(head, OwnHead):
-            records.append(record(head.metric, head.measure(model, self.samples, self.batch_size)))
+            records.append(record(head.metric, head.measure(model, self.samples, self.batch_size), per=head.per))
         if self.evaluation != "zero-shot":
             value = probe_accuracy(model, self.probed_on, self.samples, self.batch_size)
             records.append(record("accuracy", value, PROBE, trained_on=len(self.probed_on)))

@@ -84,7 +84,11 @@ def make_heads(models: ModelPair, class_names: Sequence[str], drawn: Calibration
             for model in (models.source, models.target)
         )
         return Heads(source, target, source)
-    by_name: dict[str, Head] = {"text-to-text": AnswerHead(tuple(class_names)), "language-modelling": LanguageHead()}
+    per_byte = models.pairing is not None
+    by_name: dict[str, Head] = {
+        "text-to-text": AnswerHead(tuple(class_names), per_byte=per_byte),
+        "language-modelling": LanguageHead(per_byte=per_byte),
+    }
     shared = by_name[objective] if isinstance(objective, str) else OwnHead(objective)
     return Heads(shared, shared, shared)
 

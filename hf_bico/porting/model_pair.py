@@ -38,10 +38,11 @@ from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.base import DeviceSpread
 from hf_bico.models.families.blueprints import HEAD_REASONS
 from hf_bico.models.families.live import LiveModel
-from hf_bico.models.families.text_models import TextModel
+from hf_bico.models.families.text_models import TextModel, read_both
 from hf_bico.models.inference import Batched, features_of, logits_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.name_matching import align_names
+from hf_bico.models.token_places import Shares
 from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import with_blocks
@@ -79,6 +80,8 @@ class ModelPair:
     """True if the task vector changes none of the pairs; then `pairs` are all pairs of the plan."""
     shorter: str | None = None
     """The name of the model that reads shorter texts than the other."""
+    pairing: Shares | None = None
+    """How much of the samples pairs, where the two models cut them into different tokens."""
 
     @classmethod
     def open(
@@ -137,6 +140,12 @@ class ModelPair:
             if source != target:
                 self.shorter = (self.lineage.base if source < target else self.lineage.target).name
             self.source.max_length = self.target.max_length = min(source, target)
+
+    def ready(self, samples: Sequence[Any], others: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Do in advance what takes time, for the source's samples and the target's; texts are read so as to pair."""
+        if isinstance(self.source, TextModel) and isinstance(self.target, TextModel):
+            return read_both(self.source, self.target, samples)
+        return self.source.ready(samples), self.target.ready(others)
 
     def leave_team(self) -> None:
         """Continue without the other processes: each has the whole change, and only the first evaluates it."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_bico.alignment.memory import (
     BATCH,
@@ -40,6 +40,9 @@ from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text
 
+if TYPE_CHECKING:
+    from hf_bico.porting.planned_tokens import PlannedTokens
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -66,6 +69,8 @@ class Plan:
     requested_format: str | None = None
     requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
+    tokens: PlannedTokens | None = None
+    """How the two models' tokens pair, where both read texts and that was looked at."""
 
     def __repr__(self) -> str:
         source, base, target = self.lineage.models
@@ -91,6 +96,8 @@ class Plan:
         if base.tokens is not None and target.tokens is not None:
             grids = [" x ".join(map(str, tokens.grid)) for tokens in (base.tokens, target.tokens)]
             rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
+        if self.tokens is not None:
+            rows.append(("reading", str(self.tokens)))
         if self.main_pairs:
             rows += [("carried", _sites(self.main_pairs)), ("shapes", _shapes(self.main_pairs))]
         if self.distances:
@@ -127,7 +134,8 @@ class Plan:
         """What a port would refuse, and how it would not."""
         other, head = self.lineage.other_function, self.head_refusal
         found = [] if other is None else [f"without --force: {other.cause}"]
-        return found if head is None else [*found, f"{head.cause}: {head.remedy}"]
+        tokens = None if self.tokens is None else self.tokens.refusal
+        return [*found, *(f"{one.cause}: {one.remedy}" for one in (head, tokens) if one is not None)]
 
     @cached_property
     def head_refusal(self) -> ModelError | None:
@@ -308,6 +316,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         lineage, unlabelled = self.lineage, self.lineage.unlabelled_repo
+        refusals = lineage.other_function, self.head_refusal, None if self.tokens is None else self.tokens.refusal
         return {
             "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
@@ -315,7 +324,8 @@ class Plan:
             "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
             **({} if unlabelled is None else {"unlabelled": _named(unlabelled.id, unlabelled.commit)}),
             "notices": list(lineage.notices),
-            "refused": next((one.cause for one in (lineage.other_function, self.head_refusal) if one), None),
+            "refused": next((one.cause for one in refusals if one), None),
+            **({} if self.tokens is None else {"tokenizers": self.tokens.as_dict()}),
             "families": {"source": lineage.base.family.name, "target": lineage.target.family.name},
             "layers": list(self.blocks),
             "sites": [_about_pair(pair, self.distances) for pair in self.main_pairs],

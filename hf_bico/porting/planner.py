@@ -29,6 +29,7 @@ from hf_bico.models.layout import TEXT_SIDE, Layout, SitePair
 from hf_bico.models.model import Model, ModelReference, require_same_family
 from hf_bico.porting.lineage import Lineage, resolve
 from hf_bico.porting.plan import Plan
+from hf_bico.porting.planned_tokens import with_tokenizers
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import AUTO, PROBE, Settings
 
@@ -50,8 +51,28 @@ def plan(
 ) -> Plan:
     """Plan a port between these models: resolve and open them, without reading any weight.
 
+    Two tokenizers are compared on a few samples.
+
     >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").pairs  # doctest: +SKIP
     """
+    hub = hub or Hub()
+    named = {"base": base, "data": data, "unlabelled": unlabelled, "target_id": target_id}
+    return with_tokenizers(plan_port(source, to, **named, hub=hub, allow_pickle=allow_pickle), Settings(), hub)
+
+
+@translate_errors()
+def plan_port(
+    source: ModelReference,
+    to: ModelReference,
+    *,
+    base: ModelReference | None = None,
+    data: Any = None,
+    unlabelled: Any = None,
+    target_id: str | None = None,
+    hub: Hub | None = None,
+    allow_pickle: bool = False,
+) -> Plan:
+    """Plan a port that is going to be run: no sample is read."""
     hub = hub or Hub()
     named = {"base": base, "data": data, "unlabelled": unlabelled}
     planned = make_plan(resolve(source, to, **named, hub=hub, allow_pickle=allow_pickle))

@@ -24,7 +24,7 @@ from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.formats import WrittenChange, format_change
 from hf_bico.porting.heads import TargetHead, target_head
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan
+from hf_bico.porting.planner import plan_port
 from hf_bico.porting.prepare import PreparedPort, prepare
 from hf_bico.porting.recording import make_record, method_record, outlook_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
@@ -90,7 +90,7 @@ def port(
     settings, hub = Settings.of(options), Hub(token)
     with job_turn():  # of loaded models, the plan holds the weights: another thread's port may be changing these
         named = {"base": base, "data": data, "unlabelled": unlabelled, "target_id": target_id}
-        planned = plan(source, to, **named, hub=hub, allow_pickle=allow_pickle)
+        planned = plan_port(source, to, **named, hub=hub, allow_pickle=allow_pickle)
         return run_port(planned, settings, hub, progress)
 
 

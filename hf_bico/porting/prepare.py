@@ -37,7 +37,8 @@ from hf_bico.models.families.pretrained import PretrainedModel, load_tokenizer
 from hf_bico.models.families.text_models import CausalModel, TextModel
 from hf_bico.models.layout import TEXT_SIDE
 from hf_bico.models.model import Model
-from hf_bico.models.tokenization import no_template, pairable, require_known, unknown_notices, unknown_share
+from hf_bico.models.shared_reading import require_common_pieces
+from hf_bico.models.tokenization import no_template, require_known, unknown_notices, unknown_share
 from hf_bico.porting.calibration import no_predictions, require_enough_to_mispair
 from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
@@ -45,7 +46,13 @@ from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.porting.reading import require_readable
-from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
+from hf_bico.porting.special_tokens import (
+    LANGUAGE,
+    chance_notices,
+    require_no_chats,
+    require_unneeded,
+    special_token_notices,
+)
 from hf_bico.porting.training_tasks import LABELS, SOURCE
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
@@ -174,9 +181,10 @@ def prepare(
     held_out = _held_out(drawn, method, settings)
     prepared = PreparedPort(models, method, drawn, held_out=held_out, asked=requested)
     loaded = (models.source, models.target)
-    cut = require_readable(loaded, drawn.split, drawn.samples)
-    cut_held_out = require_readable(loaded, *held_out) if prepared.evaluates else 0
-    prepared = replace(prepared, cut=(cut, cut_held_out), doubts=tuple(_doubts(models, drawn)))
+    reading = require_readable(loaded, drawn.split, drawn.samples)
+    models.pairing = reading.pairing
+    cut_held_out = require_readable(loaded, *held_out).cut if prepared.evaluates else 0
+    prepared = replace(prepared, cut=(reading.cut, cut_held_out), doubts=tuple(_doubts(models, drawn)))
     with watch("sample"):
         drawn = with_unlabelled(drawn, held_out[1] if prepared.evaluates else None, models, settings, hub)
     if settings.layers == "similarity":
@@ -309,7 +317,7 @@ def require_device_map(settings: Settings, device: torch.device, processes: int 
 
 
 def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw | Unlabelled], settings: Settings) -> None:
-    """Refuse tokenizers that do not know the texts, split them differently or cannot take chats.
+    """Refuse tokenizers that do not know the texts, have too little in common on them or cannot take chats.
 
     Fetches small files only.
 
@@ -319,7 +327,7 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw | Unlab
     if lineage.reads != TEXTS:
         return
     models = (lineage.base, lineage.target)
-    source, target = tokenizers = [_tokenizer(model) for model in models]
+    tokenizers = source, target = [_tokenizer(model) for model in models]
     for drawn in draws:
         items, labels = next(drawn.samples.batches(DEFAULT_MEASURED))  # candidates may be a whole split
         _require_texts(items, labels, drawn)
@@ -328,7 +336,7 @@ def require_tokenizers(lineage: Lineage, draws: Iterable[CalibrationDraw | Unlab
             if any(isinstance(item, Chat) for item in items) and not _has_template(tokenizer):
                 raise no_template(model.name)
             require_known(tokenizer, items, model.name)
-        pairable(source, target, items)
+        require_common_pieces(source, target, items, LANGUAGE in lineage.base.layout.objectives)
 
 
 def _require_base_tokens(lineage: Lineage) -> None:
@@ -374,6 +382,8 @@ def _doubts(models: ModelPair, drawn: CalibrationDraw) -> list[str]:
     if settings.objective != LANGUAGE:
         return notices
     sides = ((lineage.base.name, models.source), (lineage.target.name, models.target))
+    if models.pairing is not None:  # one tokenizer for both models is theirs
+        notices += chance_notices(sides, items)
     return [*notices, *special_token_notices(sides, items, settings.special_tokens)]
 
 

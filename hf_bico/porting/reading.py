@@ -1,11 +1,13 @@
 """Checks that models can read samples as they are given, and says what of them is not read, or not as it should be.
 
-Knows loaded models and samples; neither heads nor changes.
+Of two models with different tokenizers, it counts how much of the samples pairs. Knows loaded models and samples;
+neither heads nor changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from torch import Tensor
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnreadableSampleError
 from hf_bico.models.families.live import ImageModel, LiveModel
-from hf_bico.models.families.text_models import TextModel
-from hf_bico.models.tokenization import USUAL_LENGTH, pairable
+from hf_bico.models.families.text_models import TextModel, pairs_of
+from hf_bico.models.token_places import Shares
+from hf_bico.models.tokenization import USUAL_LENGTH
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.utils.samples import Captioned
 
@@ -27,27 +30,34 @@ MAX_CUT = 0.05
 """Share of texts cut above which a notice says so."""
 
 
-def require_readable(models: Sequence[LiveModel], split: str, samples: Samples) -> int:
-    """Refuse rows that the models cannot read as they are; return the number of texts that they do not read whole.
+@dataclass(frozen=True)
+class Reading:
+    """How two models read samples: how many of them are cut, and how much pairs, if their tokens differ."""
 
-    Refused are texts that the models tokenize differently, or that leave one of them nothing to learn, and tensors that
-    no preparation of images gives.
+    cut: int = 0
+    pairing: Shares | None = None
+
+
+def require_readable(models: Sequence[LiveModel], split: str, samples: Samples) -> Reading:
+    """Refuse rows that the models cannot read as they are; say how they read the others.
+
+    Refused are texts that leave one of the models nothing to learn, and tensors that no preparation of images gives.
     """
     readers = [model for model in models if isinstance(model, TextModel)]
     if not readers:
         require_prepared(models, split, samples)
-        return 0
-    cut = 0
+        return Reading()
+    cut, pairing, differ = 0, Shares(), False
     for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
-        pairable(readers[0].tokenizer, readers[-1].tokenizer, items)
-        full = False
-        for model in readers:
-            try:
-                full |= int(model.text_rows(items).mask.sum()) == model.longest
-            except UnreadableSampleError as error:
-                raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
+        try:
+            rows = [model.text_rows(items) for model in readers]
+            differ |= not rows[0].same_as(rows[-1])
+            pairing += pairs_of(readers[0], readers[-1], items[0]).shares if differ else Shares()
+        except UnreadableSampleError as error:
+            raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
+        full = any(int(row.mask.sum()) == model.longest for row, model in zip(rows, readers, strict=True))
         cut += full and any(model.cuts(items[0]) for model in readers)
-    return cut
+    return Reading(cut, pairing if differ else None)
 
 
 def require_prepared(models: Sequence[LiveModel], split: str, samples: Samples) -> None:

@@ -19,6 +19,7 @@ from hf_bico.models.families.pooling import read_pooling
 from hf_bico.models.low_rank import Factors
 from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
+from hf_bico.models.shared_reading import pairing_notices
 from hf_bico.porting.calibration import Calibration
 from hf_bico.porting.head_plan import files_of, place_in_source
 from hf_bico.porting.heads import class_order_notice
@@ -41,6 +42,7 @@ from hf_bico.reports.record import (
     ObjectiveRecord,
     OutlookRecord,
     OutputRecord,
+    PairingRecord,
     ReadoutRecord,
     Record,
     RunRecord,
@@ -91,7 +93,7 @@ def make_record(
         command=_command(lineage, settings, drawn),
         source=source_record(lineage.source, lineage.base),
         target=model_record(lineage.target),
-        data=None if drawn is None else _data_record(drawn, settings, prepared.uses_chat_template),
+        data=None if drawn is None else _data_record(prepared, drawn),
         objective=ObjectiveRecord(
             name,
             templates,
@@ -267,6 +269,7 @@ def _notices(
         notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]
         notices += class_notices(drawn.data, measured)
         notices += [*reading_notices(prepared.models, drawn.samples, measured, prepared.cut), *prepared.doubts]
+        notices += pairing_notices(prepared.models.pairing)
         if head_origin == "carried":
             names, sorts = drawn.data.class_names, drawn.data.sorts_classes
             notices += class_order_notice(lineage.source.origin.head_names, names, sorts)
@@ -317,7 +320,8 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
     return replace(record, output=output, notices=notices, command=command)
 
 
-def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool | None) -> DataRecord:
+def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
+    settings, pairing = prepared.settings, prepared.models.pairing
     return DataRecord(
         id=drawn.data.name,
         split=drawn.split,
@@ -333,10 +337,11 @@ def _data_record(drawn: CalibrationDraw, settings: Settings, chat_template: bool
         commit=None if drawn.data.repo is None else drawn.data.repo.commit,
         config=drawn.data.config,
         max_length=settings.max_length,
-        chat_template=chat_template,
+        chat_template=prepared.uses_chat_template,
         special_tokens=None if settings.special_tokens else False,
         parts=list(drawn.data.parts.get(drawn.split, [])),
         unlabelled=None if drawn.unlabelled is None else _unlabelled_record(drawn.unlabelled),
+        pairing=None if pairing is None else PairingRecord(*pairing.inputs, *pairing.gradients),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hf_bico.data.columns import format_text_columns
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, locate
-from hf_bico.porting.planner import plan
+from hf_bico.porting.planner import plan_port
 from hf_bico.porting.port import run_port
 from hf_bico.reports.record import DataRecord, MethodRecord, Record, read_record
 from hf_bico.reports.verdict import held_back_sentence
@@ -86,7 +86,7 @@ def rerun(
     limits = Settings.of({"device": device, "max_download": max_download, "force": force})
     settings, source, target = _settings(then, place.name, limits), then.source, then.target
     unlabelled = None if then.data is None else then.data.unlabelled
-    planned = plan(
+    planned = plan_port(
         place.recorded(source.id, source.commit),
         place.recorded(target.id, target.commit),
         base=None if source.base is None else place.recorded(source.base.id, source.base.commit),

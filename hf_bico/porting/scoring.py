@@ -20,6 +20,7 @@ from hf_bico.alignment.objectives.judging import (
     CaptionJudge,
     ClassJudge,
     Judge,
+    LossJudge,
     OwnJudge,
     RefittedHeadJudge,
     TokenJudge,
@@ -113,8 +114,8 @@ def _make_judge(calibration: Calibration) -> Judge:
                 features = features_of(models.source, samples, calibration.settings.batch, own.reading).double()
         probabilities, reading = by_copy[:: 1 + calibration.copies], target_reading(models, own)
         return RefittedHeadJudge(probabilities, own, features, tuple(samples.labels), reading)
-    if isinstance(head, TokenHead):
-        return TokenJudge(head)
+    if isinstance(head, TokenHead):  # distributions over different tokens cannot be compared
+        return TokenJudge(head) if models.pairing is None else LossJudge(head)
     if isinstance(head, ContrastHead):
         scale, bias = require_clip(models.target).logit_scale_and_bias()
         batches = samples.batches(calibration.settings.batch)

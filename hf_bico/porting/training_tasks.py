@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hf_bico.alignment.methods.training import TrainingTask
 from hf_bico.alignment.objectives.base import Classifier, Head, LossBatch
-from hf_bico.alignment.objectives.judging import TokenJudge
+from hf_bico.alignment.objectives.judging import LossJudge, TokenJudge
 from hf_bico.alignment.objectives.language import TokenHead
 from hf_bico.alignment.scaling import SampleScores, class_scores
 from hf_bico.data.dataset import Samples
@@ -116,6 +116,11 @@ class BriefLesson:
                 "a brief training needs classes or tokens to predict, and this objective has neither",
                 "use data with labels, or another objective",
             )
+        if self.toward == SOURCE and isinstance(self.head, TokenHead) and self.models.pairing is not None:
+            raise UnsuitableMethodError(
+                "the source predicts other tokens than the target has, which cannot be learnt",
+                "learn the texts themselves: --polish-on labels, or --method train",
+            )
         if self.toward == LABELS and isinstance(self.head, Classifier) and not self.calibration.knows_labels:
             raise UnsuitableMethodError(
                 "the data set has no labels to train on, or they are not to be used",
@@ -192,9 +197,9 @@ class BriefLesson:
             return SampleScores(found.losses[back], accuracies)
         if not isinstance(head, TokenHead):
             raise TypeError(f"a {type(head).__name__} is not trained briefly")
-        judge = TokenJudge(head)
         if self.toward == LABELS:
-            return SampleScores(judge.own_losses(target, items, labels)[back])
+            return SampleScores(LossJudge(head).evidence(target, items, labels)[back])
+        judge = TokenJudge(head)
         with torch.no_grad(), self.models.source.quiet():
             answer = judge.source_says(self.models.source, items, labels)
         return SampleScores(judge.evidence(target, items, labels, answer)[back])

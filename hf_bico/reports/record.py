@@ -81,12 +81,25 @@ class UnlabelledRecord:
 
 
 @dataclass(frozen=True)
+class PairingRecord:
+    """How much of the samples pairs, of two models that cut them into different tokens: shares of tokens and of bytes.
+
+    Inputs pair where both models have read the same bytes, gradients where the next piece is the same too.
+    """
+
+    tokens: Probability
+    bytes: Probability
+    gradient_tokens: Probability
+    gradient_bytes: Probability
+
+
+@dataclass(frozen=True)
 class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
     `labels` come from the "dataset", are "pseudo" (predictions of the fine-tuned source), or "none". `chat_template`
     says whether prompts and chats were rendered with one, and `special_tokens` is False if texts were read without the
-    tokenizer's.
+    tokenizer's. `pairing` is there if the two models cut the texts into different tokens.
     """
 
     id: str
@@ -107,6 +120,7 @@ class DataRecord:
     special_tokens: bool | None = None
     parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
     unlabelled: UnlabelledRecord | None = None
+    pairing: PairingRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -344,6 +358,7 @@ class EvaluationRecord:
     """One measurement: zero-shot, or with `protocol` "probe" by a linear classifier fitted to `trained_on` samples.
 
     Without a protocol, `trained_on` counts the samples that a head was fitted to, for a source without one of its own.
+    A loss is the mean of a label token, or of each "byte" if `per` says so: that of models with different tokenizers.
     """
 
     model: str
@@ -354,6 +369,7 @@ class EvaluationRecord:
     value: float
     protocol: str | None = None
     trained_on: Count | None = None
+    per: str | None = None
 
 
 @dataclass(frozen=True)

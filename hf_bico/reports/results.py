@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, sqrt
 from typing import TypeVar
 
 from hf_bico.models.layout import ROLES
@@ -17,6 +17,7 @@ from hf_bico.reports.record import (
     LOSS,
     EvaluationRecord,
     LeftRecord,
+    PairingRecord,
     Record,
     SiteRecord,
 )
@@ -24,6 +25,7 @@ from hf_bico.reports.verdict import lead_sentence
 from hf_bico.settings import PROBE, method_info
 from hf_bico.utils.text import count_text, format_table, markdown_table, plain
 
+PERPLEXITY, MAX_EXPONENT = "perplexity per byte", 700.0
 VALUE_NAMES = {
     "target": "target, zero-shot",
     "target, readout": "target, with the readout alone",
@@ -63,6 +65,14 @@ class Result:
     def value(self) -> str:
         return value_text(self.entry)
 
+    @property
+    def unit(self) -> str:
+        return unit_name(self.entry)
+
+    @property
+    def perplexity(self) -> str:
+        return perplexity_text(self.entry)
+
 
 def value_text(entry: EvaluationRecord) -> str:
     """Format a measured value."""
@@ -97,11 +107,41 @@ def results(record: Record) -> list[Result]:
 def result_rows(record: Record) -> list[tuple[str, ...]]:
     """Return the results as a table with its header, with protocols if any is a probe."""
     measured = results(record)
-    metrics = {row.entry.metric for row in measured}
-    rows = [("model", "protocol", metrics.pop() if len(metrics) == 1 else "value")] if measured else []
-    rows += [(row.name, row.protocol, row.value) for row in measured]
-    probed = any(entry.protocol == PROBE for entry in record.evaluation)
-    return [row if probed else (row[0], row[2]) for row in rows]
+    metrics = {unit_name(row.entry) for row in measured}
+    rows = [("model", "protocol", metrics.pop() if len(metrics) == 1 else "value", PERPLEXITY)] if measured else []
+    rows += [(row.name, row.protocol, row.value, perplexity_text(row.entry)) for row in measured]
+    shown = (True, any(entry.protocol == PROBE for entry in record.evaluation), True, any(row[3] for row in rows[1:]))
+    return [tuple(cell for cell, is_shown in zip(row, shown, strict=True) if is_shown) for row in rows]
+
+
+def unit_name(entry: EvaluationRecord) -> str:
+    """Return "accuracy", "loss", or "loss per byte"."""
+    return entry.metric if entry.per is None else f"{entry.metric} per {entry.per}"
+
+
+def perplexity_text(entry: EvaluationRecord) -> str:
+    """Format the perplexity of a byte, which is comparable between models of different tokenizers; else nothing."""
+    return f"{exp(min(entry.value, MAX_EXPONENT)):.3f}" if entry.per is not None and entry.metric == LOSS else ""
+
+
+def pairing_sentence(record: Record) -> str | None:
+    """Say how much of the samples two models with different tokenizers read alike; None if their tokens are the same.
+
+    >>> pairing_text(PairingRecord(0.999, 0.999, 0.998, 0.994))
+    '99.9% of the tokens and 99.9% of the bytes pair for inputs, 99.8% and 99.4% for gradients'
+    """
+    pairing = None if record.data is None else record.data.pairing
+    if pairing is None:
+        return None
+    return f"The two models cut the calibration samples into different tokens: {pairing_text(pairing)}."
+
+
+def pairing_text(pairing: PairingRecord) -> str:
+    """Return the shares of tokens and of bytes that pair, for inputs and for gradients."""
+    return (
+        f"{pairing.tokens:.1%} of the tokens and {pairing.bytes:.1%} of the bytes pair for inputs, "
+        f"{pairing.gradient_tokens:.1%} and {pairing.gradient_bytes:.1%} for gradients"
+    )
 
 
 def measured_on(record: Record) -> str:
@@ -124,7 +164,7 @@ def _value_name(record: Record, entry: EvaluationRecord) -> str:
 def _protocol_name(record: Record, entry: EvaluationRecord) -> str:
     if entry.protocol is None:
         if entry.metric == LOSS:
-            return "held-out loss"
+            return f"held-out {unit_name(entry)}"
         return "zero-shot" if record.objective.head is None else f"{record.objective.head} head"
     if entry.trained_on is None:
         return "linear probe"
@@ -132,9 +172,9 @@ def _protocol_name(record: Record, entry: EvaluationRecord) -> str:
 
 
 def metric_name(entry: EvaluationRecord) -> str:
-    """Return "accuracy", "linear-probe accuracy" or "held-out loss"."""
+    """Return "accuracy", "linear-probe accuracy", "held-out loss" or "held-out loss per byte"."""
     if entry.protocol is None:
-        return "held-out loss" if entry.metric == LOSS else entry.metric
+        return f"held-out {unit_name(entry)}" if entry.metric == LOSS else entry.metric
     return f"linear-probe {entry.metric}"
 
 

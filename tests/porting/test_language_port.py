@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from support.language_toys import (
     sentences,
     text_tokenizer,
     vocabulary_size,
+    word_tokenizer,
     write_decoder,
     write_encoder,
     write_t5,
@@ -355,28 +357,31 @@ def test_texts_that_are_cut_to_nothing_to_predict_are_not_measured(case: Callabl
     assert "a longer --max-length" in told.value.remedy
 
 
-def test_different_tokenizers_are_refused_before_anything_is_calibrated(
-    case: Callable[[str], Case], tmp_path: Path
+@pytest.fixture
+def of_words(case: Callable[[str], Case], tmp_path: Path) -> Path:
+    """A target that reads whole words, where the source reads characters."""
+    return write_decoder(tmp_path / "of words", width=24, blocks=3, seed=4, tokenizer=word_tokenizer())
+
+
+def test_tokenizers_with_nothing_in_common_are_refused_before_anything_is_calibrated(
+    case: Callable[[str], Case], of_words: Path
 ) -> None:
-    found, stages = case("llama"), set[str]()
-    shutil.copytree(found.target, tmp_path / "other")
-    text_tokenizer(drop="b").save_pretrained(tmp_path / "other")
-    with pytest.raises(TokenizersDifferError, match="into different tokens") as raised:
-        found.port(to=tmp_path / "other", progress=lambda stage, *_: stages.add(stage))
-    assert "choose a target with the same tokenizer" in raised.value.remedy
+    stages = set[str]()
+    with pytest.raises(TokenizersDifferError, match="have 10% of the texts' pieces in common, and 20%") as raised:
+        case("llama").port(to=of_words, progress=lambda stage, *_: stages.add(stage))
+    assert re.search(r"they cut '\w+ .*' into \w\|\w\|.*\.\.\. and \w+\| \w+\| ", raised.value.cause)
+    assert raised.value.remedy == "choose a target whose tokenizer cuts these texts more alike"
     assert not {"download", "load", "calibrate"} & stages
 
 
 @pytest.mark.parametrize("task", ["port", "compare"])
 def test_of_a_target_at_the_hub_with_another_tokenizer_no_weight_is_downloaded(
-    task: str, case: Callable[[str], Case], hub: Hub, tmp_path: Path
+    task: str, case: Callable[[str], Case], hub: Hub, of_words: Path
 ) -> None:
     found = case("llama")
-    shutil.copytree(found.target, tmp_path / "other")
-    text_tokenizer(drop="b").save_pretrained(tmp_path / "other")
-    upload(hub, "user/other", tmp_path / "other")
+    upload(hub, "user/other", of_words)
     how = {"base": found.base, "data": PLAIN, "n": 6}
-    with pytest.raises(TokenizersDifferError, match="into different tokens"):
+    with pytest.raises(TokenizersDifferError, match="of the texts' pieces in common"):
         getattr(hf_bico, task)(found.tuned, to="user/other", **how)
     read = [entry for entry in hub.log if entry.method == "GET"]
     assert any(entry.path.endswith("/tokenizer.json") for entry in read)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,29 @@ def text_tokenizer(frame: str = "decoder", chat: bool = False, drop: str = "") -
     if chat:
         made.chat_template = CHAT_TEMPLATE
     return made
+
+
+def piece_tokenizer(known: Sequence[str], used: Sequence[str] = (), seed: int | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows characters and these pieces, and cuts only by those that are `used`.
+
+    So two of them may have the same vocabulary, and cut texts otherwise; with a `seed`, under other ids.
+    """
+    ids = list(range(len(SPECIAL), vocabulary_size() + len(known)))
+    if seed is not None:
+        random.Random(seed).shuffle(ids)
+    vocabulary = {token: number for number, token in enumerate(SPECIAL)}
+    vocabulary |= dict(zip((*CHARACTERS, *known), ids, strict=True))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    cuts = "|".join([*map(re.escape, sorted(used, key=len, reverse=True)), r"[\s\S]"])
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split(Regex(cuts), "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **special)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words: it has next to nothing in common with one of characters."""
+    words = [*_NAMES, *(f" {verb}" for verb in _VERBS), *(f" {thing}." for thing in _THINGS)]
+    return piece_tokenizer(words, words)
 
 
 def qwen2_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
@@ -127,13 +152,16 @@ def write_decoder(
     head_width: int | None = None,
     tied: bool = False,
     chat: bool = False,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     **config: Any,
 ) -> Path:
     """A decoder of the kind llama, mistral, qwen2, qwen3, gpt2, or any other that transformers spells like Llama."""
     import transformers
 
+    if tokenizer is None:
+        tokenizer = qwen2_tokenizer(chat) if kind == "qwen2" else text_tokenizer("decoder", chat)
     special = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
-    shared = {"vocab_size": vocabulary_size(), "tie_word_embeddings": tied, **special, **config}
+    shared = {"vocab_size": len(tokenizer), "tie_word_embeddings": tied, **special, **config}
     if kind == "gpt2":
         shape: dict[str, Any] = {"n_embd": width, "n_layer": blocks, "n_head": heads, "n_positions": POSITIONS}
         model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, n_inner=mlp, **shared))
@@ -149,7 +177,6 @@ def write_decoder(
         }
         settings = transformers.AutoConfig.for_model(kind, **shape, **shared)
         model = transformers.AutoModelForCausalLM.from_config(settings)
-    tokenizer = qwen2_tokenizer(chat) if kind == "qwen2" else text_tokenizer("decoder", chat)
     return save_model(model, folder, seed, tokenizer)
 
 

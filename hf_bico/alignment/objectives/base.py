@@ -65,6 +65,11 @@ class Head(ABC):
         return "accuracy"
 
     @property
+    def per(self) -> str | None:
+        """What a loss is the mean of, where that is not a label token."""
+        return None
+
+    @property
     def tensors(self) -> Sequence[Tensor]:
         """Parameters that identify the head."""
         return ()

@@ -103,36 +103,48 @@ class TokenJudge(Judge):
     head: TokenHead
 
     def source_says(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor | None:
-        return self._predictions(model, samples, labels)[0]
+        return _predicted_tokens(self.head, model, samples, labels)[0]
 
     def evidence(
         self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None
     ) -> Tensor:
         if source is None:
             raise ValueError("the fine-tuned source was not asked")
-        logits, owners = self._predictions(model, samples, labels)[:2]
+        logits, owners = _predicted_tokens(self.head, model, samples, labels)[:2]
         shared = min(logits.shape[1], source.shape[1])
         theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
         losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
         return _by_owner(losses, owners, len(samples))
 
-    def own_losses(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> Tensor:
-        """Return the mean loss of each sample's own tokens, without the source."""
-        logits, owners, tokens = self._predictions(model, samples, labels)
-        return _by_owner(functional.cross_entropy(logits, tokens, reduction="none"), owners, len(samples))
+    def scores(self, evidence: Tensor) -> SampleScores:
+        return SampleScores(evidence)
 
-    def _predictions(
-        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of predicted tokens, in single precision at least, their samples, and the tokens."""
-        logits, tokens, _ = self.head.run(model, samples, labels)
-        counted = (tokens != UNLEARNT).to(logits.device)
-        rows = logits[counted]
-        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        return wide, counted.nonzero()[:, 0].cpu(), tokens.to(logits.device)[counted]
+
+@dataclass(frozen=True)
+class LossJudge(Judge):
+    """Judges each sample by the mean loss of its own tokens, where the source's predictions are of other tokens."""
+
+    head: TokenHead
+
+    def evidence(
+        self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None = None
+    ) -> Tensor:
+        logits, owners, tokens = _predicted_tokens(self.head, model, samples, labels)
+        return _by_owner(functional.cross_entropy(logits, tokens, reduction="none"), owners, len(samples))
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return SampleScores(evidence)
+
+
+def _predicted_tokens(
+    head: TokenHead, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of predicted tokens, in single precision at least, their samples, and the tokens."""
+    logits, tokens, _ = head.run(model, samples, labels)
+    counted = (tokens != UNLEARNT).to(logits.device)
+    rows = logits[counted]
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return wide, counted.nonzero()[:, 0].cpu(), tokens.to(logits.device)[counted]
 
 
 def _by_owner(losses: Tensor, owners: Tensor, samples: int) -> Tensor:

@@ -1,14 +1,15 @@
 """Compute the objectives of generative models: language modelling, and text-to-text.
 
-Cross-entropies over label tokens, summed for calibration and averaged over the tokens when measured. Knows live models
-and tokens; not sites or files.
+Cross-entropies over label tokens, summed for calibration and averaged over the tokens when measured; over the bytes
+that these stand for, where models with different tokenizers are compared. Knows live models and tokens; not sites or
+files.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,35 +22,48 @@ from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import CausalModel, SequenceModel
 from hf_bico.models.hooks import Losses
 from hf_bico.models.inference import Batched
+from hf_bico.models.token_places import byte_length
 from hf_bico.models.tokenization import UNLEARNT, TokenBatch
 from hf_bico.runtime.environment import halving_batches
 from hf_bico.utils.samples import Answered, Text
 
 
+@dataclass(frozen=True)
 class TokenHead(Head):
-    """A head whose loss is a sum over tokens."""
+    """A head whose loss is a sum over tokens, and is measured as the mean of a token, or of a byte."""
+
+    per_byte: bool = field(default=False, kw_only=True)
 
     @property
     def metric(self) -> str:
         return "loss"
 
+    @property
+    def per(self) -> str | None:
+        return "byte" if self.per_byte else None
+
     @abstractmethod
     def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
         """Return logits (samples, tokens, vocabulary), their labels, and the tokens that were read."""
+
+    @abstractmethod
+    def label_bytes(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> int:
+        """Return how many bytes of text the predicted labels stand for."""
 
     def losses(self, model: LiveModel, batch: LossBatch) -> Losses:
         logits, labels, tokens = self.run(model, batch.samples, batch.labels)
         return Losses(_summed(logits, labels), text=tokens.rows)
 
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        """Return the mean loss of a label token."""
+        """Return the mean loss of a label token, or of a byte."""
 
         def run(size: int) -> float:
             total, count = 0.0, 0
             for batch, classes in samples.batches(size):
                 logits, labels, _ = self.run(model, batch, classes)
                 total += float(_summed(logits, labels))
-                count += int((labels != UNLEARNT).sum())
+                predicted = int((labels != UNLEARNT).sum())
+                count += self.label_bytes(model, batch, classes) if self.per_byte else predicted
             if not count:
                 raise UnreadableSampleError(
                     "no token of the samples to measure on is predicted from another",
@@ -73,6 +87,11 @@ class LanguageHead(TokenHead):
         next_tokens = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)
         return model.logits(batch)[:, :-1], next_tokens, batch
 
+    def label_bytes(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> int:
+        if not isinstance(model, CausalModel):
+            raise TypeError(f"a {type(model).__name__} predicts no next token")
+        return sum(model.reader.predicted_bytes(sample) for sample in samples)
+
 
 @dataclass(frozen=True)
 class AnswerHead(TokenHead):
@@ -86,6 +105,9 @@ class AnswerHead(TokenHead):
         batch = model.tokens(samples)
         answers = model.answers([self._answer(sample, label) for sample, label in zip(samples, labels, strict=True)])
         return model.logits(batch, answers), answers.labels, batch
+
+    def label_bytes(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> int:
+        return sum(byte_length(self._answer(*pair).first) for pair in zip(samples, labels, strict=True))
 
     def _answer(self, sample: Any, label: int) -> Text:
         if isinstance(sample, Answered):

@@ -44,7 +44,7 @@ from hf_bico.porting.calibration import require_enough_to_mispair
 from hf_bico.porting.head_plan import has_usable_head
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan, with_blocks, with_model_defaults
+from hf_bico.porting.planner import plan_port, with_blocks, with_model_defaults
 from hf_bico.porting.prepare import require_device_map, require_projection, require_tokenizers
 from hf_bico.porting.special_tokens import require_unneeded
 from hf_bico.porting.task_vector import FineTune, stored_tensors
@@ -118,7 +118,7 @@ def compare(
         raise UsageError("methods are compared by an objective of the models' own", "leave the objective out")
     several = isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | Path) for one in data)
     plans = [
-        plan(source, to, base=base, data=one, unlabelled=unlabelled, hub=hub, allow_pickle=allow_pickle)
+        plan_port(source, to, base=base, data=one, unlabelled=unlabelled, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
     settings = with_model_defaults(settings, *plans[0].lineage.layouts)

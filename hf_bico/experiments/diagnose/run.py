@@ -34,7 +34,7 @@ from hf_bico.models.layout import Site, SitePair
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.porting.calibration import Calibration, no_predictions
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan, with_model_defaults
+from hf_bico.porting.planner import plan_port, with_model_defaults
 from hf_bico.porting.prepare import PreparedPort, prepare
 from hf_bico.porting.task_vector import FineTune
 from hf_bico.porting.transfer import energy_report, transfer
@@ -93,7 +93,7 @@ def diagnose(
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
     methods = [methods] if isinstance(methods, str) else methods
     names = _carriers(methods)
-    planned = plan(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
+    planned = plan_port(source, to, base=base, data=data, hub=hub, allow_pickle=allow_pickle)
     if fine_tuned is not None:
         names = _suitable(names, planned, settings, skip_others="all" in methods)
     for role, references in ((TUNED_TARGET, [fine_tuned]), (A_CHECKPOINT, checkpoints)):

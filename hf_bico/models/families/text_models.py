@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hf_bico.models.hooks import TextRows
-    from hf_bico.models.tokenization import TokenBatch
+    from hf_bico.models.shared_reading import PairedTokens
+    from hf_bico.models.tokenization import Reader, TokenBatch
+
+
+@dataclass(frozen=True)
+class ReadTexts(Sequence[TextSample]):
+    """Samples that a model has read already, and their tokens."""
+
+    samples: Sequence[TextSample]
+    tokens: TokenBatch
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.samples[place]
 
 
 class TextModel(PretrainedModel):
@@ -41,19 +57,41 @@ class TextModel(PretrainedModel):
 
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
         """Return a batch on the model's device, cut to the requested and the possible length."""
-        return self._read(samples).to(self.device)
+        return (samples.tokens if isinstance(samples, ReadTexts) else self._read(samples)).to(self.device)
+
+    def ready(self, samples: Sequence[TextSample]) -> ReadTexts:
+        return self.with_tokens(samples, self._read(samples))
+
+    def with_tokens(self, samples: Sequence[TextSample], tokens: TokenBatch) -> ReadTexts:
+        """Return samples with their tokens on the model's device."""
+        return ReadTexts(samples, self._known(tokens).to(self.device))
 
     def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
-        return self._read(samples).rows
+        return (samples.tokens if isinstance(samples, ReadTexts) else self._read(samples)).rows
 
     def cuts(self, sample: TextSample) -> bool:
         """Return whether a sample has more tokens than are read of it."""
         return bool(self._read([sample], self.longest + 1).mask.sum() > self.longest)
 
+    @property
+    def reader(self) -> Reader:
+        """How it reads samples."""
+        from hf_bico.models.tokenization import Reader
+
+        return Reader(self.tokenizer, self.longest, self.special_tokens)
+
+    def as_read(self, samples: Sequence[TextSample]) -> Sequence[TextSample]:
+        """Return the samples in the format that its tokenizer gets."""
+        return samples
+
     def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
         from hf_bico.models.tokenization import tokenise
 
-        batch = tokenise(self.tokenizer, samples, longest or self.longest, special=self.special_tokens)
+        longest = longest or self.longest
+        return self._known(tokenise(self.tokenizer, self.as_read(samples), longest, special=self.special_tokens))
+
+    def _known(self, batch: TokenBatch) -> TokenBatch:
+        """Refuse tokens that the model has no embedding of."""
         model: Any = self.module
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
         # on a GPU, looking up a token without an embedding would end the process
@@ -171,9 +209,9 @@ class EncoderModel(TextModel):
 class SequenceModel(TextModel):
     """A loaded T5: an encoder, and a decoder if it is whole."""
 
-    def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
-        """Read what the encoder gets: texts in T5's format, and prompts without their answers."""
-        return super()._read([_as_read(sample) for sample in samples], longest)
+    def as_read(self, samples: Sequence[TextSample]) -> Sequence[TextSample]:
+        """Return what the encoder gets: texts in T5's format, and prompts without their answers."""
+        return [_as_read(sample) for sample in samples]
 
     @property
     def backbone(self) -> Any:
@@ -182,7 +220,9 @@ class SequenceModel(TextModel):
 
     def answers(self, texts: Sequence[Text]) -> TokenBatch:
         """Tokenise the decoder's labels."""
-        return super()._read(texts).to(self.device)
+        from hf_bico.models.tokenization import tokenise
+
+        return self._known(tokenise(self.tokenizer, texts, self.longest, special=self.special_tokens)).to(self.device)
 
     def logits(self, batch: TokenBatch, answers: TokenBatch) -> Tensor:
         """Return the decoder's (samples, tokens, vocabulary) with teacher forcing, aligned with `answers`."""
@@ -198,6 +238,26 @@ class SequenceModel(TextModel):
         shifted = answers.ids.roll(1, dims=1).masked_fill(mask.cumsum(1) <= 1, start)
         logits: Tensor = self._run(model, batch, decoder_input_ids=shifted, decoder_attention_mask=mask).logits
         return logits
+
+
+def read_both(source: TextModel, target: TextModel, samples: Sequence[TextSample]) -> tuple[ReadTexts, ReadTexts]:
+    """Read samples for both models; where their tokens differ, so that these pair by what has been read."""
+    from hf_bico.models.shared_reading import paired_batches
+
+    own = source.ready(samples), target.ready(samples)
+    if own[0].tokens.rows.same_as(own[1].tokens.rows):
+        return own
+    both = [pairs_of(source, target, sample) for sample in samples]
+    first, second = paired_batches(both, source.tokenizer, target.tokenizer)
+    return source.with_tokens(samples, first), target.with_tokens(samples, second)
+
+
+def pairs_of(source: TextModel, target: TextModel, sample: TextSample) -> PairedTokens:
+    """Read one sample as both models do, and pair their tokens by what has been read."""
+    from hf_bico.models.shared_reading import read_pair
+
+    [formatted] = source.as_read([sample])
+    return read_pair(source.reader, target.reader, formatted, asks_next=isinstance(source, CausalModel))
 
 
 def _as_read(sample: TextSample) -> TextSample:

@@ -95,6 +95,8 @@ def _sample_loss(record: Record) -> str | None:
     if name in PREDICTING:
         return "the KL divergence of the target's prediction from the fine-tuned source's"
     of_tokens = name in ("language-modelling", "text-to-text")
+    if of_tokens and record.data is not None and record.data.pairing is not None:
+        return "the target's own, of the sample's tokens"
     return "the KL divergence of the target's predicted tokens from the fine-tuned source's" if of_tokens else None
 
 
@@ -185,7 +187,14 @@ def loss_sentence(record: Record) -> str | None:
         return "The loss is the mean contrastive one of a pair among all of these, whose number it depends on."
     tokens = {"language-modelling": _learnt(record.data), "text-to-text": "the answers' tokens"}
     of = tokens.get(record.objective.name)
-    return None if of is None else f"The loss is the mean cross-entropy of {of}: lower is better."
+    if of is None:
+        return None
+    if any(entry.per == "byte" for entry in record.evaluation):
+        return (
+            f"The loss is the cross-entropy of {of} in nats per byte of text, which is comparable between models of "
+            "different tokenizers: lower is better."
+        )
+    return f"The loss is the mean cross-entropy of {of}: lower is better."
 
 
 def uses_labels(record: Record) -> bool:

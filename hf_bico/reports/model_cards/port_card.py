@@ -46,6 +46,7 @@ class PortCard(Card):
             "objective": descriptions.objective_sentence(record),
             "head": descriptions.head_sentence(record),
             "loss": descriptions.loss_sentence(record),
+            "pairing": results.pairing_sentence(record),
             "training": training.training_sentence(record),
             "polish": training.polish_sentence(record),
             "steps": results.training_steps(record),
