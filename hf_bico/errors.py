@@ -18,15 +18,17 @@ class BicoError(Exception):
     Remedy: check the path
     """
 
-    def __init__(self, cause: str, remedy: str) -> None:
+    def __init__(self, cause: str, remedy: str, add: str = "") -> None:
         # a cause may quote a library's message of many lines, or text of any length from a downloaded file
         line = " ".join(part.strip() for part in cause.splitlines() if part.strip())
         self.cause = line if len(line) <= _MAX_CAUSE else f"{line[:_MAX_CAUSE]} ..."
         self.remedy = remedy
+        self.add = add
+        """What to add to the command line, if that is known."""
         super().__init__(f"{self.cause}\nRemedy: {remedy}")
 
-    def __reduce__(self) -> tuple[type[BicoError], tuple[str, str]]:
-        return type(self), (self.cause, self.remedy)  # a process pool hands it to the process that waits
+    def __reduce__(self) -> tuple[type[BicoError], tuple[str, str, str]]:
+        return type(self), (self.cause, self.remedy, self.add)  # a process pool hands it to the process that waits
 
 
 class UsageError(BicoError):

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import click
 
 from hf_bico.cli.console import echo, echo_json
+from hf_bico.cli.options import typed_line
 from hf_bico.errors import BicoError, ProcessLostError, UsageError
 from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
 from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
@@ -119,6 +120,9 @@ def print_error(error: BicoError) -> None:
     """Print cause and remedy on stderr."""
     echo(_with_process_number(error.cause), err=True, head="Error:", fg="red", bold=True)
     echo(error.remedy, err=True, head="Remedy:", bold=True)
+    context = click.get_current_context(silent=True)
+    if error.add and context is not None:
+        echo(f"{typed_line(str(context.info_name), leave_out=('token', 'base'))} {error.add}", err=True, head="Next:")
 
 
 def _print_usage_error(error: click.ClickException) -> None:

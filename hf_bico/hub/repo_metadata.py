@@ -45,6 +45,8 @@ class RepoMetadata:
     quantized: bool = False
     adapter_base: str = ""
     """The base in `adapter_config.json`: a Hub id or a folder."""
+    named_as: str = ""
+    """What any of its files names as the base, be it a Hub id or not."""
     problem: str | None = None
     """Why the card's metadata could not be read."""
 
@@ -77,6 +79,7 @@ def read_metadata(folder: Path, own_name: str = "") -> RepoMetadata:
         pipeline=_word(card.get("pipeline_tag")),
         quantized=bool(config.get("quantization_config")) or card.get("base_model_relation") == "quantized",
         adapter_base=next(iter(_texts(adapter.get("base_model_name_or_path"))), ""),
+        named_as=next((text for _, texts in named for text in texts), ""),
         problem=problem,
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_bico.errors import (
+    AccessError,
     BaseMismatchError,
     BaseUnknownError,
     DataUnknownError,
@@ -33,6 +34,7 @@ from hf_bico.models.configurations import brief, config_differences, difference_
 from hf_bico.models.families.pretrained import PROCESSOR_FILES
 from hf_bico.models.layout import Layout
 from hf_bico.models.model import Model, ModelReference, OpenedRepo
+from hf_bico.porting.base_proposals import open_copies, proposed_bases
 from hf_bico.porting.identity import BASE, FINE_TUNED, is_opened_twice
 from hf_bico.reports.record import EvaluationRecord
 from hf_bico.utils.files import expanded, read_object
@@ -43,6 +45,7 @@ SAME_ENERGY, SAME_ROUNDED = 1e-6, 5e-4
 """Largest relative distance of the energies of one model in two layouts, the second if only one is in half precision:
 on the small worlds of three seeds rounding moved them by up to 1.3e-4, and fine-tuning by 2.6e-3 and more."""
 _MOST_PARENTS = 4
+ASK_FOR_BASE = "name the model that was fine-tuned with --base"
 _NO_REPO = (RepoNotFoundError, WrongRepoTypeError, EmptyRepoError)
 _PREPARED_BY = (
     *("mean", "std", "interpolation", "resize_mode", "fill_color"),  # open_clip
@@ -212,23 +215,40 @@ def find_base(place: RepoFiles, hub: Hub) -> RepoFiles:
             if os.path.isdir(folder):  # False, where pathlib raises, for what may not be read
                 return locate(folder, "the base", hub)
         if hub_reference(origin.adapter_base) is None and not origin.bases:
-            raise BaseUnknownError(
-                f"'{place.name}' names the base '{origin.adapter_base}', and no folder of that name is here",
-                "name the model that was fine-tuned with --base",
-            )
-    return _named_base(origin, place.name, hub)
+            cause = f"'{place.name}' names the base '{origin.adapter_base}', and no folder of that name is here"
+            raise _unknown_base(place, origin.adapter_base, cause, hub)
+    if origin.adapter_base and hub_reference(origin.adapter_base) is None and not origin.bases:
+        cause = f"'{place.name}' names the base '{origin.adapter_base}', a folder where it was trained"
+        raise _unknown_base(place, origin.adapter_base, cause, hub)
+    return _named_base(origin, place, hub)
 
 
-def _named_base(origin: RepoMetadata, name: str, hub: Hub) -> RepoFiles:
-    base = base_of(origin, name)
+def _unknown_base(place: RepoFiles, named: str, cause: str, hub: Hub) -> BaseUnknownError:
+    """Make the error for a fine-tune whose base cannot be had, with what it may be: nothing is taken for it."""
+    remedy, proposed = ASK_FOR_BASE, proposed_bases(place, named, hub)
+    if proposed:
+        remedy += f"; by its name and the sizes of its layers it may be {' or '.join(proposed)}"
+    return BaseUnknownError(cause, remedy, f"--base {proposed[0]}" if proposed else "")
+
+
+def _named_base(origin: RepoMetadata, place: RepoFiles, hub: Hub) -> RepoFiles:
+    name = place.name
+    try:
+        base = base_of(origin, name)
+    except BaseUnknownError as error:
+        raise _unknown_base(place, origin.named_as, error.cause, hub) from error
     try:
         # a card names a Hub repo, even where a local folder has the same name
         return fetch_small_files(hub.repo(_reference(base), "the base"))
-    except (*_NO_REPO, HubUnavailableError, NotCachedError) as error:
+    except (*_NO_REPO, AccessError, HubUnavailableError, NotCachedError) as error:
         cause = f"'{name}' names the base '{base}' in its {origin.bases_from}: {error.cause}"
         if isinstance(error, _NO_REPO):
-            raise BaseUnknownError(cause, "name the model that was fine-tuned with --base") from error
-        raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
+            raise _unknown_base(place, base, cause, hub) from error
+        if not isinstance(error, AccessError):
+            raise type(error)(cause, f"{error.remedy}; or name a folder with --base") from error
+        copies = open_copies(base, hub)
+        also = f"; or name a copy of it with --base, such as {copies[0]}" if copies else ""
+        raise type(error)(cause, f"{error.remedy}{also}", f"--base {copies[0]}" if copies else "") from error
 
 
 def _other_base_named(origin: RepoMetadata, place: RepoFiles, start: RepoFiles) -> list[str]:
@@ -287,12 +307,15 @@ def _unquantised(place: RepoFiles, hub: Hub, notices: list[str]) -> RepoFiles:
             return place
         if len(origin.bases) != 1:
             break
-        parent = _named_base(origin, place.name, hub)
+        parent = _named_base(origin, place, hub)
         notices.append(f"The base {place.name} is quantised: its parent {parent.name} is used.")
         place = parent
+    proposed = proposed_bases(place, place.name, hub)
+    may_be = f"; by its name it may be {' or '.join(proposed)}" if proposed else ""
     raise UnsupportedModelError(
         f"the base '{place.name}' is quantised, and its card does not name the one model that it was made from",
-        "name the unquantised model with --base",
+        f"name the unquantised model with --base{may_be}",
+        f"--base {proposed[0]}" if proposed else "",
     )
 
 

@@ -17,9 +17,9 @@ class ReachedErrors:
         self.config, self.reached = config, set[str]()
         plain = BicoError.__init__
 
-        def noted(error: BicoError, cause: str, remedy: str) -> None:
+        def noted(error: BicoError, cause: str, remedy: str, add: str = "") -> None:
             self.reached.add(type(error).__name__)
-            plain(error, cause, remedy)
+            plain(error, cause, remedy, add)
 
         BicoError.__init__ = noted  # type: ignore[method-assign]
 
