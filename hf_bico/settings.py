@@ -35,6 +35,8 @@ FORMATS = ("full", "adapter", "delta")
 PROBE = "probe"
 """The protocol of a measurement by a linear classifier; without one it is zero-shot."""
 DEFAULT_SAMPLES = 100
+GENERATED = "generated"
+"""The name of the data set that the fine-tuned source writes itself."""
 DEFAULT_MEASURED = 1000
 DEFAULT_UNLABELLED = 1000
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
@@ -407,6 +409,10 @@ class Settings:
     templates: Sequence[str] = option(
         DEFAULT_TEMPLATES, _DATA, "File with one prompt a line, {} in it.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
+    prompts: Sequence[str] | None = option(
+        None, _DATA, "With --data generated: file with one prompt a line for the fine-tuned source to go on from; by "
+        "default neutral ones.",
+        metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     seed: int = option(0, _DATA, "Seed of the sampling.", group="data", type=int, decisive=True)
     batch_size: int | None = option(
         None, _RUN, "Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs "

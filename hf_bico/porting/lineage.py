@@ -37,6 +37,7 @@ from hf_bico.models.model import Model, ModelReference, OpenedRepo
 from hf_bico.porting.base_proposals import open_copies, proposed_bases
 from hf_bico.porting.identity import BASE, FINE_TUNED, is_opened_twice
 from hf_bico.reports.record import EvaluationRecord
+from hf_bico.settings import GENERATED
 from hf_bico.utils.files import expanded, read_object
 
 ENOUGH_MEASURED = 50
@@ -90,6 +91,11 @@ class Lineage:
         return self.base.layout.reads
 
     @property
+    def writes_data(self) -> bool:
+        """Whether the fine-tuned source writes the samples itself."""
+        return isinstance(self.data, str) and self.data == GENERATED
+
+    @property
     def class_names(self) -> Sequence[str]:
         """Class names that the source's configuration gives; empty if there are none."""
         return self.source.origin.class_names
@@ -118,7 +124,8 @@ class Lineage:
     def _is_local(self) -> bool:
         models = any(model.place is None or model.place.repo is None for model in self.models)
         data = ((self.data, self.data_repo), (self.unlabelled, self.unlabelled_repo))
-        return models or any(given is not None and repo is None for given, repo in data)
+        given_rows = any(given is not None and repo is None for given, repo in data)
+        return models or (given_rows and not (self.writes_data and self.unlabelled is None))
 
 
 def resolve(
@@ -275,6 +282,8 @@ def _reference(name: str) -> HubReference:
 
 def _given_data(data: Any, what: str, hub: Hub) -> tuple[Any, HubRepo | None]:
     """Parse a reference to a data set, and pin it if it is on the Hub; rows stay as they are."""
+    if isinstance(data, str) and data == GENERATED and what == "the data set":  # a folder of that name is ./generated
+        return data, None
     if isinstance(data, str | Path):
         data = parse(data, what, files=True)
     return data, hub.repo(data, what, "dataset") if isinstance(data, HubReference) else None

@@ -40,6 +40,8 @@ from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text
 
+WRITTEN = "texts that the fine-tuned source writes"
+
 if TYPE_CHECKING:
     from hf_bico.porting.planned_tokens import PlannedTokens
 
@@ -87,7 +89,7 @@ class Plan:
             ("source", _known(lineage.source)),
             ("base", _known(lineage.base)),
             ("target", _known(lineage.target)),
-            ("data", _data(lineage.data, lineage.data_repo)),
+            ("data", WRITTEN if lineage.writes_data else _data(lineage.data, lineage.data_repo)),
             *([("unlabelled", _data(lineage.unlabelled, lineage.unlabelled_repo))] if has_unlabelled else []),
             *(("note", notice) for notice in lineage.notices),
             *(("refused", sentence) for sentence in self.refusals),

@@ -111,7 +111,7 @@ def _texts(planned: Plan, settings: Settings, hub: Hub) -> tuple[Sequence[Any], 
     """Return a few samples of the data set, or neutral texts, and what they are."""
     lineage = planned.lineage
     neutral = f"{count_text(len(NEUTRAL), 'neutral text')}, for want of data"
-    if lineage.data is None:
+    if lineage.data is None or lineage.writes_data:
         return NEUTRAL, neutral
     few = replace(settings, n=SAMPLES, per_class=None, sampling="random", evaluate=False)
     try:

@@ -40,6 +40,7 @@ from hf_bico.models.model import Model
 from hf_bico.models.shared_reading import require_common_pieces
 from hf_bico.models.tokenization import no_template, require_known, unknown_notices, unknown_share
 from hf_bico.porting.calibration import no_predictions, require_enough_to_mispair
+from hf_bico.porting.generation import generated_samples
 from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.model_pair import ModelPair
@@ -157,7 +158,7 @@ def prepare(
     require_device_map(settings, device, team.size)
     drawn: CalibrationDraw | None = None
     with watch("sample"):
-        if lineage.data is not None:
+        if lineage.data is not None and not lineage.writes_data:
             drawn = draw(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
             _require_labels(drawn, settings)
             if _only_captions(drawn):
@@ -174,9 +175,12 @@ def prepare(
         models = _with_carried_towers(models, method, drawn, requested)
     models.settings = settings = models.settings.resolved
     method = make_method(settings.method, settings)
+    models.use_common_length()
+    if lineage.writes_data:
+        drawn = generated_samples(models, settings, hub, watch)
+        require_tokenizers(lineage, [drawn], settings)
     if drawn is None:
         return PreparedPort(models, method, asked=requested)
-    models.use_common_length()
     drawn = models.choose_samples(drawn)
     held_out = _held_out(drawn, method, settings)
     prepared = PreparedPort(models, method, drawn, held_out=held_out, asked=requested)
@@ -235,6 +239,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
         raise UnsuitableMethodError(
             f"{name} trains by an objective of the models' own", "leave the objective out, or use bico"
         )
+    _require_writer(lineage, settings)
     require_projection(planned, settings)
     _require_polish(planned, settings, method)
     if settings.tower is not None and "contrastive" not in lineage.base.layout.objectives:
@@ -294,6 +299,20 @@ def _require_polish(planned: Plan, settings: Settings, method: Method) -> None:
             "--unlabelled is read by a readout and by what learns the source's predictions, and neither was asked for",
             "add --polish or --readout, use --method distill or readout, or leave it out",
         )
+
+
+def _require_writer(lineage: Lineage, settings: Settings) -> None:
+    """Refuse samples that the source shall write if it does not write, or that nobody writes."""
+    if settings.prompts is not None and not lineage.writes_data:
+        raise UsageError("--prompts is for texts that the source writes", "add --data generated, or leave it out")
+    if lineage.writes_data and LANGUAGE not in lineage.base.layout.objectives:
+        raise UsageError(
+            "--data generated lets the fine-tuned source write the samples, and one of the family "
+            f"{lineage.base.layout.family} writes no texts",
+            "name a data set; a folder called generated is ./generated",
+        )
+    if lineage.writes_data and (settings.per_class is not None or settings.sampling != "random"):
+        raise UsageError("generated texts have no classes to sample by", "use -n alone")
 
 
 def _require_labels(drawn: CalibrationDraw, settings: Settings) -> None:

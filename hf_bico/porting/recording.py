@@ -21,6 +21,7 @@ from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
 from hf_bico.models.shared_reading import pairing_notices
 from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.generation import TEMPERATURE, TOKENS
 from hf_bico.porting.head_plan import files_of, place_in_source
 from hf_bico.porting.heads import class_order_notice
 from hf_bico.porting.identity import BASE, FINE_TUNED, has_weights_of
@@ -37,6 +38,7 @@ from hf_bico.reports.record import (
     DataRecord,
     EvaluationRecord,
     GainRecord,
+    GenerationRecord,
     MethodRecord,
     ModelRecord,
     ObjectiveRecord,
@@ -278,6 +280,7 @@ def _notices(
         reason = "calibration used every labelled sample"
         reason = "the objective is the caller's own" if settings.own_objective else reason
         reason = reason if drawn is None or drawn.data.labelled else "the data set has no labels"
+        reason = "the source wrote the samples, and none is left" if lineage.writes_data else reason
         notices.append(f"Nothing was measured: {'no data was given' if drawn is None else reason}.")
     if result.trained is not None and drawn is not None and drawn.split in drawn.data.parts:
         notices.append("It was trained on those rows alone that were read of a large data set.")
@@ -321,7 +324,7 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
 
 
 def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
-    settings, pairing = prepared.settings, prepared.models.pairing
+    settings, pairing, written = prepared.settings, prepared.models.pairing, prepared.models.lineage.writes_data
     return DataRecord(
         id=drawn.data.name,
         split=drawn.split,
@@ -342,6 +345,7 @@ def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
         parts=list(drawn.data.parts.get(drawn.split, [])),
         unlabelled=None if drawn.unlabelled is None else _unlabelled_record(drawn.unlabelled),
         pairing=None if pairing is None else PairingRecord(*pairing.inputs, *pairing.gradients),
+        generation=GenerationRecord(TEMPERATURE, TOKENS, list(settings.prompts or ())) if written else None,
     )
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from hf_bico.data.columns import format_text_columns
 from hf_bico.errors import RecordError, UsageError
-from hf_bico.hub.client import Hub, locate
+from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.porting.planner import plan_port
 from hf_bico.porting.port import run_port
 from hf_bico.reports.record import DataRecord, MethodRecord, Record, read_record
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
-from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, DEFAULT_UNLABELLED, OPTIONS, Settings
+from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, DEFAULT_UNLABELLED, GENERATED, OPTIONS, Settings
 from hf_bico.utils.files import sha256_of
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.text import size_text
@@ -90,7 +90,7 @@ def rerun(
         place.recorded(source.id, source.commit),
         place.recorded(target.id, target.commit),
         base=None if source.base is None else place.recorded(source.base.id, source.base.commit),
-        data=None if then.data is None else place.recorded(then.data.id, then.data.commit),
+        data=_recorded_data(then.data, place),
         unlabelled=None if unlabelled is None else place.recorded(unlabelled.id, unlabelled.commit),
         hub=hub,
         allow_pickle=allow_pickle,
@@ -111,6 +111,12 @@ def rerun(
     stored |= sha256_of(file for name in recorded if (file := place.folder / Path(name).name).is_file())
     replaced = [name for name, digest in recorded.items() if stored.get(name, digest) != digest]
     return Rerun(files, replaced, _differences(then, now))
+
+
+def _recorded_data(data: DataRecord | None, place: RepoFiles) -> Any:
+    if data is None or data.generation is not None:
+        return None if data is None else GENERATED
+    return place.recorded(data.id, data.commit)
 
 
 def _settings(record: Record, name: str, limits: Settings) -> Settings:
@@ -259,6 +265,7 @@ def _sampling(data: DataRecord) -> dict[str, Any]:
         "max_length": data.max_length,
         "special_tokens": data.special_tokens is not False,
         "class_names": data.class_names,
+        "prompts": None if data.generation is None else tuple(data.generation.prompts) or None,
     }
 
 

@@ -94,12 +94,25 @@ class PairingRecord:
 
 
 @dataclass(frozen=True)
+class GenerationRecord:
+    """Samples that the fine-tuned source wrote: at which temperature, at most how many tokens, behind which prompts.
+
+    `prompts` are those that were given; without any, neutral ones were used.
+    """
+
+    temperature: Amount
+    tokens: Count
+    prompts: Texts = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
     `labels` come from the "dataset", are "pseudo" (predictions of the fine-tuned source), or "none". `chat_template`
     says whether prompts and chats were rendered with one, and `special_tokens` is False if texts were read without the
-    tokenizer's. `pairing` is there if the two models cut the texts into different tokens.
+    tokenizer's. `pairing` is there if the two models cut the texts into different tokens,
+    `generation` if the fine-tuned source wrote them.
     """
 
     id: str
@@ -121,6 +134,7 @@ class DataRecord:
     parts: Annotated[list[FilePart], _VERY_MANY] = field(default_factory=list)
     unlabelled: UnlabelledRecord | None = None
     pairing: PairingRecord | None = None
+    generation: GenerationRecord | None = None
 
 
 @dataclass(frozen=True)

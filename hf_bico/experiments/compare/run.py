@@ -121,6 +121,11 @@ def compare(
         plan_port(source, to, base=base, data=one, unlabelled=unlabelled, hub=hub, allow_pickle=allow_pickle)
         for one in (data if several else [data])
     ]
+    if any(planned.lineage.writes_data for planned in plans):
+        raise UsageError(
+            "generated texts are for a port: methods are compared on samples that are measured on too",
+            "name a data set; a folder called generated is ./generated",
+        )
     settings = with_model_defaults(settings, *plans[0].lineage.layouts)
     if settings.objective == "classification":  # a probe works for any model
         settings = replace(settings, evaluation=PROBE)
