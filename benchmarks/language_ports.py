@@ -111,7 +111,7 @@ def _tune_hard(world: Any, place: Path, seed: int) -> None:
         settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=modules)
         adapted = peft.get_peft_model(world.load("source"), settings)
         trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        text = decoders._in_style(decoders._part("source"), world.style)
+        text = decoders.in_style(decoders.pages_of("source"), world.style)
         decoders._train(adapted, trained, text, HARD_STEPS, decoders.TUNING_BATCH, lambda _: HARD_RATE)
     adapted.save_pretrained(place)
 

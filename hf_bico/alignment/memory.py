@@ -22,8 +22,9 @@ BESIDE = 1.12
 """Bytes of all activations over those that sites read and write: fitted to ViT-B/16 and ViT-L/14 on an H200."""
 RECOMPUTED = 1.25
 """Times the activations of a block, while it is recomputed and its gradients flow."""
-LOGITS = 14
-"""Bytes per logit in the loss of a language model: the logits, their softmax and its gradient."""
+WIDENED_ROWS = 256
+"""Rows of logits that the loss of a language model takes in float32 at once; of the others there are the logits, in
+whose place their gradient comes, and one copy of that."""
 USUAL_TOKENS = 512
 """Tokens of a text of unknown length."""
 CAPTION_TOKENS = 77
@@ -90,6 +91,8 @@ class MemoryNeeds:
     """Whether both models' graphs are needed at once, as for losses with each label in turn."""
     texts: bool = False
     """Whether inputs wait for the end of the target's forward pass, which says which rows are real tokens."""
+    language: bool = False
+    """Whether the loss is over a vocabulary."""
     adding: int = 0
     """Rows of one sample of both models in float64, while they are added."""
     kept_inputs: int = 0
@@ -188,7 +191,8 @@ class ModelFootprint:
         graph = int(BESIDE * sum(self.bytes_of(running)))
         first = {(site.tower, site.block): site for site in reversed(running)}
         entering = int(BESIDE * self.itemsize * sum(site.shape[1] * self.rows(site) for site in first.values()))
-        loss = LOGITS * self.tokens * self._vocabulary if language else 0
+        widened = 2 * FLOAT32 * min(self.tokens, WIDENED_ROWS)
+        loss = (2 * self.itemsize * self.tokens + widened) * self._vocabulary if language else 0
         block = graph // max(1, len(first))
         inputs, outputs = (int(BESIDE * size) for size in self.bytes_of(hooked))
         return SampleBytes(
@@ -247,6 +251,7 @@ def needs_of(
         samples=(source.sample(sources, language), target_sample),
         both_graphs=both_graphs,
         texts=any(pair.target.text for pair in pairs),
+        language=language,
         adding=int(BESIDE * max(adding, default=0)),
         kept_inputs=target_sample.site_inputs if "target gradients" in kinds else 0,
     )
@@ -257,6 +262,9 @@ LEAST_ACTIVATIONS = 250_000_000
 ACTIVATIONS = 0.3
 """Most that they take otherwise, as a share of models and sums: so batches do not shrink with depth, and those of
 ViT-B/16 take as much as the solver does later."""
+ACTIVATIONS_OF_LANGUAGE = 1.0
+"""The same for a loss over a vocabulary: small batches of a language model wait for the host, which starts thousands of
+kernels for each."""
 FREE_SHARE = 0.05
 """Share of a GPU's free memory that the graphs of both models may take in any case: with ten labels, batches of 3 of
 ViT-B/16 take five times as long as batches of 13 on an H200."""
@@ -355,7 +363,8 @@ def plan_memory(
 
 def _batch_sizes(needs: MemoryNeeds, requested: int | None, mode: MemoryMode, free: int, halved: bool) -> list[int]:
     """Return the candidates, the largest first."""
-    room = max(LEAST_ACTIVATIONS, int(ACTIVATIONS * (sum(needs.weights) + sum(needs.sums))), free)
+    share = ACTIVATIONS_OF_LANGUAGE if needs.language else ACTIVATIONS
+    room = max(LEAST_ACTIVATIONS, int(share * (sum(needs.weights) + sum(needs.sums))), free)
     most = MOST_SAMPLES_OF_BOTH if needs.both_graphs else MOST_SAMPLES
     size = requested or max(1, min(most, room // needs.of_sample(mode)))
     return [size >> step for step in range(size.bit_length())] if halved else [size]

@@ -27,6 +27,7 @@ from hf_bico.alignment.objectives.judging import (
 )
 from hf_bico.alignment.objectives.language import TokenHead
 from hf_bico.alignment.scaling import SampleScores, by_sample
+from hf_bico.alignment.statistics import Kind
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.inference import Batched, PreparedSamples, features_of
 from hf_bico.porting.calibration import Calibration
@@ -95,6 +96,8 @@ def make_scorer(calibration: Calibration) -> TargetScorer:
     own: Batched = calibration.augmented(share) if isinstance(judge, ClassJudge) else share
     if not judge.asks_source and not isinstance(judge, CaptionJudge):  # they read more than the target's images
         own = PreparedSamples.if_small(models.target, own, size, models.device)
+    if isinstance(judge, TokenJudge | LossJudge):  # logits over a vocabulary are large: as many as calibration has
+        size = min(size, calibration.memory_plan({Kind.INPUTS, Kind.GRADIENTS}).batch_size)
     if isinstance(own, PreparedSamples) and settings.memory is None:
         size = settings.batch_size or PREPARED_AT_ONCE
     return TargetScorer(models, judge, own, size, calibration.watch)

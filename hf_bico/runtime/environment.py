@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +51,13 @@ class Stopwatch:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this name; `auto` is the GPU if there is one."""
+    """Return the device of this name; `auto` is the GPU if there is one.
+
+    Large maps need large pieces of its memory: unless the environment says otherwise, torch takes it in segments that
+    grow, so that freed pieces join.
+    """
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -7,13 +7,17 @@ from statistics import mean
 import pytest
 
 import hf_bico
+from support.tokenizer_world import one_and_other
 from support.worlds import (
     DECODER_SEEDS,
     MORE_DECODER_SEEDS,
     MORE_SEQUENCE_SEEDS,
+    MORE_TOKENIZER_SEEDS,
     SEQUENCE_SEEDS,
+    TOKENIZER_SEEDS,
     decoders,
     sequences,
+    tokenizers,
 )
 
 
@@ -46,6 +50,31 @@ def test_ported_lora_lowers_the_held_out_loss_by_a_third_of_what_it_did_at_home(
     assert min(shares["bico"]) > 0.2
     assert means["bico"] > means["theseus"] + 0.1
     assert means["bico"] > means["naive"] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("seeds", "styles"),
+    [
+        (TOKENIZER_SEEDS, ("capitals",)),
+        pytest.param(MORE_TOKENIZER_SEEDS, ("capitals", "digits"), marks=pytest.mark.slow),
+    ],
+    ids=["narrow", "broad"],
+)
+def test_a_port_to_another_tokenizer_does_most_of_what_one_to_the_same_does(
+    seeds: tuple[int, ...], styles: tuple[str, ...]
+) -> None:
+    """Three tokenizers, each LoRA to each target: six in nine ports are between different ones."""
+    same: dict[str, list[float]] = {"bico": [], "theseus": []}
+    other: dict[str, list[float]] = {"bico": [], "theseus": []}
+    for seed in seeds:
+        for style in styles:
+            for method in same:
+                one, two = one_and_other(tokenizers(seed, style).shares(method, alpha=1.0))
+                same[method].append(one)
+                other[method].append(two)
+    print(", ".join(f"{method}: {mean(same[method]):.0%}, to others {mean(other[method]):.0%}" for method in same))
+    assert mean(other["bico"]) >= 0.6 * mean(same["bico"]) > 0.2
+    assert mean(other["bico"]) > mean(other["theseus"]) + 0.1
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,14 @@ def test_a_lora_is_ported_between_tokenizers(
     assert not torch.allclose(ported(torch.tensor([ids[1]])).logits, before, atol=1e-3)
     monkeypatch.chdir(tmp_path)
     assert json.loads(run("rerun", "ported", "--json").stdout)["same"] is True
+
+
+def test_methods_are_compared_between_tokenizers(tmp_path: Path) -> None:
+    """The samples choose alpha by the target's own loss, and losses are of bytes."""
+    bases = Bases(tmp_path, ("Mistral v1", "Mistral v3"))
+    bases.make()
+    words = ["--methods", "bico,bico@1,theseus", "-n", "6", "--seeds", "1", "--max-length", "32", "--json"]
+    done = json.loads(run("compare", *bases.words, *words, "-o", str(tmp_path / "compared")).stdout)
+    losses = [row["average"]["mean"] for row in done["comparison"]["rows"]]
+    assert len(losses) == 6
+    assert all(0 < loss < 20 for loss in losses), "of a token, a random model of 32,000 pieces has a larger one"

@@ -91,8 +91,8 @@ def build_decoders(
     for number, (name, place) in enumerate((("source", world.source), ("target", world.target))):
         with quiet_torch(2 * seed + number):
             model = (make or llama)(*shapes[name])
-            text = _mixed(_part(name), seed)
-            _train(model, model.parameters(), text, PRETRAINING_STEPS, PRETRAINING_BATCH, _warm_up_then_cosine)
+            text = mixed(pages_of(name), seed)
+            _train(model, model.parameters(), text, PRETRAINING_STEPS, PRETRAINING_BATCH, warm_up_then_cosine)
             model.save_pretrained(place)
             text_tokenizer().save_pretrained(place)
     with quiet_torch(seed):
@@ -109,7 +109,8 @@ def _tune(world: DecoderWorld) -> None:
     settings = peft.LoraConfig(r=TUNING_RANK, lora_alpha=TUNING_RANK, target_modules=modules, fan_in_fan_out=conv)
     adapted = peft.get_peft_model(model, settings)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    _train(adapted, trained, _in_style(_part("source"), world.style), TUNING_STEPS, TUNING_BATCH, lambda _: TUNING_RATE)
+    text = in_style(pages_of("source"), world.style)
+    _train(adapted, trained, text, TUNING_STEPS, TUNING_BATCH, lambda _: TUNING_RATE)
     adapted.save_pretrained(world.adapter)
 
 
@@ -161,7 +162,7 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def _warm_up_then_cosine(step: int) -> float:
+def warm_up_then_cosine(step: int) -> float:
     done = (step - WARM_UP_STEPS) / (PRETRAINING_STEPS - WARM_UP_STEPS)
     return PRETRAINING_RATE * min((step + 1) / WARM_UP_STEPS, 0.5 * (1 + math.cos(math.pi * max(done, 0))))
 
@@ -172,19 +173,19 @@ def _ids(texts: list[str]) -> Tensor:
 
 
 def _rows(style: str, part: str, count: int, seed: int) -> list[dict[str, str]]:
-    text, generator = _in_style(_part(part), style), random.Random(seed)
+    text, generator = in_style(pages_of(part), style), random.Random(seed)
     starts = [generator.randrange(len(text) - LENGTH) for _ in range(count)]
     return [{"text": text[start : start + LENGTH]} for start in starts]
 
 
-def _mixed(text: str, seed: int) -> str:
+def mixed(text: str, seed: int) -> str:
     """Every word in a style of its own."""
     generator = random.Random(seed)
     shares = [PLAIN_SHARE if style == PLAIN else STYLE_SHARE for style in STYLES]
     return _restyled(text, lambda: generator.choices(list(STYLES.values()), shares)[0])
 
 
-def _in_style(text: str, style: str) -> str:
+def in_style(text: str, style: str) -> str:
     return _restyled(text, lambda: STYLES[style])
 
 
@@ -192,7 +193,7 @@ def _restyled(text: str, draw: Callable[[], Callable[[str], str]]) -> str:
     return re.sub(r"[a-z]+", lambda word: draw()(word.group()), text)
 
 
-def _part(name: str) -> str:
+def pages_of(name: str) -> str:
     text = _pages()
     first, last = (int(share * len(text)) for share in PARTS[name])
     return text[first:last]

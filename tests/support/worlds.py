@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from support.language_gallery import Repos
     from support.language_world import DecoderWorld
     from support.sequence_world import SequenceWorld
+    from support.tokenizer_world import TokenizerWorld
 
 SMALL_SEEDS, DECODER_SEEDS, SEQUENCE_SEEDS = (0, 1), (0, 1), (3, 4)
 """What the tests look at. The recipe of the T5s was found on the first three seeds, so others are looked at."""
 MORE_SMALL_SEEDS, MORE_DECODER_SEEDS, MORE_SEQUENCE_SEEDS = (0, 1, 2), (0, 1, 2), (3, 4, 5)
 """And what the tests that are marked as slow look at."""
+TOKENIZER_SEEDS, MORE_TOKENIZER_SEEDS = (0,), (0, 1, 2)
 PLACE = KEPT / "worlds"
 _LIST = "kept.json"
 _SUPPORT = Path(__file__).parent
@@ -84,6 +86,12 @@ def sequence_recipe(seed: int) -> Recipe:
     return Recipe(f"sequences-{seed}", (_SUPPORT / "sequence_world.py", *_DEMO), partial(_make_sequences, seed=seed))
 
 
+def tokenizer_recipe(seed: int, style: str = "capitals") -> Recipe:
+    names = ("tokenizer_world.py", "language_world.py", "language_toys.py")
+    sources = (*(_SUPPORT / name for name in names), *_DEMO)
+    return Recipe(f"tokenizers-{style}-{seed}", sources, partial(_make_tokenizers, seed=seed, style=style))
+
+
 def encoder_recipe() -> Recipe:
     sources = (_SUPPORT / "language_gallery.py", _SUPPORT / "language_toys.py", *_DEMO)
     return Recipe("encoders", sources, _make_encoders)
@@ -112,6 +120,13 @@ def sequences(seed: int) -> SequenceWorld:
 
 
 @cache
+def tokenizers(seed: int, style: str = "capitals") -> TokenizerWorld:
+    from support.tokenizer_world import TokenizerWorld
+
+    return TokenizerWorld(tokenizer_recipe(seed, style).kept(), style)
+
+
+@cache
 def encoders() -> Repos:
     """The classifier of the gallery."""
     from support.language_gallery import Repos
@@ -130,6 +145,12 @@ def _make_decoders(folder: Path, seed: int) -> None:
     from support.language_world import build_decoders
 
     build_decoders(folder, seed)
+
+
+def _make_tokenizers(folder: Path, seed: int, style: str) -> None:
+    from support.tokenizer_world import build_tokenizer_world
+
+    build_tokenizer_world(folder, seed, style)
 
 
 def _make_sequences(folder: Path, seed: int) -> None:
@@ -176,10 +197,10 @@ def main() -> None:
     """Make what is not kept yet, the longest first."""
     os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     recipes = [*map(small_recipe, SMALL_SEEDS), *map(sequence_recipe, SEQUENCE_SEEDS)]
-    recipes += [*map(decoder_recipe, DECODER_SEEDS), encoder_recipe()]
+    recipes += [*map(decoder_recipe, DECODER_SEEDS), *map(tokenizer_recipe, TOKENIZER_SEEDS), encoder_recipe()]
     missing = [recipe for recipe in recipes if not is_intact(recipe.folder())]
     if missing:
-        print("Training the small models of the tests, once: about three minutes", flush=True)
+        print("Training the small models of the tests, once: about four minutes", flush=True)
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
             for told in pool.map(_made, missing):
                 print(told, flush=True)

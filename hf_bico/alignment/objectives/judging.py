@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.alignment.memory import WIDENED_ROWS
 from hf_bico.alignment.objectives.base import Classifier, LossBatch, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead, left_out_logits
 from hf_bico.alignment.objectives.clip import contrastive_losses, images_and_captions, require_clip
@@ -110,11 +111,11 @@ class TokenJudge(Judge):
     ) -> Tensor:
         if source is None:
             raise ValueError("the fine-tuned source was not asked")
-        logits, owners = _predicted_tokens(self.head, model, samples, labels)[:2]
+        logits, owners, _ = _predicted_tokens(self.head, model, samples, labels)
         shared = min(logits.shape[1], source.shape[1])
-        theirs, ours = (rows[:, :shared].to(logits).log_softmax(-1) for rows in (source, logits))
-        losses = functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
-        return _by_owner(losses, owners, len(samples))
+        parts = zip(_parts(logits[:, :shared]), _parts(source[:, :shared]), strict=True)
+        losses = [_divergences(ours, theirs.to(ours)) for ours, theirs in parts]
+        return _by_owner(torch.cat(losses), owners, len(samples))
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return SampleScores(evidence)
@@ -130,7 +131,11 @@ class LossJudge(Judge):
         self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int], source: Tensor | None = None
     ) -> Tensor:
         logits, owners, tokens = _predicted_tokens(self.head, model, samples, labels)
-        return _by_owner(functional.cross_entropy(logits, tokens, reduction="none"), owners, len(samples))
+        losses = [
+            functional.nll_loss(_log_likely(some), own, reduction="none")
+            for some, own in zip(_parts(logits), tokens.split(WIDENED_ROWS), strict=True)
+        ]
+        return _by_owner(torch.cat(losses), owners, len(samples))
 
     def scores(self, evidence: Tensor) -> SampleScores:
         return SampleScores(evidence)
@@ -139,12 +144,27 @@ class LossJudge(Judge):
 def _predicted_tokens(
     head: TokenHead, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits of predicted tokens, in single precision at least, their samples, and the tokens."""
+    """Return the logits of predicted tokens, their samples, and the tokens."""
     logits, tokens, _ = head.run(model, samples, labels)
     counted = (tokens != UNLEARNT).to(logits.device)
-    rows = logits[counted]
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return wide, counted.nonzero()[:, 0].cpu(), tokens.to(logits.device)[counted]
+    return logits[counted], counted.nonzero()[:, 0].cpu(), tokens.to(logits.device)[counted]
+
+
+def _parts(logits: Tensor) -> Sequence[Tensor]:
+    """Split logits over a vocabulary into parts of a size that may be widened."""
+    found: Sequence[Tensor] = logits.split(WIDENED_ROWS)
+    return found
+
+
+def _divergences(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return KL(theirs || ours) for each row of logits."""
+    each = functional.kl_div(_log_likely(ours), _log_likely(theirs), reduction="none", log_target=True)
+    return each.sum(-1)
+
+
+def _log_likely(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of all tokens, in single precision at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def _by_owner(losses: Tensor, owners: Tensor, samples: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_bico.alignment.memory import WIDENED_ROWS
 from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.errors import ObjectiveError, UnreadableSampleError
 from hf_bico.models.families.live import LiveModel
@@ -85,7 +86,7 @@ class LanguageHead(TokenHead):
         batch = model.tokens(samples)
         # the first token of a text is predicted from nothing, also where padding stands before it
         next_tokens = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)
-        return model.logits(batch)[:, :-1], next_tokens, batch
+        return model.logits(batch), functional.pad(next_tokens, (0, 1), value=UNLEARNT), batch
 
     def label_bytes(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> int:
         if not isinstance(model, CausalModel):
@@ -120,6 +121,37 @@ class AnswerHead(TokenHead):
         return Text(self.words[label])
 
 
+class _SummedLoss(torch.autograd.Function):
+    """The sum of cross-entropies, some rows at a time: logits over a vocabulary are large, and kept in one copy.
+
+    Its gradient takes the logits' place: a linear layer does not need its output again.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows, wanted = logits.detach().flatten(0, 1), labels.flatten()
+        total = torch.zeros((), dtype=wide, device=logits.device)
+        keeps = context.needs_input_grad[0]
+        for some, own in zip(rows.split(WIDENED_ROWS), wanted.split(WIDENED_ROWS), strict=True):
+            log_likely = some.to(wide).log_softmax(-1)
+            total += functional.nll_loss(log_likely, own, ignore_index=UNLEARNT, reduction="sum")
+            if keeps:
+                learnt = (own != UNLEARNT).unsqueeze(1)
+                gradient = log_likely.exp_().scatter_add_(
+                    1, own.clamp(min=0).unsqueeze(1), -torch.ones_like(log_likely[:, :1])
+                )
+                some.copy_(gradient.mul_(learnt))
+        if keeps:
+            context.gradient = rows.view_as(logits)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *of_sum: Tensor) -> tuple[Tensor, None]:
+        gradient = context.gradient
+        return gradient * of_sum[0].to(gradient.dtype), None
+
+
 def _summed(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=UNLEARNT, reduction="sum")
+    found: Tensor = _SummedLoss.apply(logits, labels)
+    return found

@@ -332,14 +332,15 @@ def prepare_data_set(
     data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair, hub: Hub
 ) -> ComparedDataset:
     """Finish the draws by these models, and choose held-out samples that no draw contains."""
+    chosen = {draw: models.choose_samples(drawn) for draw, drawn in draws.items()}
+    for drawn in chosen.values():
+        reading = require_readable((models.source, models.target), drawn.split, drawn.samples)
+        models.pairing = models.pairing or reading.pairing
     heads = None if models.settings.objective == "classification" else make_heads(models, data.class_names, None)
-
-    def finished(drawn: CalibrationDraw) -> CalibrationDraw:
-        chosen = models.choose_samples(drawn)
-        require_readable((models.source, models.target), chosen.split, chosen.samples)
-        return models.pseudo_label(chosen, heads or make_heads(models, data.class_names, chosen))
-
-    draws = {draw: finished(drawn) for draw, drawn in draws.items()}
+    draws = {
+        draw: models.pseudo_label(drawn, heads or make_heads(models, data.class_names, drawn))
+        for draw, drawn in chosen.items()
+    }
     first, settings = next(iter(draws.values())), models.settings
     used = sorted({index for drawn in draws.values() for index in drawn.samples.indices})
     all_drawn = replace(first.samples, indices=tuple(used), labels=(0,) * len(used))
