@@ -53,19 +53,19 @@ def test_ported_lora_lowers_the_held_out_loss_by_a_third_of_what_it_did_at_home(
 
 
 @pytest.mark.parametrize(
-    ("seeds", "styles"),
+    ("seeds", "styles", "methods"),
     [
-        (TOKENIZER_SEEDS, ("capitals",)),
-        pytest.param(MORE_TOKENIZER_SEEDS, ("capitals", "digits"), marks=pytest.mark.slow),
+        (TOKENIZER_SEEDS, ("capitals",), ("bico",)),
+        pytest.param(MORE_TOKENIZER_SEEDS, ("capitals", "digits"), ("bico", "theseus"), marks=pytest.mark.slow),
     ],
     ids=["narrow", "broad"],
 )
 def test_a_port_to_another_tokenizer_does_most_of_what_one_to_the_same_does(
-    seeds: tuple[int, ...], styles: tuple[str, ...]
+    seeds: tuple[int, ...], styles: tuple[str, ...], methods: tuple[str, ...]
 ) -> None:
     """Three tokenizers, each LoRA to each target: six in nine ports are between different ones."""
-    same: dict[str, list[float]] = {"bico": [], "theseus": []}
-    other: dict[str, list[float]] = {"bico": [], "theseus": []}
+    same: dict[str, list[float]] = {method: [] for method in methods}
+    other: dict[str, list[float]] = {method: [] for method in methods}
     for seed in seeds:
         for style in styles:
             for method in same:
@@ -74,7 +74,8 @@ def test_a_port_to_another_tokenizer_does_most_of_what_one_to_the_same_does(
                 other[method].append(two)
     print(", ".join(f"{method}: {mean(same[method]):.0%}, to others {mean(other[method]):.0%}" for method in same))
     assert mean(other["bico"]) >= 0.6 * mean(same["bico"]) > 0.2
-    assert mean(other["bico"]) > mean(other["theseus"]) + 0.1
+    if "theseus" in methods:
+        assert mean(other["bico"]) > mean(other["theseus"]) + 0.1
 
 
 @pytest.mark.parametrize(
