@@ -175,12 +175,12 @@ def prepare(
         models = _with_carried_towers(models, method, drawn, requested)
     models.settings = settings = models.settings.resolved
     method = make_method(settings.method, settings)
+    if drawn is None and not lineage.writes_data:
+        return PreparedPort(models, method, asked=requested)
     models.use_common_length()
-    if lineage.writes_data:
+    if drawn is None:
         drawn = generated_samples(models, settings, hub, watch)
         require_tokenizers(lineage, [drawn], settings)
-    if drawn is None:
-        return PreparedPort(models, method, asked=requested)
     drawn = models.choose_samples(drawn)
     held_out = _held_out(drawn, method, settings)
     prepared = PreparedPort(models, method, drawn, held_out=held_out, asked=requested)

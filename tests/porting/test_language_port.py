@@ -734,3 +734,14 @@ def test_a_plan_of_a_decoder_loads_no_torch(shell: Shell) -> None:
     assert "carried 3 sites" in done.stdout
     assert "Ready to port." in done.stdout
     assert done.stdout.endswith("False\n")
+
+
+def test_a_port_that_reads_no_sample_needs_no_tokenizer(case: Callable[[str], Case], tmp_path: Path) -> None:
+    found, folders = case("llama"), {}
+    for name, place in (("tuned", found.tuned), ("base", found.base), ("target", found.target)):
+        folders[name] = Path(shutil.copytree(place, tmp_path / "bare" / name, ignore=shutil.ignore_patterns("tok*")))
+    ported = hf_bico.port(
+        folders["tuned"], to=folders["target"], base=folders["base"], method="naive", alpha=1.0, device="cpu"
+    )
+    assert len(ported.task_vector)
+    assert ported.record.data is None
