@@ -45,7 +45,7 @@ from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import towers_to_carry, with_blocks, with_model_defaults, without_labels
+from hf_bico.porting.planner import TEXT_TO_TEXT, towers_to_carry, with_blocks, with_model_defaults, without_labels
 from hf_bico.porting.reading import require_readable
 from hf_bico.porting.special_tokens import (
     LANGUAGE,
@@ -54,12 +54,14 @@ from hf_bico.porting.special_tokens import (
     require_unneeded,
     special_token_notices,
 )
-from hf_bico.porting.training_tasks import LABELS, SOURCE
+from hf_bico.porting.training_tasks import LABELS, SOURCE, require_common_tokens
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
 from hf_bico.settings import AUTO, DEFAULT_MEASURED, Settings
 from hf_bico.utils.samples import TEXTS, Answered, Chat, Text
 
+BY_TOKENS = (LANGUAGE, TEXT_TO_TEXT)
+"""The objectives that predict tokens."""
 FEW_MOVED = 0.05
 """Share of tokens that may have another id in a fine-tune's tokenizer: special tokens are moved at times."""
 
@@ -187,6 +189,8 @@ def prepare(
     loaded = (models.source, models.target)
     reading = require_readable(loaded, drawn.split, drawn.samples)
     models.pairing = reading.pairing
+    if settings.objective in BY_TOKENS and ((settings.polish and settings.polish_on == SOURCE) or _distils(method)):
+        require_common_tokens(models)
     cut_held_out = require_readable(loaded, *held_out).cut if prepared.evaluates else 0
     prepared = replace(prepared, cut=(reading.cut, cut_held_out), doubts=tuple(_doubts(models, drawn)))
     with watch("sample"):
@@ -299,6 +303,10 @@ def _require_polish(planned: Plan, settings: Settings, method: Method) -> None:
             "--unlabelled is read by a readout and by what learns the source's predictions, and neither was asked for",
             "add --polish or --readout, use --method distill or readout, or leave it out",
         )
+
+
+def _distils(method: Method) -> bool:
+    return isinstance(method, BriefTrainer) and method.toward == SOURCE
 
 
 def _require_writer(lineage: Lineage, settings: Settings) -> None:

@@ -85,6 +85,15 @@ def _model_inputs(model: LiveModel, samples: Sequence[Any]) -> Tensor:
     return model.pixels(samples) if isinstance(model, ImageModel) else model.features(samples)
 
 
+def require_common_tokens(models: ModelPair) -> None:
+    """Refuse to learn the source's predictions of tokens that the target does not have."""
+    if models.pairing is not None:
+        raise UnsuitableMethodError(
+            "the source predicts other tokens than the target has, which cannot be learnt",
+            "learn the texts themselves: --polish-on labels, or --method train",
+        )
+
+
 @dataclass(frozen=True)
 class BriefLesson:
     """What a brief training learns by a `head` of the target: the source's predictions, or labels and texts.
@@ -116,11 +125,8 @@ class BriefLesson:
                 "a brief training needs classes or tokens to predict, and this objective has neither",
                 "use data with labels, or another objective",
             )
-        if self.toward == SOURCE and isinstance(self.head, TokenHead) and self.models.pairing is not None:
-            raise UnsuitableMethodError(
-                "the source predicts other tokens than the target has, which cannot be learnt",
-                "learn the texts themselves: --polish-on labels, or --method train",
-            )
+        if self.toward == SOURCE and isinstance(self.head, TokenHead):
+            require_common_tokens(self.models)
         if self.toward == LABELS and isinstance(self.head, Classifier) and not self.calibration.knows_labels:
             raise UnsuitableMethodError(
                 "the data set has no labels to train on, or they are not to be used",

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_bico.cli.main import main
-from support.language_toys import write_decoder
+from support.language_toys import fine_tuned, piece_tokenizer, sentences, write_decoder
 from support.paper import PAPER_WORDS
 from support.real_tokenizers import fast_tokenizer
 
@@ -26,6 +26,7 @@ SPECIAL = {
     "Qwen": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 KINDS = {"Qwen": "qwen2"}
+PIECES = ("s.", "d.", "ed ", " ki", "war")
 TEXTS = [topics[name][:300] for name in sorted(topics)[:12]]
 
 
@@ -135,3 +136,20 @@ def test_methods_are_compared_between_tokenizers(tmp_path: Path) -> None:
     losses = [row["average"]["mean"] for row in done["comparison"]["rows"]]
     assert len(losses) == 6
     assert all(0 < loss < 20 for loss in losses), "of a token, a random model of 32,000 pieces has a larger one"
+
+
+@pytest.mark.parametrize("words", [("--polish",), ("--method", "distill")])
+def test_predictions_of_other_tokens_are_not_learnt(words: tuple[str, ...], tmp_path: Path) -> None:
+    folders = [
+        write_decoder(tmp_path / "base", tokenizer=piece_tokenizer(PIECES, PIECES)),
+        write_decoder(tmp_path / "target", width=24, seed=1, tokenizer=piece_tokenizer(PIECES, (), seed=3)),
+    ]
+    tuned = fine_tuned(folders[0], tmp_path / "tuned", AutoModelForCausalLM)
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(dict.fromkeys(sentences(40))))
+    where = [str(tuned), "--base", str(folders[0]), "--to", str(folders[1]), "--data", str(data), "-n", "12"]
+    done = CliRunner().invoke(main, ["port", *where, *words, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "the source predicts other tokens than the target has" in done.stderr
+    assert "--polish-on labels, or --method train" in done.stderr
+    assert not (tmp_path / "out").exists()
