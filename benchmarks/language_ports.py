@@ -112,7 +112,9 @@ def _tune_hard(world: Any, place: Path, seed: int) -> None:
         adapted = peft.get_peft_model(world.load("source"), settings)
         trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         text = decoders.in_style(decoders.pages_of("source"), world.style)
-        decoders._train(adapted, trained, text, HARD_STEPS, decoders.TUNING_BATCH, lambda _: HARD_RATE)
+        decoders.train(
+            adapted, trained, decoders._ids([text])[0], HARD_STEPS, decoders.TUNING_BATCH, lambda _: HARD_RATE
+        )
     adapted.save_pretrained(place)
 
 

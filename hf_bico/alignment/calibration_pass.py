@@ -41,13 +41,13 @@ def pair_tokens(source: TextRows, target: TextRows) -> TokenPairs:
     """
     if len(source.ids) != len(target.ids):
         raise ValueError(f"{len(source.ids)} texts of the source and {len(target.ids)} of the target do not pair")
-    if None not in (source.paired, source.asked, target.paired, target.asked):
-        inputs = _marked(source.paired), _marked(target.paired)
-        return TokenPairs(inputs, (_marked(source.asked), _marked(target.asked)))
+    if source.marks is not None and target.marks is not None:
+        inputs, gradients = zip(map(_positions, source.marks), map(_positions, target.marks), strict=True)
+        return TokenPairs(inputs, gradients)
     masks = [side.mask.cpu() for side in (source, target)]
     ids = [side.ids.cpu() for side in (source, target)]
-    if torch.equal(*masks) and torch.equal(ids[0] * masks[0], ids[1] * masks[1]):
-        positions = _marked(masks[0])
+    if source.same_as(target):
+        positions = _positions(masks[0])
         return TokenPairs((positions, positions), (positions, positions))
     paired: tuple[list[Tensor], list[Tensor]] = ([], [])
     for number, both in enumerate(zip(*masks, strict=True)):
@@ -72,9 +72,8 @@ def _common_tokens(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(first), torch.tensor(second)
 
 
-def _marked(mask: Tensor | None) -> Tensor:
-    if mask is None:
-        raise ValueError("no tokens are marked")
+def _positions(mask: Tensor) -> Tensor:
+    """Return the positions that are marked, in the flattened batch."""
     return mask.cpu().flatten().nonzero().squeeze(1)
 
 
@@ -307,8 +306,8 @@ class _Batch:
         self._deferred: list[tuple[SiteCallback, Site, Tensor]] = []
         self._energies: dict[str, tuple[Tensor, Tensor]] = {}
         self._token_pairs: TokenPairs | None = None
-        self._positions_on: dict[tuple[int, bool, torch.device], Tensor] = {}
-        """Copies of the token positions, by side, whether they are those of gradients, and device."""
+        self._positions_on: dict[tuple[int, torch.device], Tensor] = {}
+        """Copies of the token positions, by their identity and device."""
 
     # rows of the source are kept
 
@@ -422,15 +421,13 @@ class _Batch:
             return source, target
         if self._token_pairs is None:
             raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
-        return self._select(0, gradients, source.flatten(0, 1)), self._select(1, gradients, target.flatten(0, 1))
+        first, second = self._token_pairs.gradients if gradients else self._token_pairs.inputs
+        return self._select(first, source.flatten(0, 1)), self._select(second, target.flatten(0, 1))
 
-    def _select(self, side: int, gradients: bool, rows: Tensor) -> Tensor:
-        assert self._token_pairs is not None
-        pairs = self._token_pairs.gradients if gradients else self._token_pairs.inputs
-        positions = pairs[side]
+    def _select(self, positions: Tensor, rows: Tensor) -> Tensor:
         if len(positions) == len(rows):
             return rows
-        key = side, gradients, rows.device
+        key = id(positions), rows.device
         if key not in self._positions_on:
             self._positions_on[key] = to_device(positions, rows.device)
         return rows[self._positions_on[key]]

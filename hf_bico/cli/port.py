@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
 
-_REFUSABLE = ("readout", "polish", "control", "fit_head", "tower", "special_tokens")
+_REFUSABLE = ("readout", "polish", "control", "fit_head", "tower", "special_tokens", "prompts")
 """The options that some models refuse, whatever the method."""
 _DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
@@ -316,8 +316,10 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
         alpha = "" if trains else "; alpha by the samples" if chooses else f"; alpha {settings.alpha:g}"
         how = f"{settings.method}, as asked for{alpha}"
     planned = replace(planned, method=how)
-    refusable = planned.lineage.unlabelled or any(
-        getattr(settings, name) != getattr(Settings, name) for name in _REFUSABLE
+    refusable = (
+        planned.lineage.unlabelled
+        or planned.lineage.writes_data
+        or any(getattr(settings, name) != getattr(Settings, name) for name in _REFUSABLE)
     )
     if settings.method in (AUTO, "bico") and not refusable:  # and no torch is imported
         return planned.in_format(settings.format, settings.rank), True

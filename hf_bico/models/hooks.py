@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 class TextRows:
     """The tokens of a batch of texts, (samples, tokens), and which are real; in main memory, to avoid device syncs.
 
-    Where two models read the texts as different tokens, `paired` marks those whose inputs pair, and `asked` those whose
-    gradients do: as many in both models, in the same order.
+    Where two models read the texts as different tokens, `marks` are those whose inputs pair, and those whose gradients
+    do: as many in both models, in the same order.
     """
 
     ids: Tensor
     mask: Tensor
-    paired: Tensor | None = None
-    asked: Tensor | None = None
+    marks: tuple[Tensor, Tensor] | None = None
 
     def same_as(self, other: TextRows) -> bool:
         """Tell whether two models read the texts as the same tokens, at the same places of a batch."""
-        return torch.equal(self.mask, other.mask) and torch.equal(self.ids * self.mask, other.ids * other.mask)
+        ids, mask, theirs = self.ids.cpu(), self.mask.cpu(), other.mask.cpu()
+        return torch.equal(mask, theirs) and torch.equal(ids * mask, other.ids.cpu() * theirs)
 
 
 @dataclass

@@ -150,7 +150,7 @@ def _paired_batch(
         for number, own in enumerate(numbers):
             marked[number, batch.mask[number].nonzero().squeeze(1)[own[column]]] = True
         marks.append(marked)
-    return replace(batch, on_host=replace(batch.rows, paired=marks[0], asked=marks[1]))
+    return replace(batch, on_host=replace(batch.rows, marks=(marks[0], marks[1])))
 
 
 def shares_of(source: Any, target: Any, texts: Iterable[str], asks_next: bool = True) -> Shares | None:

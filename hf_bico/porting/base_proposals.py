@@ -218,6 +218,6 @@ def adapter_sizes(place: RepoFiles) -> Sizes:
 
 
 def _only(values: Iterable[int | None]) -> int | None:
-    """Return the one value of all of these; None if there is none, or several."""
+    """Return the value that all of these share; None if they differ, or there are none."""
     found = set(values)
     return found.pop() if len(found) == 1 else None

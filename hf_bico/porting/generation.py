@@ -127,11 +127,11 @@ def _continued(model: CausalModel, prompts: Sequence[str], chats: bool) -> list[
         parts = zip(ids.split(size), mask.split(size), strict=True)
         return [row for part, own in parts for row in _drawn(module, part, own, min(TOKENS, room - width), padding)]
 
-    # every number that a model's own generation_config may hold is given here
     return [str(tokenizer.decode(row[width:], skip_special_tokens=True)) for row in halving_batches(len(rows), run)]
 
 
 def _drawn(module: Any, ids: torch.Tensor, mask: torch.Tensor, most: int, padding: int) -> list[list[int]]:
+    # all that a model's own generation_config may say is said here
     found: torch.Tensor = module.generate(
         input_ids=ids,
         attention_mask=mask,

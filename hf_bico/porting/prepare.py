@@ -46,14 +46,8 @@ from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
 from hf_bico.porting.planner import TEXT_TO_TEXT, towers_to_carry, with_blocks, with_model_defaults, without_labels
-from hf_bico.porting.reading import require_readable
-from hf_bico.porting.special_tokens import (
-    LANGUAGE,
-    chance_notices,
-    require_no_chats,
-    require_unneeded,
-    special_token_notices,
-)
+from hf_bico.porting.reading import chance_notices, require_readable
+from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
 from hf_bico.porting.training_tasks import LABELS, SOURCE, require_common_tokens
 from hf_bico.runtime.distributed import ALONE, ProcessGroup, process_count
 from hf_bico.runtime.environment import Stopwatch
@@ -405,10 +399,13 @@ def _doubts(models: ModelPair, drawn: CalibrationDraw) -> list[str]:
     if not isinstance(models.source, TextModel):
         return []
     items, _ = next(drawn.samples.batches(DEFAULT_MEASURED))
-    notices = unknown_notices(unknown_share(models.source.tokenizer, items)[0], lineage.base.name)
+    sides = ((lineage.base.name, models.source), (lineage.target.name, models.target))
+    notices = []
+    for name, model in sides if models.pairing is not None else sides[:1]:
+        if isinstance(model, TextModel):
+            notices += unknown_notices(unknown_share(model.tokenizer, items)[0], name)
     if settings.objective != LANGUAGE:
         return notices
-    sides = ((lineage.base.name, models.source), (lineage.target.name, models.target))
     if models.pairing is not None:  # one tokenizer for both models is theirs
         notices += chance_notices(sides, items)
     return [*notices, *special_token_notices(sides, items, settings.special_tokens)]

@@ -1,17 +1,21 @@
 """Checks that models can read samples as they are given, and says what of them is not read, or not as it should be.
 
 Of two models with different tokenizers, it counts how much of the samples pairs. Knows loaded models and samples;
-neither heads nor changes.
+no changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import log
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from hf_bico.alignment.objectives.judging import LossJudge
+from hf_bico.alignment.objectives.language import LanguageHead
 from hf_bico.data.dataset import Samples
 from hf_bico.errors import UnreadableSampleError
 from hf_bico.models.families.live import ImageModel, LiveModel
@@ -26,6 +30,8 @@ FAR = 10
 normalisation stays below 4, and pixels of 0 to 255 lie at 100 and more."""
 RAW = 20
 """Larger values are hardly those of prepared images, where a model's own preparation is not known."""
+JUDGED = 16
+"""How many texts are predicted to see whether a model does better than chance."""
 MAX_CUT = 0.05
 """Share of texts cut above which a notice says so."""
 
@@ -47,17 +53,19 @@ def require_readable(models: Sequence[LiveModel], split: str, samples: Samples) 
     if not readers:
         require_prepared(models, split, samples)
         return Reading()
-    cut, pairing, differ = 0, Shares(), False
+    cut, differ = 0, False
     for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
         try:
             rows = [model.text_rows(items) for model in readers]
             differ |= not rows[0].same_as(rows[-1])
-            pairing += pairs_of(readers[0], readers[-1], items[0]).shares if differ else Shares()
         except UnreadableSampleError as error:
             raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
         full = any(int(row.mask.sum()) == model.longest for row, model in zip(rows, readers, strict=True))
         cut += full and any(model.cuts(items[0]) for model in readers)
-    return Reading(cut, pairing if differ else None)
+    if not differ:
+        return Reading(cut)
+    pairs = (pairs_of(readers[0], readers[-1], items[0]) for items, _ in samples.batches(1))
+    return Reading(cut, sum((pair.shares for pair in pairs), Shares()))
 
 
 def require_prepared(models: Sequence[LiveModel], split: str, samples: Samples) -> None:
@@ -102,6 +110,22 @@ def reading_notices(models: ModelPair, drawn: Samples, held_out: Samples | None,
         *_tensor_notice(models, drawn),
         *(f"{count} of the {len(some)} {what} were cut to {_limit(models)}." for count, some, what in many),
     ]
+
+
+def chance_notices(sides: Sequence[tuple[str, LiveModel]], items: Sequence[Any]) -> list[str]:
+    """Return a notice for each decoder that predicts the texts worse than by chance: its tokenizer may be another's."""
+    found = []
+    for name, model in dict(sides).items():
+        some, module = items[:JUDGED], cast(Any, model.module)
+        with torch.no_grad(), model.quiet():
+            loss = float(LossJudge(LanguageHead()).evidence(model, some, [-1] * len(some)).mean())
+        chance = log(module.get_input_embeddings().num_embeddings)
+        if loss > chance:
+            found.append(
+                f"{name} predicts the texts' tokens with a loss of {loss:.2f}, and chance has {chance:.2f}: is the "
+                "tokenizer beside it its own?"
+            )
+    return found
 
 
 def _limit(models: ModelPair) -> str:

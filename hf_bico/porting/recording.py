@@ -325,6 +325,16 @@ def with_output(record: Record, output: OutputRecord, as_measured: bool = True) 
 
 def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
     settings, pairing, written = prepared.settings, prepared.models.pairing, prepared.models.lineage.writes_data
+    return replace(
+        drawn_record(drawn, settings),
+        chat_template=prepared.uses_chat_template,
+        pairing=None if pairing is None else PairingRecord(*pairing.inputs, *pairing.gradients),
+        generation=GenerationRecord(TEMPERATURE, TOKENS, list(settings.prompts or ())) if written else None,
+    )
+
+
+def drawn_record(drawn: CalibrationDraw, settings: Settings) -> DataRecord:
+    """Return what finds the same samples again: the data set, the columns and how the samples were drawn."""
     return DataRecord(
         id=drawn.data.name,
         split=drawn.split,
@@ -340,12 +350,9 @@ def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
         commit=None if drawn.data.repo is None else drawn.data.repo.commit,
         config=drawn.data.config,
         max_length=settings.max_length,
-        chat_template=prepared.uses_chat_template,
         special_tokens=None if settings.special_tokens else False,
         parts=list(drawn.data.parts.get(drawn.split, [])),
         unlabelled=None if drawn.unlabelled is None else _unlabelled_record(drawn.unlabelled),
-        pairing=None if pairing is None else PairingRecord(*pairing.inputs, *pairing.gradients),
-        generation=GenerationRecord(TEMPERATURE, TOKENS, list(settings.prompts or ())) if written else None,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log
 from statistics import fmean, stdev
 from typing import Any
 
@@ -21,7 +20,7 @@ from hf_bico.models.families.text_models import CausalModel
 from hf_bico.models.layout import Layout
 from hf_bico.models.tokenization import UNLEARNT, TokenBatch, tokenise
 from hf_bico.settings import Settings
-from hf_bico.utils.samples import IMAGES, Chat, Text
+from hf_bico.utils.samples import IMAGES, Chat
 
 LANGUAGE = "language-modelling"
 SAMPLES, FEWEST, TOKENS = 16, 4, 128
@@ -106,29 +105,6 @@ def read_both_ways(model: CausalModel, items: Sequence[Any]) -> BothReadings | N
     behind, without = (fmean(column) for column in zip(*losses, strict=True))
     error = stdev(one - other for one, other in losses) / len(losses) ** 0.5
     return BothReadings(behind, without, error, len(losses))
-
-
-def chance_notices(sides: Sequence[tuple[str, LiveModel]], items: Sequence[Any]) -> list[str]:
-    """Return a notice for each model that predicts the texts worse than by chance: its tokenizer may be another's."""
-    found = []
-    for name, model in dict(sides).items():
-        module: Any = model.module
-        if not isinstance(model, CausalModel):
-            continue
-        texts = [
-            tokenise(model.tokenizer, [item], min(model.longest, TOKENS), special=model.special_tokens)
-            for item in items[:SAMPLES]
-            if isinstance(item, Text)
-        ]
-        with torch.no_grad(), model.quiet():
-            losses = [_loss(model, text, text, 0) for text in texts if text.ids.shape[1] > 1]
-        chance = log(module.get_input_embeddings().num_embeddings)
-        if losses and fmean(losses) > chance:
-            found.append(
-                f"{name} predicts the texts' tokens with a loss of {fmean(losses):.2f}, and chance has {chance:.2f}: "
-                "is the tokenizer beside it its own?"
-            )
-    return found
 
 
 def _both(model: CausalModel, item: Any) -> tuple[TokenBatch, TokenBatch, int] | None:

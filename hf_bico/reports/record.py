@@ -84,7 +84,7 @@ class UnlabelledRecord:
 class PairingRecord:
     """How much of the samples pairs, of two models that cut them into different tokens: shares of tokens and of bytes.
 
-    Inputs pair where both models have read the same bytes, gradients where the next piece is the same too.
+    Inputs pair where both models have the same piece, gradients where the next piece is the same.
     """
 
     tokens: Probability

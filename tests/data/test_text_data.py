@@ -36,7 +36,7 @@ from hf_bico.errors import (
     UsageError,
 )
 from hf_bico.porting.prepare import training_samples
-from hf_bico.porting.recording import _data_record
+from hf_bico.porting.recording import drawn_record
 from hf_bico.porting.rerun import _sampling
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import TEXTS, Answered, Captioned, Chat, Text
@@ -421,7 +421,7 @@ def test_the_record_names_the_columns_and_finds_them_again(row: dict[str, Any], 
     rows = [row] * 4
     settings = Settings(n=3, max_length=128, evaluate=False)
     drawn = draw(rows, settings, reads=TEXTS)
-    record = _data_record(drawn, settings, None)
+    record = drawn_record(drawn, settings)
     assert (record.columns, record.max_length) == (roles, 128)
     again = Settings(**_sampling(record))
     assert again.max_length == 128

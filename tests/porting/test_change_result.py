@@ -579,7 +579,7 @@ def test_adapter_in_the_hubs_cache_names_no_folder_here(scene: Scene, tmp_path: 
     lora = write_lora(scene, "transformers", snapshot)
     config = lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(scene.base)}))
-    with pytest.raises(hf_bico.BicoError, match="does not say which model"):
+    with pytest.raises(hf_bico.BicoError, match="names the base .*, a folder where it was trained"):
         hf_bico.plan(lora, scene.target)
 
 

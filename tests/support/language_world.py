@@ -92,7 +92,7 @@ def build_decoders(
         with quiet_torch(2 * seed + number):
             model = (make or llama)(*shapes[name])
             text = mixed(pages_of(name), seed)
-            _train(model, model.parameters(), text, PRETRAINING_STEPS, PRETRAINING_BATCH, warm_up_then_cosine)
+            train(model, model.parameters(), _ids([text])[0], PRETRAINING_STEPS, PRETRAINING_BATCH, warm_up_then_cosine)
             model.save_pretrained(place)
             text_tokenizer().save_pretrained(place)
     with quiet_torch(seed):
@@ -110,7 +110,7 @@ def _tune(world: DecoderWorld) -> None:
     adapted = peft.get_peft_model(model, settings)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     text = in_style(pages_of("source"), world.style)
-    _train(adapted, trained, text, TUNING_STEPS, TUNING_BATCH, lambda _: TUNING_RATE)
+    train(adapted, trained, _ids([text])[0], TUNING_STEPS, TUNING_BATCH, lambda _: TUNING_RATE)
     adapted.save_pretrained(world.adapter)
 
 
@@ -141,10 +141,10 @@ def gpt2(width: int, blocks: int) -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary_size(), **shape, **ids))
 
 
-def _train(
-    model: Any, parameters: Iterable[Tensor], text: str, steps: int, batch: int, rate: Callable[[int], float]
+def train(
+    model: Any, parameters: Iterable[Tensor], ids: Tensor, steps: int, batch: int, rate: Callable[[int], float]
 ) -> None:
-    ids = _ids([text])[0]
+    """Some steps on random pieces of a text, given as its tokens."""
     optimizer = torch.optim.AdamW(parameters, lr=1.0, fused=True)
     model.train()
     for step in range(steps):
@@ -162,8 +162,9 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def warm_up_then_cosine(step: int) -> float:
-    done = (step - WARM_UP_STEPS) / (PRETRAINING_STEPS - WARM_UP_STEPS)
+def warm_up_then_cosine(step: int, steps: int = PRETRAINING_STEPS) -> float:
+    """The rate of pretraining in so many steps."""
+    done = (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS)
     return PRETRAINING_RATE * min((step + 1) / WARM_UP_STEPS, 0.5 * (1 + math.cos(math.pi * max(done, 0))))
 
 

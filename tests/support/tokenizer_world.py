@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,22 +24,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hf_bico.experiments.demo.training import quiet_torch
 from support.language_world import (
     PRETRAINING_BATCH,
-    PRETRAINING_RATE,
     SHAPES,
     TARGET_MODULES,
     TUNING_RANK,
     TUNING_RATE,
     TUNING_STEPS,
-    WARM_UP_STEPS,
     in_style,
     mixed,
     pages_of,
+    train,
+    warm_up_then_cosine,
 )
 
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 NAMES = ("bytes 300", "bytes 500", "words 300")
-STEPS, LENGTH, CHARACTERS = 600, 48, 150
-"""Steps of pretraining, tokens of a training text, and characters of a sample."""
+STEPS, CHARACTERS = 600, 150
+"""Steps of pretraining, and characters of a sample."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def build_tokenizer_world(folder: Path, seed: int, style: str = "capitals") -> T
             with quiet_torch(2 * seed + number):
                 width, blocks = SHAPES[model]
                 made = _llama(width, blocks, len(tokenizer))
-                _train(made, tokenizer, mixed(pages_of(model), seed), STEPS, _warm_up_then_cosine)
+                _train(made, tokenizer, mixed(pages_of(model), seed), STEPS, partial(warm_up_then_cosine, steps=STEPS))
                 made.save_pretrained(world.place(name, model))
                 tokenizer.save_pretrained(world.place(name, model))
         with quiet_torch(seed):
@@ -157,22 +158,4 @@ def _llama(width: int, blocks: int, vocabulary: int) -> Any:
 
 def _train(model: Any, tokenizer: Any, text: str, steps: int, rate: Callable[[int], float]) -> None:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    optimiser = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1.0, fused=True)
-    model.train()
-    for step in range(steps):
-        starts = torch.randint(len(ids) - LENGTH, (PRETRAINING_BATCH, 1))
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step)
-        optimiser.zero_grad()
-        batch = ids[starts + torch.arange(LENGTH)]
-        logits = model(input_ids=batch, use_cache=False).logits
-        functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
-        optimiser.step()
-    model.eval()
-
-
-def _warm_up_then_cosine(step: int) -> float:
-    import math
-
-    done = max(0.0, (step - WARM_UP_STEPS) / (STEPS - WARM_UP_STEPS))
-    return PRETRAINING_RATE * min((step + 1) / WARM_UP_STEPS, 0.5 * (1 + math.cos(math.pi * done)))
+    train(model, [one for one in model.parameters() if one.requires_grad], ids, steps, PRETRAINING_BATCH, rate)

@@ -57,21 +57,21 @@ class TextModel(PretrainedModel):
 
     def tokens(self, samples: Sequence[TextSample]) -> TokenBatch:
         """Return a batch on the model's device, cut to the requested and the possible length."""
-        return (samples.tokens if isinstance(samples, ReadTexts) else self._read(samples)).to(self.device)
+        return (samples.tokens if isinstance(samples, ReadTexts) else self.read(samples)).to(self.device)
 
     def ready(self, samples: Sequence[TextSample]) -> ReadTexts:
-        return self.with_tokens(samples, self._read(samples))
+        return self.with_tokens(samples, self.read(samples))
 
     def with_tokens(self, samples: Sequence[TextSample], tokens: TokenBatch) -> ReadTexts:
         """Return samples with their tokens on the model's device."""
         return ReadTexts(samples, self._known(tokens).to(self.device))
 
     def text_rows(self, samples: Sequence[TextSample]) -> TextRows:
-        return (samples.tokens if isinstance(samples, ReadTexts) else self._read(samples)).rows
+        return (samples.tokens if isinstance(samples, ReadTexts) else self.read(samples)).rows
 
     def cuts(self, sample: TextSample) -> bool:
         """Return whether a sample has more tokens than are read of it."""
-        return bool(self._read([sample], self.longest + 1).mask.sum() > self.longest)
+        return bool(self.read([sample], self.longest + 1).mask.sum() > self.longest)
 
     @property
     def reader(self) -> Reader:
@@ -84,7 +84,8 @@ class TextModel(PretrainedModel):
         """Return the samples in the format that its tokenizer gets."""
         return samples
 
-    def _read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
+    def read(self, samples: Sequence[TextSample], longest: int | None = None) -> TokenBatch:
+        """Return a batch in main memory, cut to the requested and the possible length."""
         from hf_bico.models.tokenization import tokenise
 
         longest = longest or self.longest
@@ -244,11 +245,10 @@ def read_both(source: TextModel, target: TextModel, samples: Sequence[TextSample
     """Read samples for both models; where their tokens differ, so that these pair by what has been read."""
     from hf_bico.models.shared_reading import paired_batches
 
-    own = source.ready(samples), target.ready(samples)
-    if own[0].tokens.rows.same_as(own[1].tokens.rows):
-        return own
-    both = [pairs_of(source, target, sample) for sample in samples]
-    first, second = paired_batches(both, source.tokenizer, target.tokenizer)
+    first, second = source.read(samples), target.read(samples)
+    if not first.rows.same_as(second.rows):
+        both = [pairs_of(source, target, sample) for sample in samples]
+        first, second = paired_batches(both, source.tokenizer, target.tokenizer)
     return source.with_tokens(samples, first), target.with_tokens(samples, second)
 
 
