@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from hf_bico.experiments.compare.comparison import LESS_IS_BETTER, Comparison, live_table, text_table
+from hf_bico.experiments.compare.comparison import Comparison, less_is_better, live_table, text_table
 from hf_bico.reports.cost import cost_sentence
 from hf_bico.reports.record import JOINED, ChangeRecord, MethodRecord, OutlookRecord, Record, SourceLeadRecord
 from hf_bico.reports.results import (
@@ -180,8 +180,9 @@ def print_compared(comparison: Comparison, folder: Path) -> None:
     rows, data_sets = comparison.rows(), comparison.data_sets
     echo(comparison.title, "")
     _print_table(live_table(rows, data_sets), text_table(rows, data_sets))
-    if any(row.is_loss for row in rows):
-        echo("", LESS_IS_BETTER)
+    losses = less_is_better(rows)
+    if losses is not None:
+        echo("", losses)
     if comparison.refusals:
         echo("", *comparison.refused().split("\n"))
     echo("", f"Written to {folder}")

@@ -133,9 +133,14 @@ def test_methods_are_compared_between_tokenizers(tmp_path: Path) -> None:
     bases.make()
     words = ["--methods", "bico,bico@1,theseus", "-n", "6", "--seeds", "1", "--max-length", "32", "--json"]
     done = json.loads(run("compare", *bases.words, *words, "-o", str(tmp_path / "compared")).stdout)
-    losses = [row["average"]["mean"] for row in done["comparison"]["rows"]]
-    assert len(losses) == 6
+    rows = done["comparison"]["rows"]
+    assert len(rows) == 6
+    assert {row["protocol"] for row in rows} == {"loss per byte"}
+    losses = [row["average"]["mean"] for row in rows]
     assert all(0 < loss < 20 for loss in losses), "of a token, a random model of 32,000 pieces has a larger one"
+    page = (tmp_path / "compared" / "comparison.md").read_text()
+    assert "Held-out loss per byte (less is better)" in page
+    assert (tmp_path / "compared" / "comparison.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("words", [("--polish",), ("--method", "distill")])

@@ -20,8 +20,9 @@ from hf_bico.reports.record import Count
 from hf_bico.settings import BRIEF, METHODS, MethodInfo, method_info
 from hf_bico.utils.text import count_text, near
 
-LOSS_PROTOCOL = "loss"
-"""The protocol whose numbers are losses, not accuracies: less is better."""
+LOSS, LOSS_PER_BYTE = "loss", "loss per byte"
+"""The protocols whose numbers are losses, not accuracies: less is better. Of models with different tokenizers, those of
+tokens are not comparable."""
 _MAX_LOSS = 1e300
 REFERENCE_LABELS = {
     "target": "target, zero-shot",
@@ -144,7 +145,8 @@ class CellKey:
     """Identifies a number: data set, row, samples (`n` in all, or `per_class`), the draw's seed, and variants.
 
     `n`, `per_class` and `seed` are None where the row needs no samples; `control` means that the two models saw
-    different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, "probe", or "loss".
+    different samples, `readout` that the readout was corrected; `protocol` is None for zero-shot, "probe", "loss"
+    or "loss per byte".
     """
 
     data: str
@@ -169,7 +171,7 @@ class CellKey:
 
     @property
     def is_loss(self) -> bool:
-        return self.protocol == LOSS_PROTOCOL
+        return self.protocol in (LOSS, LOSS_PER_BYTE)
 
     @property
     def is_reference(self) -> bool:

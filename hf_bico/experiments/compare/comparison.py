@@ -34,7 +34,6 @@ from hf_bico.utils.files import Within, from_plain, parse_json
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
 
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value", "held_back")
-LESS_IS_BETTER = "Held-out loss (less is better)"
 _LONGEST_NAME = 60
 JSON_FILE = "comparison.json"
 RESULT_FILES = ("comparison.csv", JSON_FILE, "comparison.md", "comparison.png")
@@ -233,12 +232,18 @@ def refusal_line(refusal: Refusal) -> str:
     return f"{method_label(refusal.method)}{where}: {clean(refusal.reason, 300)}"
 
 
+def less_is_better(rows: Iterable[Row]) -> str | None:
+    """Return what the losses of a table are; None if there are none."""
+    named = {row.protocol for row in rows if row.is_loss}
+    return f"Held-out {' and '.join(sorted(filter(None, named)))} (less is better)" if named else None
+
+
 def caption(rows: Sequence[Row]) -> str:
     """Return the sentence that explains the numbers of a table."""
     seeds = sorted({value.seeds for row in rows if row.size is not None for value in row.values.values()})
-    kinds = {row.is_loss for row in rows}
-    text = LESS_IS_BETTER if kinds == {True} else "Accuracy in percent"
-    text += f", and {LESS_IS_BETTER.lower()}" if len(kinds) > 1 else ""
+    kinds, losses = {row.is_loss for row in rows}, less_is_better(rows)
+    text = losses if losses and kinds == {True} else "Accuracy in percent"
+    text += f", and {losses.lower()}" if losses and len(kinds) > 1 else ""
     if seeds and seeds[-1] > 1:
         span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         text += f", mean ± standard deviation over {span} draws of the calibration samples"

@@ -32,7 +32,8 @@ from hf_bico.data.sampling import draw_order
 from hf_bico.errors import DataUnknownError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import (
     ALL,
-    LOSS_PROTOCOL,
+    LOSS,
+    LOSS_PER_BYTE,
     STANDARD,
     Cell,
     CellKey,
@@ -94,6 +95,8 @@ class Grid:
     settings: Settings
     own_head: bool = False
     """Whether the fine-tuned source is a classifier, measured by its own head where the others are by a probe."""
+    per_byte: bool = False
+    """Whether losses are of a byte: those of the tokens of two tokenizers are not comparable."""
 
     @classmethod
     def of(
@@ -180,6 +183,10 @@ class Grid:
             variants.append(replace(key, readout=True))
         return variants
 
+    @property
+    def loss_protocol(self) -> str:
+        return LOSS_PER_BYTE if self.per_byte else LOSS
+
     def _keys(self, key: CellKey, draw: Draw | None) -> list[CellKey]:
         """Return the numbers of a variant that depend on this draw, as any probe, or on no draw if it is None."""
         if key.method == "source" and self.own_head:
@@ -189,7 +196,7 @@ class Grid:
         uses_draw = uses_draw or is_polished(key.method)
         protocols: list[str | None] = []
         if self.settings.evaluation != PROBE and uses_draw == (draw is not None):
-            protocols.append(LOSS_PROTOCOL if self.settings.objective in BY_LOSS else None)
+            protocols.append(self.loss_protocol if self.settings.objective in BY_LOSS else None)
         if self.settings.evaluation != "zero-shot" and draw is not None:
             protocols.append(PROBE)
         key = key if draw is None else replace(key, **vars(draw))
@@ -328,14 +335,19 @@ def draw_samples(planned: Plan, data: DataSet, grid: Grid, hub: Hub) -> dict[Dra
     return draws
 
 
-def prepare_data_set(
-    data: DataSet, draws: Mapping[Draw, CalibrationDraw], models: ModelPair, hub: Hub
-) -> ComparedDataset:
-    """Finish the draws by these models, and choose held-out samples that no draw contains."""
+def choose_samples(draws: Mapping[Draw, CalibrationDraw], models: ModelPair) -> dict[Draw, CalibrationDraw]:
+    """Return the draws with the samples that both models can read, and note in the models how these pair."""
     chosen = {draw: models.choose_samples(drawn) for draw, drawn in draws.items()}
     for drawn in chosen.values():
         reading = require_readable((models.source, models.target), drawn.split, drawn.samples)
         models.pairing = models.pairing or reading.pairing
+    return chosen
+
+
+def prepare_data_set(
+    data: DataSet, chosen: Mapping[Draw, CalibrationDraw], models: ModelPair, hub: Hub
+) -> ComparedDataset:
+    """Finish the draws by these models, and choose held-out samples that no draw contains."""
     heads = None if models.settings.objective == "classification" else make_heads(models, data.class_names, None)
     draws = {
         draw: models.pseudo_label(drawn, heads or make_heads(models, data.class_names, drawn))
@@ -396,7 +408,7 @@ class DrawMeasurements:
         name = keys[0].method
         held_back = self.grid.may_hold_back(name) and self._result(name, mispaired=False).held_back
         for record in self._records(evaluator, keys[0], held_back):
-            protocol = LOSS_PROTOCOL if record.metric == LOSS_PROTOCOL else record.protocol
+            protocol = self.grid.loss_protocol if record.metric == LOSS else record.protocol
             yield by_protocol[protocol].with_value(record.value, held_back)
 
     def _records(self, evaluator: HeldOutEvaluation, key: CellKey, held_back: bool) -> list[EvaluationRecord]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.experiments.compare.cells import LOSS_PROTOCOL, CellKey, Row, split_method
+from hf_bico.experiments.compare.cells import CellKey, Row, split_method
 from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, frame, png
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
@@ -91,6 +91,10 @@ class _Panel:
     lines: tuple[_Line, ...]
 
     @property
+    def is_loss(self) -> bool:
+        return self.lines[0].rows[0].is_loss
+
+    @property
     def sizes(self) -> list[int]:
         return sorted({row.size for line in self.lines for row in line.rows if row.size is not None})
 
@@ -151,7 +155,7 @@ def _draw(panels: Sequence[_Panel], data_sets: Sequence[str], title: str) -> Fig
     where = f"mean of {len(data_sets)} data sets" if len(data_sets) > 1 else clean(data_sets[0], 40)
     for axes, panel in zip(grid.flat, panels, strict=True):
         accuracy = "accuracy (%)" if panel.protocol is None else f"{panel.protocol} accuracy (%)"
-        quantity = f"{'held-out loss' if panel.protocol == LOSS_PROTOCOL else accuracy}, {where}"
+        quantity = f"{f'held-out {panel.protocol}' if panel.is_loss else accuracy}, {where}"
         frame(axes)
         draw = _draw_curves if len(panel.sizes) > 1 else _draw_points
         draw(axes, panel, quantity)
@@ -188,7 +192,7 @@ def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
 
 def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
     """Draw a line for each method, the best on top."""
-    ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.protocol == LOSS_PROTOCOL)
+    ordered = sorted(panel.lines, key=lambda line: line.means[-1], reverse=panel.is_loss)
     for number, line in enumerate(ordered):
         style = {**line.style, "linestyle": "none"}
         axes.errorbar(line.means, [number], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)

@@ -32,6 +32,7 @@ from hf_bico.experiments.compare.measurements import (
     DrawMeasurements,
     Grid,
     about_unlabelled,
+    choose_samples,
     digest,
     draw_samples,
     open_data_sets,
@@ -199,7 +200,9 @@ class _Work:
         models.use_common_length()
         if settings.objective == "zero-shot":  # methods that predict classes use the vision tower only
             models = models.of_towers(("",), "zero-shot")
-        return cls(models, grid, [prepare_data_set(*one, models, hub) for one in zip(data_sets, draws, strict=True)])
+        chosen = [choose_samples(some, models) for some in draws]
+        grid = replace(grid, per_byte=models.pairing is not None)
+        return cls(models, grid, [prepare_data_set(*one, models, hub) for one in zip(data_sets, chosen, strict=True)])
 
     @cached_property
     def refusals(self) -> tuple[Refusal, ...]:
