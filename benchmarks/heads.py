@@ -177,10 +177,10 @@ def main(worlds: int) -> None:
     rows = [("heads", "samples", *WAYS)]
     for case in CASES:
         found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        click.echo(case, err=True)
         for key, value in _shares(case, worlds):
             found[key].append(value)
         rows += [(case, str(size), *(f"{fmean(found[way, size]):.1%}" for way in WAYS)) for size in SIZES]
-        click.echo(markdown_table(rows[-len(SIZES) :]), err=True)
     click.echo(markdown_table(rows))
 
 

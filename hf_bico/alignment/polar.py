@@ -4,8 +4,9 @@ Knows batches of matrices of one shape; not what they were summed from, nor how 
 cut are called seen, the others unseen. There are three ways; a result that fails its check is computed by `svd`:
 
 - `iterated`: two weighted Halley steps raise every value above the cut well above zero, and leave those below it lower
-  than all of these. Polynomials then bring them to one. Where values lie on both sides of the cut without a gap, the
-  sign of X^T X minus its value at the cut, after the Halley steps, gives the projector on the seen directions.
+  than all of these. More steps and polynomials then bring them to one. Where values lie on both sides of the cut
+  without a gap, the sign of X^T X minus its value at the cut, after two steps, gives the projector on the seen
+  directions.
 - `reduced` (large matrices): where few directions are seen, or few are unseen, a block of vectors is filtered with
   powers of the second Halley step's inverse until it spans them. The cut is then made in this small subspace.
 - `svd`: the singular value decomposition.
@@ -62,7 +63,11 @@ rounding errors are small."""
 MARGIN = 1.25
 """The same for later steps: all larger values stay clear of the cut's image."""
 ENOUGH = 0.3
-"""Value from which polynomials are faster than Halley steps."""
+"""Value from which a matrix can be cut: what lies above it has come far from what lies below."""
+POLYNOMIAL, LARGE_POLYNOMIAL = 0.1, 0.95
+"""Values from which polynomials are faster than Halley steps, the second from a side of SYMMETRIC."""
+SYMMETRIC = 3000
+"""Side from which a symmetric product is computed by blocks, only half of those beside the diagonal."""
 DOUBT = 1e-6
 """Values this close to the cut, as a share of it, are left to the SVD. The cut itself is as exact as the largest
 value, half of LANCZOS_ERROR."""
@@ -155,7 +160,7 @@ def isometries_by_svd(batch: Tensor, cut: float) -> tuple[list[PartialIsometry],
 
 def _isometries_by_iteration(batch: Tensor, cut: float, large: int) -> list[PartialIsometry]:
     """Solve matrices with at least as many rows as columns; scales the batch to largest singular values of one."""
-    grams = torch.bmm(batch.mT, batch)
+    grams = _gram(batch)
     squares = largest_eigenvalues(grams)
     squares = torch.where(squares > 0, squares, 1.0)
     batch.div_(squares.sqrt()[:, None, None])
@@ -185,7 +190,7 @@ def _checked(batch: Tensor, candidates: _Candidates, cut: float) -> list[Partial
 def _halley_step(stage: _Stage, margin: float = MARGIN) -> _Stage:
     low = margin * stage.edge
     matrices = halley(stage.matrices, halley_inverses(stage.grams, low), low)
-    return _Stage(matrices, torch.bmm(matrices.mT, matrices), halley_image(stage.edge, low))
+    return _Stage(matrices, _gram(matrices), halley_image(stage.edge, low))
 
 
 def _iterated(stage: _Stage) -> _Candidates:
@@ -198,7 +203,7 @@ def _iterated(stage: _Stage) -> _Candidates:
         stage = _halley_step(stage)
     halfway, threshold = stage.grams, stage.edge**2
     matrices = to_one(stage.matrices, halfway, stage.edge)
-    grams = torch.bmm(matrices.mT, matrices)
+    grams = _gram(matrices)
     # positive definite exactly where all values left were above the edge: halfway - threshold on the row space, one
     # on its complement
     above = halfway - (threshold * (1 + DOUBT) + 1) * grams
@@ -220,13 +225,12 @@ def _projectors_above(symmetric: Tensor, threshold: float) -> Tensor:
     """Return the projectors on the eigenvectors above the threshold, for eigenvalues of [0, 1]; overwrite the input."""
     symmetric.diagonal(dim1=-2, dim2=-1).sub_(threshold)
     symmetric.div_(max(threshold, 1 - threshold))
-    signs = halley(symmetric, halley_inverses(torch.bmm(symmetric, symmetric), NEAR), NEAR)
+    signs = to_one(symmetric, _gram(symmetric), NEAR)
     signs = (signs + signs.mT).div_(2)
-    signs = to_one(signs, torch.bmm(signs, signs), halley_image(NEAR, NEAR))
     for _ in range(EXTRA_STEPS):
         if bool((signs.shape[-1] - _inner(signs, signs) < TOLERANCE).all()):
             break
-        signs = quintic(signs, torch.bmm(signs, signs), NEWTON)
+        signs = quintic(signs, _gram(signs), NEWTON)
     signs.div_(2).diagonal(dim1=-2, dim2=-1).add_(0.5)
     return signs
 
@@ -243,7 +247,7 @@ def _large(unit: Tensor, gram: Tensor, cut: float) -> _Candidates:
     del inverse, stage
     if subspace is not None:
         return subspace.complement_isometry(matrices, edge)
-    return _iterated(_Stage(matrices, torch.bmm(matrices.mT, matrices), edge))
+    return _iterated(_Stage(matrices, _gram(matrices), edge))
 
 
 @dataclass(frozen=True)
@@ -266,7 +270,7 @@ class _Subspace:
         """Return the isometry of all other directions, from matrices whose other values are in [edge, 1]."""
         if self.vectors.shape[-1]:
             matrices = torch.baddbmm(matrices, torch.bmm(matrices, self.vectors), self.vectors.mT, alpha=-1.0)
-        matrices = to_one(matrices, torch.bmm(matrices.mT, matrices), edge, REDUCED_ERROR)
+        matrices = to_one(matrices, _gram(matrices), edge, REDUCED_ERROR)
         ranks = torch.full_like(matrices[:, 0, 0], matrices.shape[-1] - self.vectors.shape[-1])
         return _Candidates(matrices, ranks, (ranks - _inner(matrices, matrices)).abs() < REDUCED_MISFIT, "reduced")
 
@@ -329,8 +333,28 @@ def _cut_within(stage: _Stage, basis: Tensor, of_seen: bool) -> _Subspace | None
 
 def _squared(matrices: Tensor, times: int) -> Tensor:
     for _ in range(times):
-        matrices = torch.bmm(matrices, matrices)
+        matrices = _gram(matrices)
     return matrices
+
+
+def _gram(matrices: Tensor, lower: bool = False) -> Tensor:
+    """Return X^T X; `lower` says that X is lower triangular. The square of a symmetric matrix is one too."""
+    size = matrices.shape[-1]
+    if size < SYMMETRIC:
+        return torch.bmm(matrices.mT, matrices)
+    half = size // 2
+    left, right = matrices[..., :half], matrices[..., half:]
+    gram = matrices.new_empty(*matrices.shape[:-2], size, size)
+    if lower:
+        gram[..., :half, :half] = _gram(left[..., :half, :], lower=True)
+        left, right = left[..., half:, :], right[..., half:, :]
+        gram[..., :half, :half] += _gram(left)
+    else:
+        gram[..., :half, :half] = _gram(left)
+    gram[..., half:, half:] = _gram(right, lower)
+    corner = torch.bmm(left.mT, right)
+    gram[..., :half, half:], gram[..., half:, :half] = corner, corner.mT
+    return gram
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
@@ -406,7 +430,7 @@ def halley_inverses(grams: Tensor, low: float) -> Tensor:
         return torch.cholesky_inverse(factors)
     del shifted
     halves = _triangular_inverses(factors)
-    return torch.bmm(halves.mT, halves)
+    return _gram(halves, lower=True)
 
 
 def _triangular_inverses(factors: Tensor) -> Tensor:
@@ -460,19 +484,22 @@ def _halley_weights(low: float) -> Weights:
 
 
 def to_one(matrices: Tensor, grams: Tensor, low: float, error: float = 1e-15) -> Tensor:
-    """Bring singular values of [low, 1] to one by odd polynomials of degree 5; zero stays zero. `grams` are X^T X.
+    """Bring singular values of [low, 1] to one by Halley steps, and then by odd polynomials of degree 5.
 
-    Up to rounding, no value ends above one or more than `error` below it.
+    Zero stays zero. Up to rounding, no value ends above one or more than `error` below it. `grams` are X^T X.
     """
+    while low < (POLYNOMIAL if matrices.shape[-1] < SYMMETRIC else LARGE_POLYNOMIAL):
+        matrices = halley(matrices, halley_inverses(grams, low), low)
+        low, grams = halley_image(low, low), _gram(matrices)
     for index, weights in enumerate(polynomials(low, error)):
-        matrices = quintic(matrices, torch.bmm(matrices.mT, matrices) if index else grams, weights)
+        matrices = quintic(matrices, _gram(matrices) if index else grams, weights)
     return matrices
 
 
 def quintic(matrices: Tensor, grams: Tensor, weights: Weights) -> Tensor:
     """Return a X + b X X^T X + c X (X^T X)^2; `grams` are X^T X."""
     a, b, c = weights
-    inner = torch.baddbmm(grams, grams, grams, beta=b, alpha=c)
+    inner = _gram(grams).mul_(c).add_(grams, alpha=b)
     inner.diagonal(dim1=-2, dim2=-1).add_(a)
     return torch.bmm(matrices, inner)
 

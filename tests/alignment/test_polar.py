@@ -70,9 +70,11 @@ def made(values: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tenso
     return (left * values) @ right.T, seen, right[:, values >= 10 * CUT * values.max()]
 
 
+@pytest.mark.parametrize("symmetric", [100, ALONE], ids=["by blocks", "whole"])
 @pytest.mark.parametrize("large", [2, ALONE], ids=["reduced", "iterated"])
 @pytest.mark.parametrize("name", SPECTRA)
-def test_equals_the_decomposition(name: str, large: int) -> None:
+def test_equals_the_decomposition(name: str, large: int, symmetric: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_bico.alignment.polar.SYMMETRIC", symmetric)
     values = torch.cat(SPECTRA[name])
     matrix, seen, far = made(values, 340, SIDE)
     [found] = partial_isometries(matrix[None].clone(), CUT, smallest=2, large=large)
@@ -155,6 +157,7 @@ def test_values_that_are_no_numbers_are_refused(bad: float) -> None:
 def test_inverses_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_bico.alignment.polar.BLOCKED", 2)
     monkeypatch.setattr("hf_bico.alignment.polar.LEAF", 48)
+    monkeypatch.setattr("hf_bico.alignment.polar.SYMMETRIC", 200)
     rows = frame(size, 60, 3)
     gram = rows @ rows.T
     found = halley_inverses(gram[None], 0.1)[0]
