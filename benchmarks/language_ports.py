@@ -159,13 +159,14 @@ def _measured(
         record, method = ported.record, ported.record.method
         alphas = [method.alpha] if isinstance(method.alpha, float) else list(method.alpha)
         promised = method.veto.mean if method.veto is not None else record.outlook.value
-        gain = 0.0 if ported.held_back else _gain(record)
+        gain = 0.0 if ported.held_back else gain_of_record(record)
         if ported.held_back and any(alphas) and len(alphas) == 1:
-            gain = _gain(port(source, **where, **{**how, "alpha": alphas[0]}).record)
+            gain = gain_of_record(port(source, **where, **{**how, "alpha": alphas[0]}).record)
         yield LanguagePort(world, kind, "", n, name, gain, ported.held_back, promised, alphas)
 
 
-def _gain(record: Any) -> float:
+def gain_of_record(record: Any) -> float:
+    """Return the gain that a record measured: points of accuracy, or a share of what fine-tuning gave the base."""
     by_model = {entry.model: entry for entry in record.evaluation}
     target, ported = by_model["target"].value, by_model["ported"].value
     if by_model["target"].metric == "accuracy":

@@ -66,12 +66,15 @@ def _sequences(folder: Path) -> Repos:
     return Repos(world.tuned, world.source, world.target, world.data)
 
 
-def build_encoders(folder: Path, seed: int = 0) -> Repos:
-    """Both have learnt to tell the words of a sentence, and the first of them which verbs are glad ones."""
+def build_encoders(folder: Path, seed: int = 0, tokenizers: tuple[Any, Any] = (None, None)) -> Repos:
+    """Both have learnt to tell the words of a sentence, and the first of them which verbs are glad ones.
+
+    They read characters, unless tokenizers are given.
+    """
     places = [folder / name for name in ("base", "target", "tuned")]
-    for number, (place, width) in enumerate(zip(places[:2], (24, 32), strict=True), start=3 * seed):
+    for number, (place, width, cut) in enumerate(zip(places[:2], (24, 32), tokenizers, strict=True), start=3 * seed):
         with quiet_torch(number):
-            _teach(write_encoder(place, width=width, seed=number), place, _words_of, 15, STEPS, 2e-3)
+            _teach(write_encoder(place, width=width, seed=number, tokenizer=cut), place, _words_of, 15, STEPS, 2e-3)
     with quiet_torch(3 * seed + 2):
         model = _teach(places[0], places[2], _glad, 2, TUNING_STEPS, TUNING_RATE)
         model.config.id2label, model.config.label2id = {0: "sad", 1: "glad"}, {"sad": 0, "glad": 1}

@@ -221,6 +221,7 @@ def write_encoder(
     *,
     mlp: int | None = None,
     task: str | None = None,
+    tokenizer: Any = None,
     **config: Any,
 ) -> Path:
     """An encoder of the kind bert, roberta or distilbert: bare, with a classification `head`, or for another `task`.
@@ -229,17 +230,18 @@ def write_encoder(
     """
     import transformers
 
+    tokenizer = tokenizer or text_tokenizer("encoder")
     spelling = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}[kind]
     if kind == "distilbert":
         shape = {"dim": width, "n_layers": blocks, "n_heads": heads, "hidden_dim": mlp or 2 * width}
     else:
         shape = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": heads}
         shape["intermediate_size"] = mlp or 2 * width
-    shared = {"vocab_size": vocabulary_size(), "max_position_embeddings": POSITIONS + 2, "pad_token_id": 0}
+    shared = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS + 2, "pad_token_id": 0}
     labels = {} if head is None else {"num_labels": head}
     settings = getattr(transformers, f"{spelling}Config")(**{**shape, **shared, **labels, **config})
     ending = task or ("Model" if head is None else "ForSequenceClassification")
-    return save_model(getattr(transformers, spelling + ending)(settings), folder, seed, text_tokenizer("encoder"))
+    return save_model(getattr(transformers, spelling + ending)(settings), folder, seed, tokenizer)
 
 
 def write_vit(

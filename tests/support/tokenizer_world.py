@@ -8,7 +8,7 @@ are those of the language world.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -136,16 +136,36 @@ def _tokenizer(name: str) -> PreTrainedTokenizerFast:
     kind, pieces = name.split()
     of = "target" if pieces == "500" else "source"
     pages = [mixed(pages_of(of)[start : start + 2000], start) for start in range(0, 200_000, 4000)]
+    return learnt_tokenizer(kind, int(pieces), pages)
+
+
+def learnt_tokenizer(
+    kind: str, pieces: int, texts: Sequence[str], special: Sequence[str] = SPECIAL, frame: tuple[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of "bytes", of "words" as SentencePiece cuts them, or of "wordpieces", trained on these texts.
+
+    A `frame` is what is put around a text, and around a pair of texts.
+    """
+    options: dict[str, Any] = {"vocab_size": pieces, "special_tokens": list(special), "show_progress": False}
     if kind == "bytes":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer(vocab_size=int(pieces), special_tokens=list(SPECIAL))
+        trainer: Any = trainers.BpeTrainer(**options)
+    elif kind == "wordpieces":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**options)
     else:
         made = Tokenizer(models.Unigram())
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=int(pieces), special_tokens=list(SPECIAL), unk_token="<unk>")
-    made.train_from_iterator(pages, trainer)
-    called = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+        trainer = trainers.UnigramTrainer(**options, unk_token="<unk>")
+    made.train_from_iterator(texts, trainer)
+    if frame is not None:
+        numbered = [(token, made.token_to_id(token)) for token in special]
+        made.post_processor = processors.TemplateProcessing(single=frame[0], pair=frame[1], special_tokens=numbered)
+    called = dict(
+        zip(("pad_token", "unk_token", "bos_token", "eos_token", "cls_token", "sep_token"), special, strict=False)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=made, **called)
 
 
