@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import click
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -41,20 +40,19 @@ from hf_bico.alignment.procrustes import PairedRows, polar
 from hf_bico.alignment.statistics import Kind
 from hf_bico.models.layout import SitePair
 from hf_bico.utils.text import markdown_table
-from support.language_toys import vocabulary_size
-from support.language_world import LENGTH, SHAPES, build_decoders
+from support.language_world import SHAPES, build_decoders, llama
 
 Heads = tuple[int, int]
 Solve = Callable[[Tensor, Heads], Tensor]
 
 WIDTHS = tuple(SHAPES[name][0] for name in ("source", "target"))
-CASES: dict[str, tuple[Any, Any, Heads, Heads]] = {
-    "4/1 to 8/4": (LlamaConfig, LlamaForCausalLM, (4, 1), (8, 4)),
-    "4/4 to 4/1": (LlamaConfig, LlamaForCausalLM, (4, 4), (4, 1)),
-    "6/2 to 4/2": (LlamaConfig, LlamaForCausalLM, (6, 2), (4, 2)),
-    "4/2 to 8/2, q/k norms": (Qwen3Config, Qwen3ForCausalLM, (4, 2), (8, 2)),
+CASES: dict[str, tuple[str, Heads, Heads]] = {
+    "4/1 to 8/4": ("Llama", (4, 1), (8, 4)),
+    "4/4 to 4/1": ("Llama", (4, 4), (4, 1)),
+    "6/2 to 4/2": ("Llama", (6, 2), (4, 2)),
+    "4/2 to 8/2, q/k norms": ("Qwen3", (4, 2), (8, 2)),
 }
-"""Heads and key-value heads of the source, and of the target."""
+"""The kind of decoder; heads and key-value heads of the source, and of the target."""
 STYLES = ("capitals", "digits")
 SIZES = (20, 100)
 
@@ -125,7 +123,7 @@ def _method(way: str, case: str) -> str:
     solve = WAYS[way]
     if solve is None:
         return "bico"
-    source, target = CASES[case][2:]
+    _, source, target = CASES[case]
     queries, keys = ((source[index], target[index]) for index in (0, 1))
     heads = {"attn.q": queries, "attn.k": keys, "attn.v": keys, "attn.out": queries}
     name = f"bico-{way.replace(' ', '-')}"
@@ -135,25 +133,12 @@ def _method(way: str, case: str) -> str:
 
 
 def _make(case: str) -> Callable[[int, int], Any]:
-    config, model, *heads = CASES[case]
+    kind, *heads = CASES[case]
 
     def make(width: int, blocks: int) -> Any:
         count, shared = heads[WIDTHS.index(width)]
-        return model(
-            config(
-                vocab_size=vocabulary_size(),
-                hidden_size=width,
-                intermediate_size=2 * width,
-                num_hidden_layers=blocks,
-                num_attention_heads=count,
-                num_key_value_heads=shared,
-                head_dim=width // count,
-                max_position_embeddings=4 * LENGTH,
-                bos_token_id=2,
-                eos_token_id=3,
-                pad_token_id=0,
-            )
-        )
+        own = {"num_attention_heads": count, "num_key_value_heads": shared, "head_dim": width // count}
+        return llama(width, blocks, kind, **own)
 
     return make
 

@@ -43,8 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "BiCo, alpha 1": {"method": "bico", "alpha": 1.0},
     "as `port` runs it": {"method": "auto"},
 }
-
-
 PARTS = ("decoders", "sequences", "encoders")
 ENCODERS = (("wordpieces", 60), ("wordpieces", 50), ("words", 40))
 SEQUENCES = (("bytes", 120), ("bytes", 200), None)
@@ -111,11 +109,10 @@ def _gain(ported: Ported) -> float:
 @click.command(help=__doc__)
 @click.option("--worlds", default=3, show_default=True)
 @click.option("--samples", default=100, show_default=True)
-@click.option(
-    "--part", type=click.Choice(["decoders", "sequences", "encoders"]), multiple=True, help="All if left out."
-)
+@click.option("--part", type=click.Choice(PARTS), multiple=True, default=PARTS, help="All if left out.")
 def main(worlds: int, samples: int, part: tuple[str, ...]) -> None:
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     for make in (decoders, sequences, encoders):
         if make.__name__ in part:
             with TemporaryDirectory() as scratch:

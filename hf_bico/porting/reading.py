@@ -7,6 +7,7 @@ no changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log
 from typing import Any, cast
@@ -55,17 +56,27 @@ def require_readable(models: Sequence[LiveModel], split: str, samples: Samples) 
         return Reading()
     cut, differ = 0, False
     for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
-        try:
+        with _of_row(index, split):
             rows = [model.text_rows(items) for model in readers]
-            differ |= not rows[0].same_as(rows[-1])
-        except UnreadableSampleError as error:
-            raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
+        differ |= not rows[0].same_as(rows[-1])
         full = any(int(row.mask.sum()) == model.longest for row, model in zip(rows, readers, strict=True))
         cut += full and any(model.cuts(items[0]) for model in readers)
     if not differ:
         return Reading(cut)
-    pairs = (pairs_of(readers[0], readers[-1], items[0]) for items, _ in samples.batches(1))
-    return Reading(cut, sum((pair.shares for pair in pairs), Shares()))
+    pairing = Shares()
+    for index, (items, _) in zip(samples.indices, samples.batches(1), strict=True):
+        with _of_row(index, split):
+            pairing += pairs_of(readers[0], readers[-1], items[0]).shares
+    return Reading(cut, pairing)
+
+
+@contextmanager
+def _of_row(index: int, split: str) -> Iterator[None]:
+    """Name the row in an error about one that cannot be read."""
+    try:
+        yield
+    except UnreadableSampleError as error:
+        raise UnreadableSampleError(f"row {index} of split '{split}': {error.cause}", error.remedy) from error
 
 
 def require_prepared(models: Sequence[LiveModel], split: str, samples: Samples) -> None:

@@ -14,9 +14,11 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_bico
 from hf_bico.cli.main import main
+from hf_bico.errors import UnreadableSampleError
 from support.language_toys import fine_tuned, piece_tokenizer, sentences, write_decoder
-from support.paper import PAPER_WORDS
+from support.paper import PAPER, PAPER_WORDS
 from support.real_tokenizers import fast_tokenizer
 
 SPECIAL = {
@@ -158,3 +160,27 @@ def test_predictions_of_other_tokens_are_not_learnt(words: tuple[str, ...], tmp_
     assert "the source predicts other tokens than the target has" in done.stderr
     assert "--polish-on labels, or --method train" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_row_of_which_both_read_nothing_in_common_is_named(tmp_path: Path) -> None:
+    """The source has room for the end of the long answer alone, which is one piece of the target's; nothing follows."""
+    long = "warkiwarkiwarki"
+    tokenizers = piece_tokenizer((long,)), piece_tokenizer((long,), (long,), seed=3)
+    for number, (name, tokenizer) in enumerate(zip(("base", "target"), tokenizers, strict=True)):
+        tokenizer.eos_token = None
+        write_decoder(tmp_path / name, seed=number, tokenizer=tokenizer)
+    tuned = fine_tuned(tmp_path / "base", tmp_path / "tuned", AutoModelForCausalLM)
+    rows = [{"prompt": "say ", "completion": text[:5]} for text in dict.fromkeys(sentences(20))]
+    rows[3]["completion"] = long
+    with pytest.raises(UnreadableSampleError, match="row 3 of split 'train': nothing of an answer") as raised:
+        hf_bico.port(
+            tuned,
+            base=tmp_path / "base",
+            to=tmp_path / "target",
+            data=rows,
+            n=len(rows),
+            max_length=10,
+            evaluate=False,
+            **PAPER,
+        )
+    assert "a longer --max-length" in raised.value.remedy

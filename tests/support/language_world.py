@@ -114,23 +114,15 @@ def _tune(world: DecoderWorld) -> None:
     adapted.save_pretrained(world.adapter)
 
 
-def llama(width: int, blocks: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(width: int, blocks: int, kind: str = "Llama", **config: Any) -> Any:
+    """A Llama with random weights, or another decoder that is configured as it is, such as Qwen3."""
+    import transformers
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary_size(),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=blocks,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4 * LENGTH,
-            bos_token_id=2,
-            eos_token_id=3,
-            pad_token_id=0,
-        )
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": blocks}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4 * LENGTH}
+    ids = {"vocab_size": vocabulary_size(), "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    settings = getattr(transformers, f"{kind}Config")(**{**sizes, **heads, **ids, **config})
+    return getattr(transformers, f"{kind}ForCausalLM")(settings)
 
 
 def gpt2(width: int, blocks: int) -> Any:

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_bico.experiments.demo.training import quiet_torch
 from support.language_world import (
@@ -30,6 +30,7 @@ from support.language_world import (
     TUNING_RATE,
     TUNING_STEPS,
     in_style,
+    llama,
     mixed,
     pages_of,
     train,
@@ -113,8 +114,7 @@ def build_tokenizer_world(folder: Path, seed: int, style: str = "capitals") -> T
         tokenizer = _tokenizer(name)
         for number, model in enumerate(("source", "target")):
             with quiet_torch(2 * seed + number):
-                width, blocks = SHAPES[model]
-                made = _llama(width, blocks, len(tokenizer))
+                made = llama(*SHAPES[model], vocab_size=len(tokenizer))
                 _train(made, tokenizer, mixed(pages_of(model), seed), STEPS, partial(warm_up_then_cosine, steps=STEPS))
                 made.save_pretrained(world.place(name, model))
                 tokenizer.save_pretrained(world.place(name, model))
@@ -167,13 +167,6 @@ def learnt_tokenizer(
         zip(("pad_token", "unk_token", "bos_token", "eos_token", "cls_token", "sep_token"), special, strict=False)
     )
     return PreTrainedTokenizerFast(tokenizer_object=made, **called)
-
-
-def _llama(width: int, blocks: int, vocabulary: int) -> Any:
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": blocks}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    special = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes, **heads, **special))
 
 
 def _train(model: Any, tokenizer: Any, text: str, steps: int, rate: Callable[[int], float]) -> None:
