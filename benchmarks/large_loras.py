@@ -25,6 +25,7 @@ from timing import PAPER, clean_up, enforced
 
 import hf_bico
 from hf_bico.alignment.memory import MemoryLimits
+from hf_bico.runtime.environment import choose_device
 from hf_bico.settings import read_size
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--keep", type=Path, help="a folder that keeps the models for another run")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")  # before anything else uses it, so that its memory comes in segments that grow
     kind, source, target, shared = PAIRS[options.pair]
     with tempfile.TemporaryDirectory() if options.keep is None else nullcontext(options.keep) as scratch:
         place = Path(scratch) / options.pair

@@ -71,10 +71,10 @@ SYMMETRIC = 3000
 DOUBT = 1e-6
 """Values this close to the cut, as a share of it, are left to the SVD. The cut itself is as exact as the largest
 value, half of LANCZOS_ERROR."""
-NEAR = 3e-4
+NEAR = 1e-5
 """Values this close to the cut, as a share of it, are separated without extra steps."""
-EXTRA_STEPS = 16
-"""Most extra polynomials of a sign iteration, for values that are still closer."""
+EXTRA_STEPS = 8
+"""Most extra polynomials of a sign iteration, for values that are still closer, down to DOUBT or so."""
 DAMPING = 1e-5
 """Least that a filter leaves of other directions, so that the columns of a block stay independent."""
 COUNT_SQUARINGS = 3
@@ -85,7 +85,7 @@ FILTER_SQUARINGS = 2
 """More of them for the filter of unseen directions: twice the cut is then damped by four decades."""
 SPARE_COLUMNS = 32
 """Columns of a block above twice the number of directions to find."""
-SHARE = 6
+SHARE = 4
 """A block has at most the smaller side over this number of columns."""
 ROUNDS = 3
 """How often a block is filtered before the subspace is given up."""
