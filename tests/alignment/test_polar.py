@@ -41,6 +41,7 @@ SPECTRA = {
     "rank 40": [falling(0, -3, 40), level(0, 260)],
     "rank 7, two of them below the cut": [falling(0, -5, 5), level(3e-7, 2), level(0, 293)],
     "all but one": [falling(0, -5, 299), level(0, 1)],
+    "one in twenty seen and a tail below the cut": [falling(0, -5.8, 15), falling(-6.1, -12, 285)],
     "few seen and a long tail": [falling(0, -5.9, 5), falling(-6.3, -12, 295)],
     "nearly full": [falling(0, -3, 293), falling(-5.7, -5.98, 3), falling(-6.01, -6.1, 4)],
     "flat": [level(1, SIDE)],
@@ -50,6 +51,7 @@ SPECTRA = {
 REDUCED = {
     "rank 7, two of them below the cut",
     "all but one",
+    "one in twenty seen and a tail below the cut",
     "few seen and a long tail",
     "nearly full",
     "flat",
