@@ -6,9 +6,10 @@ Knows names and types of columns; neither files nor samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from hf_bico.data.small_parquet import SmallParquet, StoredType
 from hf_bico.errors import ColumnError, UnreadableSampleError, UsageError
 from hf_bico.settings import Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
@@ -317,6 +318,8 @@ def _listed(kinds: Mapping[str, str]) -> str:
 
 def undecoded(rows: RowSequence, image: str) -> RowSequence:
     """Return the rows with images as stored: bytes or a path."""
+    if isinstance(rows, SmallParquet):
+        return replace(rows, as_stored=True)
     import datasets
 
     return rows.cast_column(image, datasets.Image(decode=False))
@@ -351,6 +354,8 @@ def feature_kinds(features: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _feature_kind(feature: Any) -> str:
+    if isinstance(feature, StoredType):
+        return feature.kind
     import datasets
 
     if isinstance(feature, datasets.Image):

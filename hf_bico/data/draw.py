@@ -33,7 +33,7 @@ from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
 from hf_bico.errors import ClassNamesError, DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
-from hf_bico.settings import DEFAULT_MEASURED, Settings
+from hf_bico.settings import DEFAULT_MEASURED, DEFAULT_SAMPLES, Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def draw(
 
 
 def draw_from(data: DataSet, settings: Settings) -> CalibrationDraw:
-    split, strategy = calibration_split(data, settings.split), Strategy.from_settings(settings)
-    samples = calibration_samples(data, split, settings)
+    split = calibration_split(data, settings.split)
+    samples, strategy = calibration_samples(data, split, settings), _strategy(data, split, settings)
     labels = "dataset" if _uses_labels(_columns_of(data, split, settings), settings) else "pseudo"
     return CalibrationDraw(data, split, samples, labels, strategy, strategy.needs_features)
 
@@ -313,7 +313,7 @@ def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
 def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
     columns = _columns_of(data, split, settings)
     _require_labels(data.name, columns, settings)
-    strategy = Strategy.from_settings(settings)
+    strategy = _strategy(data, split, settings)
     if not _uses_labels(columns, settings):
         size = len(data.splits[split])
         _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
@@ -327,6 +327,28 @@ def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int
         )
     _require_enough(data, split, strategy, Counter(labels.values()))
     return strategy.rows(data.order(split, strategy.seed), labels)
+
+
+def _strategy(data: DataSet, split: str, settings: Settings) -> Strategy:
+    """Return how to draw from a split: by default no more samples than it has.
+
+    Where models are measured on the same split, a third of it is left for that.
+    """
+    strategy = Strategy.from_settings(settings)
+    if settings.n is not None or settings.per_class is not None:
+        return strategy
+    if _uses_labels(_columns_of(data, split, settings), settings):
+        sizes = Counter(data.labels(split).values())
+        if strategy.name == "one-class":
+            available = max(sizes.values(), default=0)
+        else:
+            available = sum(sizes[label] for label in strategy.classes(sizes))
+    else:
+        rows = range(len(data.splits[split]))
+        available = len(data.usable_rows(split, draw_order(len(rows), strategy.seed), strategy.n * 3 // 2))
+    others = (name for name in data.splits if name != split)
+    shared = settings.evaluate and not any(data.can_evaluate_on(name) for name in others)
+    return replace(strategy, n=min(strategy.n, max(1, available * 2 // 3 if shared else available)))
 
 
 def _uses_labels(columns: Columns, settings: Settings) -> bool:
@@ -462,8 +484,8 @@ def _given_splits(data: Any) -> Mapping[str, RowSequence]:
     return {str(getattr(data, "split", None) or "train"): data}
 
 
-def calibration_notices(drawn: CalibrationDraw) -> list[str]:
-    """Return notices if calibration samples are of one class, or of few of them, or if many rows have no label."""
+def calibration_notices(drawn: CalibrationDraw, settings: Settings) -> list[str]:
+    """Return notices if calibration samples are few, of one class or of few of them, or if many rows have no label."""
     data, split, notices = drawn.data, drawn.split, list[str]()
     known, rows = len(data.class_names), len(data.splits[split])
     classes = len({label for label in drawn.samples.labels if label >= 0})
@@ -471,6 +493,11 @@ def calibration_notices(drawn: CalibrationDraw) -> list[str]:
         notices.append("All calibration samples are of one class.")
     elif classes and split in data.parts and 2 * classes < min(known, len(drawn.samples)):
         notices.append(f"The samples are of {classes} of {known} classes, read from a part of the data set: see -k.")
+    if settings.n is None and settings.per_class is None and len(drawn.samples) < DEFAULT_SAMPLES:
+        notices.append(
+            f"Only {len(drawn.samples)} calibration samples were used, not the usual {DEFAULT_SAMPLES}: "
+            f"split '{split}' has {rows} rows."
+        )
     kinds = column_kinds(data.splits[split]) if data.columns.image is not None and not data.labelled else {}
     for name in (name for name in LABELS if name in kinds and name not in data.columns.names):
         notices.append(f"The column '{name}' holds {kinds[name]}, no classes, and was not read.")
@@ -525,7 +552,7 @@ def _digests(samples: Samples, image_alone: bool = False) -> Iterator[bytes]:
     """Hash each sample's stored values; with `image_alone`, a caption does not count."""
     rows, image = samples.rows, samples.columns.image
     names = [image] if image_alone and image is not None else list(samples.columns.parts.values())
-    if image is not None and hasattr(rows, "cast_column"):
+    if image is not None and hasattr(rows, "features"):
         rows = undecoded(rows, image)
     elif image is None and hasattr(rows, "select_columns"):
         rows = rows.select_columns(names)

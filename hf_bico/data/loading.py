@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
 from hf_bico.data.declarations import METADATA_FILES, choose_config, matching, read_declared, read_metadata
+from hf_bico.data.small_parquet import open_small
 from hf_bico.data.unpacking import UNPACKING_ERRORS, UnpackedSize, unpacked
 from hf_bico.data.zipped_images import has_images, open_zipped
 from hf_bico.errors import DataNotFoundError, DownloadTooLargeError, NotCachedError, OutputError
@@ -81,6 +82,9 @@ class ParquetFiles:
 
 def open_folder(path: Path, name: str, config: str | None = None) -> OpenedData:
     """Open a folder of images or of tables, one saved by `datasets`, or one table; `name` is for errors."""
+    small = open_small(path) if config is None and path.is_dir() else None
+    if small is not None:
+        return dict(small), None
     import datasets
 
     saved = any((path / mark).is_file() for mark in _SAVED)

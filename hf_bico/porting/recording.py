@@ -268,7 +268,7 @@ def _notices(
     notices += tensor_notices(overlap)
     if drawn is not None:
         measured = prepared.held_out[1] if prepared.held_out is not None and evaluation else None
-        notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn)]
+        notices += [*repeat_notices(drawn, measured), *calibration_notices(drawn, settings)]
         notices += class_notices(drawn.data, measured)
         notices += [*reading_notices(prepared.models, drawn.samples, measured, prepared.cut), *prepared.doubts]
         notices += pairing_notices(prepared.models.pairing)

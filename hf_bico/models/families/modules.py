@@ -5,12 +5,12 @@ Reads module classes and parameter names; a model on the meta device will do. Kn
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from transformers.pytorch_utils import Conv1D
 
 from hf_bico.models.families.base import EMBEDDINGS, NO_SITE, NORM, TIED, Shapes
 from hf_bico.models.layout import Layout, Site, Slot
@@ -18,7 +18,13 @@ from hf_bico.models.layout import Layout, Site, Slot
 
 def has_linear(module: nn.Module) -> bool:
     """Tell whether a model has anything that could be a site."""
-    return any(isinstance(part, nn.Linear | Conv1D) for part in module.modules())
+    return any(isinstance(part, _linear_classes()) for part in module.modules())
+
+
+def _linear_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of linear maps; transformers' Conv1D, which is stored transposed, once that is imported."""
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    return (nn.Linear,) if loaded is None else (nn.Linear, loaded.Conv1D)
 
 
 def stored_names(module: nn.Module, shapes: Shapes) -> dict[str, str]:
@@ -81,7 +87,7 @@ def _linear_modules(module: nn.Module) -> dict[str, Any]:
 
 def _is_linear(module: nn.Module) -> bool:
     # a subclass with a forward of its own may compute anything
-    if getattr(type(module), "forward", None) not in (nn.Linear.forward, Conv1D.forward):
+    if getattr(type(module), "forward", None) not in [linear.forward for linear in _linear_classes()]:
         return False
     weight = module._parameters.get("weight")
     return type(weight) is nn.Parameter and weight.is_floating_point() and weight.ndim == 2
@@ -112,7 +118,7 @@ def _site(path: str, stack: str | None, module: Any, weight: str, bias: str | No
     if stack is not None and path.startswith(f"{stack}."):
         number, _, inside = path[len(stack) + 1 :].partition(".")
         block, role = int(number), inside or stack.rpartition(".")[2]
-    transposed = isinstance(module, Conv1D)
+    transposed = not isinstance(module, nn.Linear)
     rows, columns = reversed(module.weight.shape) if transposed else module.weight.shape
     slots = Slot(weight, transposed=transposed), None if bias is None else Slot(bias)
     return Site(path, role, block, path, (rows, columns), *slots)
