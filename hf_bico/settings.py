@@ -244,6 +244,8 @@ class Option:
     type: type = str
     flag: str | None = None
     """How it is typed, where that is not its name."""
+    also: str | None = None
+    """Another way to type it."""
     metavar: str | None = None
     choices: Sequence[str] | Mapping[str, Any] | None = None
     least: int | None = None
@@ -377,149 +379,158 @@ class Settings:
     # fmt: off
     split: str | None = option(None, _DATA, "Split to calibrate on; train by default.", recorded=False, decisive=True)
     n: int | None = option(
-        None, _DATA, f"Calibration samples in all; {DEFAULT_SAMPLES} by default.",
-        flag="-n", type=int, least=1, recorded=False)
+        None, _DATA, f"Calibration samples in all; by default {DEFAULT_SAMPLES}, or all if there are fewer.",
+        flag="-n", also="--samples", type=int, least=1, recorded=False)
     per_class: int | None = option(
-        None, _DATA, "Calibration samples of each class, instead of -n.",
-        flag="-k", type=int, least=1, recorded=False)
+        None, _DATA, "Calibration samples per class, instead of -n.",
+        flag="-k", also="--per-class", type=int, least=1, recorded=False)
     config: str | None = option(
-        None, _DATA, "Configuration of the data set, where it has several.", group="data", decisive=True)
+        None, _DATA, "Configuration of the data set, if it has several.", group="data", decisive=True)
     max_download: int = option(
-        DEFAULT_DOWNLOAD, _DATA, "Most to download of a data set; large ones are sampled.",
+        DEFAULT_DOWNLOAD, _DATA, "Maximum download per data set; of a larger one, a part is read.",
         group="data", read=read_size, typed_default="2GB", decisive=True)
     image_column: str | None = option(
-        None, _DATA, "The column with the images, when it cannot be found by its type.", group="data", decisive=True)
+        None, _DATA, "Column with the images, if it cannot be found by its type.", group="data", decisive=True)
     label_column: str | None = option(
-        None, _DATA, "The column with the labels, when it cannot be found by its type.", group="data", decisive=True)
+        None, _DATA, "Column with the labels, if it cannot be found by its type.", group="data", decisive=True)
     text_column: str | None = option(
-        None, _DATA, "The column with the texts, or the two of a pair, when they cannot be found by their names; "
-        "prompt=COLUMN,completion=COLUMN of a prompt and its answer.",
+        None, _DATA, "Column with the texts, or the two columns of a pair, if they cannot be found by their names. "
+        "For a prompt and its answer: prompt=COLUMN,completion=COLUMN.",
         group="data", metavar="COLUMN[,COLUMN]", decisive=True)
     caption_column: str | None = option(
-        None, _DATA, "The column with the images' captions, where there are any.", group="data", decisive=True)
+        None, _DATA, "Column with the captions of the images, if there is one.", group="data", decisive=True)
     max_length: int | None = option(
-        None, _DATA, "Most tokens of a text; by default what the tokenizer says, and at most 2048.",
+        None, _DATA, "Maximum tokens per text; by default the tokenizer's limit, but at most 2048.",
         group="data", type=int, metavar="TOKENS", least=1, decisive=True)
     special_tokens: bool = option(
         True, _DATA, "Read texts and prompts without the tokenizer's special tokens, such as [CLS] or <s>.",
         group="data", flag="--no-special-tokens", type=bool, decisive=True, python="False leaves them out.")
     class_names: Sequence[str] | None = option(
-        None, _DATA, "File with one class name a line.",
+        None, _DATA, "File with one class name per line.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of names.")
     templates: Sequence[str] = option(
-        DEFAULT_TEMPLATES, _DATA, "File with one prompt a line, {} in it.",
+        DEFAULT_TEMPLATES, _DATA, "File with one prompt per line; {} stands for the class name.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     prompts: Sequence[str] | None = option(
-        None, _DATA, "With --data generated: file with one prompt a line for the fine-tuned source to go on from; by "
-        "default neutral ones.",
+        None, _DATA, "With --data generated: file with one prompt per line, which the fine-tuned source continues; by "
+        "default neutral prompts.",
         metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
-    seed: int = option(0, _DATA, "Seed of the sampling.", group="data", type=int, decisive=True)
+    seed: int = option(0, _DATA, "Seed for drawing the samples.", group="data", type=int, decisive=True)
     batch_size: int | None = option(
-        None, _RUN, "Samples at a time; by default as many as are quick. Halved by itself when the GPU's memory runs "
-        "out.", group="data", type=int, least=1)
+        None, _RUN, "Batch size; by default a fast one that fits. It is halved automatically if the GPU runs out of "
+        "memory.", group="data", type=int, least=1)
     device: str = option("auto", _RUN, "auto, cpu, cuda or cuda:N.", group="data", recorded=False)
     dtype: str = option(
-        "auto", _RUN, "Precision to run the models in; auto is float32.",
+        "auto", _RUN, "Precision for running the models; auto is float32.",
         group="data", choices=("auto", "float32", "float64", "bfloat16"), decisive=True)
     memory: int | None = option(
-        None, _RUN, "Most memory of the device to use, such as 8GB; by default all.",
+        None, _RUN, "Maximum device memory to use, such as 8GB; by default all of it.",
         group="limits", metavar="SIZE", read=read_size, type=int, least=1)
     device_map: str | None = option(
-        None, _RUN, "Spread models that are too large for one GPU over all and the main memory, by accelerate.",
+        None, _RUN, "Spread models that do not fit one GPU over all GPUs and the CPU's memory, with accelerate.",
         group="limits", choices=("auto", "balanced", "sequential"))
     method: str = option(
-        AUTO, _METHOD, "How to carry, or, for comparison, to train; 'hf-bico compare' shows them side by side. auto: "
-        "bico-path where the objective predicts classes, else bico; of decoders bico-last too, if samples prefer it.",
+        AUTO, _METHOD, "How to port; leave it at the default unless you want to compare methods (see 'hf-bico "
+        "compare'). auto: bico-path if the objective predicts classes, bico otherwise; for decoders, bico-last is "
+        "tried too and the samples choose.",
         choices=METHODS, metavar="METHOD", takes_auto=True)
     completion: str = option(
-        "drop", _METHOD, "What the maps do where calibration saw nothing: drop it, or complete it arbitrarily by the "
-        "SVD.", group="aligning", choices=("drop", "svd"), decisive=True)
+        "drop", _METHOD, "How to handle directions that calibration did not see: drop them, or complete the maps "
+        "arbitrarily (svd).", group="aligning", choices=("drop", "svd"), decisive=True)
     alpha: float | str = option(
-        AUTO, _METHOD, "How much of the task vector to add; auto: as much as the samples clearly speak for, or "
-        "nothing. A number is taken as it is; the paper's is 1.",
+        AUTO, _METHOD, "How much of the task vector to add. auto: as much as the samples clearly support, possibly "
+        "nothing. A number is used as it is; the paper uses 1.",
         group="aligning", metavar="auto|NUMBER", read=read_alpha, decisive=True)
     bold: bool = option(
-        False, _METHOD, "Larger steps with alpha auto, and a polish on fewer than 20 samples that is less careful: a "
-        "larger gain on average, and more ports that hurt.",
+        False, _METHOD, "Take larger steps with --alpha auto, and check a polish on fewer than 20 samples less "
+        "strictly: a larger gain on average, but more ports that hurt.",
         group="aligning", type=bool, decisive=True)
     layers: str | Sequence[int] = option(
-        "index", _METHOD, "Which source block each target block takes; a list such as 0,0,1,1 says it for each.",
+        "index", _METHOD, "Which source block each target block takes: by index, by similarity, or a list such as "
+        "0,0,1,1.",
         group="aligning", metavar="index|similarity|LIST", read=read_layers, decisive=True)
     sampling: str = option(
-        "random", _DATA, "How calibration samples are chosen.",
+        "random", _DATA, "How to choose calibration samples.",
         group="aligning", choices=SAMPLINGS, metavar="SAMPLING", decisive=True)
     labels: str = option(
-        "auto", _DATA, "The data set's, or what the fine-tuned source predicts (pseudo); auto: the former if any.",
+        "auto", _DATA, "Use the labels of the data set, or the predictions of the fine-tuned source (pseudo). auto: "
+        "the data set's, if it has any.",
         group="aligning", choices=("auto", "dataset", "pseudo"), decisive=True)
     augment: int | None = option(
-        None, _DATA, "Altered copies of each sample; by default 7 for bico-path below 50 samples, else none.",
+        None, _DATA, "Altered copies of each sample; by default 7 for bico-path with fewer than 50 samples, otherwise "
+        "none.",
         group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
     unlabelled_samples: int = option(
-        DEFAULT_UNLABELLED, _DATA, "Samples of --unlabelled to use, at most.",
+        DEFAULT_UNLABELLED, _DATA, "Maximum number of samples to take from --unlabelled.",
         group="aligning", type=int, metavar="N", least=1, decisive=True)
     objective: str | Callable[..., Any] = option(
-        "auto", _METHOD, "The loss whose gradients are lined up; auto: what the models are made for.",
+        "auto", _METHOD, "The loss whose gradients are aligned; auto: the loss that the models are made for.",
         group="aligning", choices=OBJECTIVES, metavar="OBJECTIVE", decisive=True, takes_functions=True,
         python="A callable (model, batch) -> loss that sums over the samples of `batch.pixels` or `batch.tokens`, and "
         "`batch.labels` (each -1 where the data set has none).")
     path_steps: int | None = option(
-        None, _METHOD, "Steps of bico-path; 4 with alpha auto, 2 with a number.",
+        None, _METHOD, "Steps of bico-path; 4 with --alpha auto, 2 with a number.",
         group="aligning", type=int, least=1, decisive=True)
     signs: str = option(
-        "mean", _METHOD, "gradfix: signs of the mean gradient, or of the majority of the samples' gradients.",
+        "mean", _METHOD, "For gradfix: use the signs of the mean gradient, or the majority of the signs of all "
+        "samples.",
         group="aligning", choices=("mean", "majority"), decisive=True)
     learning_rate: float | None = option(
-        None, _TRAINING, f"Of fewshot and finetune {DEFAULT_RATE} by default; of train, distill and a polish, samples "
-        "left out choose it.", group="training", type=float, least=0, decisive=True)
+        None, _TRAINING, f"Learning rate; {DEFAULT_RATE} by default for fewshot and finetune. For train, distill and "
+        f"a polish, left-out samples "
+        "choose it.", group="training", type=float, least=0, decisive=True)
     weight_decay: float = option(
-        0.1, _TRAINING, "Of AdamW.", group="training", type=float, least=0, decisive=True)
+        0.1, _TRAINING, "Weight decay of AdamW.", group="training", type=float, least=0, decisive=True)
     train_steps: int | None = option(
-        None, _TRAINING, f"Of finetune, {FINETUNE_STEPS} by default; of train and distill at most, "
+        None, _TRAINING, f"Training steps: {FINETUNE_STEPS} by default for finetune; for train and distill a maximum, "
         f"{BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
     train_batch: int = option(
-        128, _TRAINING, "Samples of a training step.", group="training", type=int, least=1, decisive=True)
-    warmup: int = option(200, _TRAINING, "Steps of finetune.", group="training", type=int, least=0, decisive=True)
+        128, _TRAINING, "Batch size of training steps.", group="training", type=int, least=1, decisive=True)
+    warmup: int = option(200, _TRAINING, "Warm-up steps of finetune.", group="training", type=int, least=0,
+        decisive=True)
     eval_samples: int = option(
-        DEFAULT_MEASURED, _MEASURING, "Held-out samples to measure on, at most.",
+        DEFAULT_MEASURED, _MEASURING, "Maximum number of held-out samples to measure on.",
         group="measuring", type=int, metavar="N", least=1, decisive=True)
     evaluation: str = option(
-        "auto", _MEASURING, "How models are measured: zero-shot, as the objective asks, or by a probe, a linear "
-        "classifier fitted to the calibration samples; auto: a probe for text-to-text, else zero-shot.",
+        "auto", _MEASURING, "How to measure models: zero-shot (as the objective predicts), with a probe (a linear "
+        "classifier fitted to the calibration samples), or both. auto: a probe for text-to-text, otherwise zero-shot.",
         group="measuring", choices=("auto", "zero-shot", "probe", "both"))
     tower: str | None = option(
-        None, _METHOD, "Of a CLIP: which tower to carry; by default what the source changed.",
+        None, _METHOD, "Which tower of a CLIP to port; by default the one that the fine-tune changed.",
         choices=("vision", "text", "both"))
     fit_head: bool = option(
-        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", flag="--probe", type=bool,
+        False, _METHOD, "Fit a new classification head to the samples instead of using the source's.",
+        flag="--probe", type=bool,
         group="aligning", decisive=True)
     readout: bool = option(
-        False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)
+        False, _METHOD, "Correct the final projection towards the predictions of the source.", type=bool)
     polish: bool = option(
-        False, _METHOD, "After the port, train what was carried for a few steps towards the source's predictions, "
-        "and correct the readout last; samples left out decide how far.", type=bool, decisive=True)
+        False, _METHOD, "After the port, train the ported weights for a few steps towards the predictions of the "
+        "source, then correct the final projection. Left-out samples decide how many steps. Needs no labels.",
+        type=bool, decisive=True)
     polish_steps: int = option(
-        POLISH_STEPS, _TRAINING, "Most steps of --polish.", type=int, least=1, decisive=True)
+        POLISH_STEPS, _TRAINING, "Maximum number of steps of --polish.", type=int, least=1, decisive=True)
     polish_on: str = option(
-        "source", _TRAINING, "What --polish learns: the source's predictions, or the samples' labels.",
+        "source", _TRAINING, "What --polish learns from: the predictions of the source, or the labels.",
         choices=("source", "labels"), decisive=True)
     control: bool = option(
-        False, _MEASURING, "Measure a port from mispaired samples too: its gain should vanish.", type=bool)
+        False, _MEASURING, "Also measure a port from mispaired samples: its gain should vanish.", type=bool)
     checkpoint: str | None = option(
-        None, _TRAINING, "Where a training goes on from; by default beside the output.",
+        None, _TRAINING, "Folder from which an interrupted training resumes; by default next to the output.",
         metavar="FOLDER", recorded=False)
     format: str | None = option(
-        None, _OUTPUT, "A model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, anything "
-        "else a model.", choices=FORMATS, recorded=False)
+        None, _OUTPUT, "Write a full model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, "
+        "and anything else a full model.", choices=FORMATS, recorded=False)
     rank: int | float | None = option(
-        None, _OUTPUT, "Of an adapter: a whole number, or a share of each layer's energy such as 0.95; by default a "
-        "LoRA keeps its rank and anything else is exact.", read=read_rank, recorded=False)
+        None, _OUTPUT, "Rank of an adapter: a whole number, or the share of energy to keep per layer, such as 0.95. "
+        "By default a LoRA keeps its rank, and anything else is exact.", read=read_rank, recorded=False)
     evaluate: bool = option(
-        True, _MEASURING, "Skip measuring target, port and source on held-out samples.",
+        True, _MEASURING, "Do not measure target, port and source on held-out samples.",
         flag="--no-eval", type=bool, recorded=False, python="False skips it.")
     force: bool = option(
-        False, _RUN, "Go on although the base looks wrong, or the port measured worse.", type=bool)
+        False, _RUN, "Continue even if the base looks wrong or the port measured worse.", type=bool)
     calibration_batch: int | None = option(
-        None, _RUN, "Samples at a time in calibration, to repeat a port exactly.",
+        None, _RUN, "Batch size of the calibration, to repeat a port exactly.",
         group="python", flag="calibration_batch", type=int, least=1, recorded=False)
     # fmt: on
 

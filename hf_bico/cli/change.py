@@ -34,18 +34,18 @@ from hf_bico.utils.text import command_line, typed_path
 overwrite_option = OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")
 
 
-@click.command(cls=SectionedHelp, short_help="Take a fine-tune's change as a PEFT adapter.")
+@click.command(cls=SectionedHelp, short_help="Extract a fine-tune's change as a PEFT adapter.")
 @click.argument("finetuned", shell_complete=complete_model)
 @base_option
 @setting("rank")
-@OUTPUT.option("--everything", is_flag=True, help="Hold norms, embeddings and the like too, as they will be.")
+@OUTPUT.option("--everything", is_flag=True, help="Include norms, embeddings and other small tensors, stored in full.")
 @setting("device")
 @folder_option("Output folder; ./FINETUNED-adapter by default.")
 @overwrite_option
 @hub_options
 @output_options
 def extract(finetuned: str, rank: str | None, output: str | None, **options: Any) -> None:
-    """Take FINETUNED's change of its base as a PEFT adapter.
+    """Extract the difference between FINETUNED and its base as a PEFT adapter.
 
     \b
     Examples:
@@ -62,17 +62,19 @@ def extract(finetuned: str, rank: str | None, output: str | None, **options: Any
 @click.argument("vectors", nargs=-1, required=True, shell_complete=complete_model)
 @MODELS.option(
     "--to",
+    "--target",
+    "to",
     shell_complete=complete_model,
-    help="The model to change; by default the one that the first VECTOR was made for.",
+    help="The model to change; by default the base of the first VECTOR.",
 )
 @METHOD.option("--alpha", default=1.0, show_default=True, help="How much of the sum to add.")
-@METHOD.option("--weights", help="One number for each VECTOR, with commas: 0.7,0.3; 1 each by default.")
+@METHOD.option("--weights", help="Comma-separated weights, one per VECTOR, such as 0.7,0.3; by default 1 each.")
 @OUTPUT.option(
     "--format",
     default="full",
     show_default=True,
     type=Choice(FORMATS),
-    help="A model, a PEFT adapter, or only the change.",
+    help="Write a full model, a PEFT adapter, or only the change.",
 )
 @setting("rank")
 @setting("device")
@@ -81,10 +83,10 @@ def extract(finetuned: str, rank: str | None, output: str | None, **options: Any
 @hub_options
 @output_options
 def apply(vectors: tuple[str, ...], rank: str | None, weights: str | None, output: str | None, **options: Any) -> None:
-    """Add adapters or task vectors to a model, which is a way to rescale a port without calibrating again.
+    """Add adapters or task vectors to a model; use it to rescale a port without calibrating again.
 
-    VECTORS are adapters, and what 'port' writes with --format adapter or --format delta; a full model's change is taken
-    by 'extract' first.
+    VECTORS are adapters, or what 'port' writes with --format adapter or --format delta. For a full model, run 'extract'
+    first.
 
     \b
     Examples:
@@ -107,7 +109,7 @@ def _numbers(text: str, count: int) -> list[float]:
     except ValueError:
         numbers = []
     if len(numbers) != count:
-        raise UsageError(f"--weights is '{text}'", f"give {count} numbers with commas, one for each VECTOR")
+        raise UsageError(f"--weights is '{text}'", f"give {count} comma-separated numbers, one per VECTOR")
     return numbers
 
 

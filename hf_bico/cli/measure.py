@@ -18,6 +18,7 @@ from hf_bico.cli.options import (
     RUNNING,
     SAMPLES,
     TRAINING,
+    CarryingCommand,
     Choice,
     SectionedHelp,
     base_option,
@@ -31,6 +32,7 @@ from hf_bico.cli.options import (
     read_settings,
     setting,
     settings_of,
+    source_argument,
     target_option,
     unlabelled_option,
 )
@@ -40,41 +42,44 @@ from hf_bico.reports.results import value_text
 from hf_bico.runtime.output import locked_folder
 from hf_bico.settings import DEFAULT_SAMPLES, METHODS
 
-_RESUMABLE = "what was measured is in {}, and the same command goes on from there"
+_RESUMABLE = "the results so far are in {}, and the same command resumes"
 
 
-@click.command(cls=SectionedHelp, short_help="Repeat a table of the paper, beside its own numbers.")
+@click.command(cls=SectionedHelp, short_help="Reproduce a table of the paper, beside its own numbers.")
 @click.argument("table", required=False)
-@SAMPLES.option("--tasks", help="Some of the table's, such as eurosat,mnist; all by default.")
-@SAMPLES.option("--seeds", type=int, help="Draws of the samples; by default as many as the paper has.")
+@SAMPLES.option("--tasks", help="Tasks of the table, such as eurosat,mnist; all by default.")
+@SAMPLES.option("--seeds", type=int, help="Number of sample draws; by default as many as in the paper.")
 @MODELS.option(
     "--source-of",
     multiple=True,
     metavar="TASK=MODEL",
     shell_complete=complete_model,
-    help="A fine-tuned source for a task; what is not given is fine-tuned by the paper's recipe.",
+    help="Fine-tuned source for a task; tasks without one are fine-tuned with the paper's recipe.",
 )
 @MODELS.option(
-    "--target-of", multiple=True, metavar="TASK=MODEL", help="A target that was fine-tuned directly, for its own line."
+    "--target-of",
+    multiple=True,
+    metavar="TASK=MODEL",
+    help="Directly fine-tuned target for a task, shown on a line of its own.",
 )
-@SAMPLES.option("--data-of", multiple=True, metavar="TASK=DATA", help="Another copy of a task's data set.")
-@TRAINING.option("--train-target", is_flag=True, help="Fine-tune the target too, for its own line.")
+@SAMPLES.option("--data-of", multiple=True, metavar="TASK=DATA", help="Another copy of the data set of a task.")
+@TRAINING.option("--train-target", is_flag=True, help="Also fine-tune the target, shown on a line of its own.")
 @settings_of("training")
-@SAMPLES.option("--max-download", default="20GB", show_default=True, help="Most to download of a data set.")
+@SAMPLES.option("--max-download", default="20GB", show_default=True, help="Maximum download per data set.")
 @setting("eval_samples")
 @setting("batch_size")
 @setting("memory")
 @setting("device")
 @setting("dtype")
 @folder_option("Folder of all tables and fine-tunes; ./reproduced by default.")
-@RUNNING.option("--dry-run", is_flag=True, help="Only show the table, and what it would take.")
+@RUNNING.option("--dry-run", is_flag=True, help="Show the table and what it would take, and exit.")
 @hub_options
 @output_options
 def reproduce(table: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Repeat one of the paper's tables, 1 to 5 or A to H, on its own models and data sets.
+    """Reproduce one of the paper's tables, 1 to 5 or A to H, on its own models and data sets.
 
-    First says what it will download and about how long it will take. Everything is kept as it comes: the same command
-    goes on with an interrupted run, and tables share the models that were fine-tuned. Without TABLE, lists the tables.
+    It first shows what it will download and about how long it will take. Results are saved as they come: the same
+    command resumes an interrupted run, and tables share fine-tuned models. Without TABLE, it lists the tables.
 
     \b
     Examples:
@@ -150,59 +155,63 @@ def _by_task(texts: tuple[str, ...], option: str) -> dict[str, str]:
     return values
 
 
-@click.command(cls=SectionedHelp, short_help="Measure methods side by side on your own models.")
-@click.argument("source", shell_complete=complete_model)
+@click.command(cls=CarryingCommand, short_help="Compare methods on your own models.")
+@source_argument
 @target_option
 @base_option
 @SAMPLES.option(
     "--data",
     multiple=True,
     shell_complete=complete_data,
-    help="Data set to calibrate and measure on; repeat it for several.",
+    help="Data set to calibrate and measure on; can be repeated.",
 )
 @unlabelled_option
 @SAMPLES.option("--split", help="Split to calibrate on; train by default.")
 @METHOD.option(
     "--methods",
     shell_complete=complete_methods,
-    help="Such as theseus@1,bico; or all; or standard, which answers whether to port, to polish or to train. NAME is "
-    "the method as 'port' runs it, which may hold it back; NAME@1 is the method at alpha 1, train@20 at most 20 steps "
-    "of training, NAME+polish@20 the method with a polish. By default the paper's methods at alpha 1, bico and "
-    "bico-path.",
+    help="Comma-separated methods, such as theseus@1,bico; 'all'; or 'standard', which shows whether to port, to "
+    "polish or to train. NAME runs a method as 'port' does, which may hold it back; NAME@1 runs it at alpha 1; "
+    "train@20 trains for at most 20 steps; NAME+polish@20 adds a polish. By default the paper's methods at alpha 1, "
+    "bico and bico-path.",
 )
-@SAMPLES.option("-n", "n", help="Calibration samples in all, such as 10,20,50,100, which is the default.")
-@SAMPLES.option("-k", "per_class", help="Calibration samples of each class, such as 1,2,5, instead of -n.")
-@SAMPLES.option("--seeds", default=3, show_default=True, help="Draws of the samples, for means and deviations.")
+@SAMPLES.option("-n", "--samples", "n", help="Numbers of calibration samples, such as the default 10,20,50,100.")
+@SAMPLES.option("-k", "--per-class", "per_class", help="Calibration samples per class, such as 1,2,5, instead of -n.")
+@SAMPLES.option(
+    "--seeds", default=3, show_default=True, help="Number of sample draws, for means and standard deviations."
+)
 @MODELS.option(
     "--fine-tuned",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="The target fine-tuned directly, as a reference.",
+    help="Directly fine-tuned target, as a reference.",
 )
-@MEASURING.option("--with-base", is_flag=True, help="Measure the source before it was fine-tuned, too.")
+@MEASURING.option("--with-base", is_flag=True, help="Also measure the base of the source.")
 @settings_of("data", "limits", "aligning", "measuring")
 @TRAINING.option(
     "--train-steps",
     metavar="N[,N]",
-    help="Most steps of train and distill, a row each; 60 by default. Of finetune, one.",
+    help="Maximum steps of train and distill, one row per number; 60 by default. For finetune, one number.",
 )
 @settings_of("training", leave_out=("train_steps",))
-@METHOD.option("--polish", is_flag=True, help="Measure every method that carries with a polish, too.")
-@TRAINING.option("--polish-steps", metavar="N[,N]", help="Most steps of a polish, a row each; 20 by default.")
+@METHOD.option("--polish", is_flag=True, help="Also measure every porting method with a polish.")
+@TRAINING.option(
+    "--polish-steps", metavar="N[,N]", help="Maximum steps of a polish, one row per number; 20 by default."
+)
 @setting("polish_on")
-@METHOD.option("--readout", is_flag=True, help="Measure every method with the readout too, and the target itself.")
-@MEASURING.option("--control", is_flag=True, help="Measure every aligning method with mispaired samples too.")
+@METHOD.option("--readout", is_flag=True, help="Also measure every method, and the target itself, with the readout.")
+@MEASURING.option("--control", is_flag=True, help="Also measure every aligning method with mispaired samples.")
 @folder_option("Output folder; ./SOURCE-to-TARGET-compared by default.")
-@OUTPUT.option("--overwrite", is_flag=True, help="Start anew in the folder of another comparison.")
-@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Replace another comparison in the output folder.")
+@RUNNING.option("--force", is_flag=True, help="Continue even if the base looks wrong.")
 @hub_options
 @output_options
 def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
-    """Measure methods side by side on your models: the target, every method, and the fine-tuned references.
+    """Compare methods on your models: the target, every method, and the fine-tuned references.
 
-    Every number is kept as it comes: the same command goes on with an interrupted comparison, and more methods add to
-    it; so do more sizes and seeds, if the data has a test split. The folder gets comparison.csv, .json, .md and .png.
-    Where the samples hold a method back, as they would hold back a port, its number is that of the target as it is.
+    Results are saved as they come: the same command resumes an interrupted comparison, and further methods are added
+    to it; so are further sizes and seeds, if the data has a test split. The output folder gets comparison.csv, .json,
+    .md and .png. If the samples hold a method back, its number is that of the untouched target.
 
     \b
     Examples:
@@ -250,14 +259,14 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
         raise UsageError(f"{option} is '{text}'", "give whole numbers, such as 10,20,50") from None
 
 
-@click.command(cls=SectionedHelp, short_help="Look at two models layer by layer, before and after alignment.")
-@click.argument("source", shell_complete=complete_model)
+@click.command(cls=CarryingCommand, short_help="Compare two models layer by layer, before and after alignment.")
+@source_argument
 @lineage_options
 @MODELS.option(
     "--fine-tuned",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="The target fine-tuned directly: every layer's outputs are held against its own.",
+    help="Directly fine-tuned target; the outputs of every layer are compared with its outputs.",
 )
 @MODELS.option(
     "--checkpoint",
@@ -265,41 +274,41 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
     multiple=True,
     metavar="MODEL",
     shell_complete=complete_model,
-    help="A checkpoint of the fine-tuning, to see how layers drift; repeat it, in their order.",
+    help="Checkpoint of the fine-tuning, to see how layers drift; repeat it in training order.",
 )
 @SAMPLES.option("--split", help="Split to calibrate on; train by default.")
-@SAMPLES.option("-n", "n", type=int, help=f"Samples in all; {DEFAULT_SAMPLES} by default.")
-@SAMPLES.option("-k", "per_class", type=int, help="Samples of each class, instead of -n.")
+@SAMPLES.option("-n", "--samples", "n", type=int, help=f"Samples in all; {DEFAULT_SAMPLES} by default.")
+@SAMPLES.option("-k", "--per-class", "per_class", type=int, help="Samples per class, instead of -n.")
 @METHOD.option(
-    "--method", default="bico", show_default=True, type=Choice(tuple(METHODS)), help="Whose maps are looked at."
+    "--method", default="bico", show_default=True, type=Choice(tuple(METHODS)), help="The method whose maps are shown."
 )
 @METHOD.option(
     "--methods",
     default="input-only,theseus,bico",
     show_default=True,
     shell_complete=complete_methods,
-    help="With --fine-tuned: the methods whose models are held against it.",
+    help="With --fine-tuned: the methods to compare with it.",
 )
-@setting("tower", help="Of a CLIP: which tower; by default what the source changed.")
+@setting("tower", help="Which tower of a CLIP; by default the one that the fine-tune changed.")
 @settings_of("data", "limits", "aligning")
 @OUTPUT.option(
     "--beside",
     multiple=True,
     metavar="FOLDER",
     shell_complete=complete_folder,
-    help="An earlier diagnosis, to be drawn in one picture with this one; repeat it for several.",
+    help="Folder of an earlier diagnosis to draw in the same pictures; can be repeated.",
 )
 @folder_option("Output folder; ./SOURCE-to-TARGET-diagnosed by default.")
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an earlier diagnosis.")
-@RUNNING.option("--force", is_flag=True, help="Go on although the base looks wrong.")
+@RUNNING.option("--force", is_flag=True, help="Continue even if the base looks wrong.")
 @hub_options
 @output_options
 def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Look at two models layer by layer: how alike they see the samples, and what becomes of the task vector.
+    """Compare two models layer by layer: how similarly they see the samples, and what happens to the task vector.
 
-    Linear CKA and cosine of what every layer reads, before and after the input-side map; ranks, scores, energies; how
-    far layers drift in fine-tuning; the cost. The folder gets diagnosis.json, .md and the pictures. Two models of which
-    none was fine-tuned are compared by giving the first as SOURCE and as --base.
+    It measures linear CKA and cosine of the inputs of every layer, before and after the input-side map; ranks, scores
+    and energies; how far layers drift in fine-tuning; and the cost. The output folder gets diagnosis.json, .md and the
+    pictures. To compare two models without a fine-tune, give the first one as SOURCE and as --base.
 
     \b
     Examples:
@@ -339,30 +348,32 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
 @SAMPLES.option(
     "--data",
     shell_complete=complete_data,
-    help="A Hub id, or a folder of images, parquet, JSON, CSV or text files; by default what record or card say.",
+    help="A Hub id, or a folder of images, parquet, JSON, CSV or text files; by default the data set named in the "
+    "record or the model card.",
 )
 @MODELS.option(
     "--base",
     shell_complete=complete_model,
-    help="The whole model, where MODEL is a vision tower, a task vector or an adapter.",
+    help="The whole model, if MODEL is a vision tower, a task vector or an adapter.",
 )
-@SAMPLES.option("--split", help="Split to measure on; test by default, else validation, else train.")
+@SAMPLES.option("--split", help="Split to measure on; by default test, else validation, else train.")
 @MEASURING.option(
     "-n",
+    "--samples",
     "--eval-samples",
     "eval_samples",
     type=int,
     metavar="N",
-    help="Samples to measure on, at most; all of the split by default.",
+    help="Maximum number of samples to measure on; by default the whole split.",
 )
 @MEASURING.option(
-    "--probe", type=int, metavar="N", help="By a linear probe, fitted to N samples of the training split."
+    "--probe", type=int, metavar="N", help="Measure with a linear probe, fitted to N samples of the training split."
 )
 @settings_of("data")
 @hub_options
 @output_options
 def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Measure MODEL: a CLIP zero-shot, a classifier by its head, a language model by its loss; or by a linear probe.
+    """Measure MODEL: a CLIP zero-shot, a classifier with its head, a language model by its loss; or by a linear probe.
 
     \b
     Examples:

@@ -60,8 +60,63 @@ SECTIONS = (MODELS, SAMPLES, METHOD, TRAINING, MEASURING, RUNNING, OUTPUT, HUB, 
 """In the order in which they are shown."""
 
 
+COMMON = {
+    *("target", "base", "data", "n", "per_class", "unlabelled"),
+    *("method", "methods", "alpha", "polish", "no_eval", "seeds", "fine_tuned"),
+    *("device", "memory", "dry_run", "format", "rank", "output", "overwrite"),
+    *("push_to", "private", "token", "quiet", "as_json"),
+}
+"""The options in the short help of a command that has many."""
+_MANY = 30
+_ALL = "hf_bico.all_options"
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(full_help(ctx), color=ctx.color)
+        ctx.exit()
+
+
+def full_help(ctx: click.Context) -> str:
+    """Return the help with every option."""
+    ctx.meta[_ALL] = True
+    return ctx.get_help()
+
+
+class _Formatter(click.HelpFormatter):
+    """Breaks lines at spaces alone, not inside of options and names of methods."""
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *arguments: Any, **settings: Any) -> None:
+        super().write_dl([(name, text.replace("-", _UNBROKEN)) for name, text in rows], *arguments, **settings)
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _UNBROKEN))
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_UNBROKEN, "-")
+
+
+_UNBROKEN = "\N{NON-BREAKING HYPHEN}"
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class SectionedHelp(click.Command):
-    """Shows the description, the options by their sections, then the examples of the docstring."""
+    """Shows the description, the options by their sections, then the examples of the docstring.
+
+    A command with many options shows the common ones, and all of them with --help-all.
+    """
+
+    context_class = _Context
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.has_many = len(self.params) > _MANY
+        if self.has_many:
+            all_options: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+            self.params.append(click.Option(["--help-all"], help="Show every option and exit.", **all_options))
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.indentation():
@@ -70,15 +125,25 @@ class SectionedHelp(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found: dict[str, list[tuple[str, str]]] = {section.title: [] for section in SECTIONS}
+        short = self.has_many and _ALL not in ctx.meta
+        left_out = 0
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
-            if row is not None and isinstance(parameter, click.Option):
-                # click's own, such as --help, have no section
-                found[getattr(parameter, "section", GENERAL.title)].append(row)
+            if row is None or not isinstance(parameter, click.Option):
+                continue
+            # click's own, such as --help, have no section
+            section = getattr(parameter, "section", None)
+            if short and section is not None and parameter.name not in COMMON:
+                left_out += 1
+                continue
+            found[section or GENERAL.title].append(row)
         for title, rows in found.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+        if left_out:
+            formatter.write_paragraph()
+            formatter.write_text(f"{left_out} more options: '{ctx.command_path} --help-all'.")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         title, examples = self._parts()[1]
@@ -92,6 +157,31 @@ class SectionedHelp(click.Command):
         text, found, rest = inspect.cleandoc(self.help or "").partition(_EXAMPLES)
         first, _, lines = rest.partition(":\n")
         return text.rstrip(), (f"Example{first}" if found else "", inspect.cleandoc(lines))
+
+
+class CarryingCommand(SectionedHelp):
+    """Takes one source and one target, which is given with --to or as a second name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:
+            return rest
+        names, target = list(ctx.params["source"]), ctx.params["target"]
+        if target is None and len(names) == 2:
+            target = names.pop()
+            # so that the recorded command names it
+            ctx.set_parameter_source("target", click.core.ParameterSource.COMMANDLINE)
+        if target is None and len(names) == 1:
+            raise click.MissingParameter(ctx=ctx, param=next(one for one in self.params if one.name == "target"))
+        if target is None:
+            ctx.fail(f"There are {len(names)} models and no --to. Name one source, and the target with --to.")
+        if len(names) > 1:
+            ctx.fail(
+                f"With --to, all {len(names)} names are sources, and '{ctx.info_name}' takes one: "
+                "run it once for each source."
+            )
+        ctx.params |= {"source": names[0], "target": target}
+        return rest
 
 
 Command = Callable[..., Any]
@@ -128,7 +218,8 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
         facts["type"] = click.Path(dir_okay=False)
     if known.metavar == "FOLDER":
         facts["shell_complete"] = complete_folder
-    return Section(known.section).option(known.typed_as(name), _parameter(name), **facts)
+    names = [known.typed_as(name), *([] if known.also is None else [known.also])]
+    return Section(known.section).option(*names, _parameter(name), **facts)
 
 
 def _parameter(name: str) -> str:
@@ -144,19 +235,22 @@ def settings_of(*groups: str, leave_out: Collection[str] = ()) -> Callable[[Comm
 
 _DEFAULTS = {one.name: one.default for one in fields(Settings)}
 target_option = MODELS.option(
-    "--to", "target", required=True, shell_complete=complete_model, help="The pretrained model to carry to."
+    "--to", "--target", "target", shell_complete=complete_model, help="The pretrained model to port to."
+)
+source_argument = click.argument(
+    "source", nargs=-1, required=True, metavar="SOURCE [TARGET]", shell_complete=complete_model
 )
 base_option = MODELS.option(
     "--base",
     shell_complete=complete_model,
-    help="The model that was fine-tuned; by default what card or configuration say.",
+    help="The base model of the fine-tune; by default the one named in its model card or adapter config.",
 )
-token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
+token_option = HUB.option("--token", help="Hub token; by default that of 'hf auth login' or HF_TOKEN.")
 
 
 def folder_option(help: str) -> Callable[[Command], Command]:
     """Return `-o`, where to write."""
-    return OUTPUT.option("-o", "output", shell_complete=complete_folder, help=help)
+    return OUTPUT.option("-o", "--output", "output", shell_complete=complete_folder, help=help)
 
 
 def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -177,7 +271,7 @@ lineage_options = _together(
         "--data",
         shell_complete=complete_data,
         help="Calibration data: a Hub id, or a folder of images or of parquet, JSON, CSV or text files; by default "
-        "what the card says.",
+        "the data set named in the source's model card.",
     ),
 )
 
@@ -185,7 +279,7 @@ unlabelled_option = SAMPLES.option(
     "--unlabelled",
     metavar="DATA",
     shell_complete=complete_data,
-    help="More samples, whose labels are not read: a data set as for --data; nothing that is measured on is taken.",
+    help="More samples without labels, given like --data; samples used for evaluation are left out.",
 )
 
 output_options = _together(
@@ -195,7 +289,7 @@ output_options = _together(
 
 hub_options = _together(
     token_option,
-    HUB.option("--allow-pickle", is_flag=True, help="Read pickled weights, tensors alone, where nothing else is."),
+    HUB.option("--allow-pickle", is_flag=True, help="Read pickled weights (tensors only) if there are no safetensors."),
 )
 
 push_options = _together(
@@ -203,7 +297,7 @@ push_options = _together(
         "--private/--public",
         "private",
         default=None,
-        help="Visibility of a new repo; by default private unless all it was made from is public on the Hub.",
+        help="Visibility of a new repo; by default public only if everything it was made from is public on the Hub.",
     ),
     HUB.option("--create-pr", is_flag=True, help="Open a pull request on an existing repo."),
     HUB.option("--revision", help="Branch to push to; main by default."),

@@ -26,6 +26,7 @@ from hf_bico.cli.options import (
     HUB,
     OUTPUT,
     RUNNING,
+    CarryingCommand,
     SectionedHelp,
     folder_option,
     hub_options,
@@ -39,6 +40,7 @@ from hf_bico.cli.options import (
     require_used,
     setting,
     settings_of,
+    source_argument,
     typed_line,
     unlabelled_option,
 )
@@ -66,23 +68,23 @@ _DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
 
 
-@click.command(cls=SectionedHelp, short_help="Carry a fine-tune's task vector to another model.")
-@click.argument("source", shell_complete=complete_model)
+@click.command(cls=CarryingCommand, short_help="Port a fine-tune to another pretrained model.")
+@source_argument
 @lineage_options
 @unlabelled_option
 @settings_of("port", "data", "limits", "aligning", "training", "measuring")
 @folder_option("Output folder; ./SOURCE-to-TARGET by default.")
 @HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
 @push_options
-@HUB.option("--target-id", metavar="REPO", help="The Hub id of a target that is a local folder, for the card.")
-@OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder, and a Hub repo's files.")
-@RUNNING.option("--dry-run", is_flag=True, help="Only show the plan.")
+@HUB.option("--target-id", metavar="REPO", help="Hub id of a target that is a local folder, for the model card.")
+@OUTPUT.option("--overwrite", is_flag=True, help="Replace an existing output folder, and the files of a Hub repo.")
+@RUNNING.option("--dry-run", is_flag=True, help="Show the plan and exit.")
 @hub_options
 @output_options
 def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Carry SOURCE's task vector to another pretrained model.
+    """Port SOURCE, a fine-tuned model or an adapter, to the pretrained model TARGET.
 
-    SOURCE is the fine-tuned model or the adapter; like every model and data set, a Hub id or a folder.
+    Every model and data set is a Hub id or a folder. TARGET can also be given with --to.
 
     \b
     Examples:
@@ -229,8 +231,8 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
         console.print_pushed(pushed)
 
 
-@click.command(cls=SectionedHelp, short_help="What a port would carry, before anything is downloaded.")
-@click.argument("source", shell_complete=complete_model)
+@click.command(cls=CarryingCommand, short_help="Show what a port would do, without downloading weights.")
+@source_argument
 @lineage_options
 @setting("format")
 @setting("rank")
@@ -239,7 +241,7 @@ def _publish(folder: Path, push_to: str | None, push: PushOptions, hub: Hub, as_
 @hub_options
 @output_options
 def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Say what a port would carry and leave behind, without downloading or reading a weight.
+    """Show what a port would do and what it would leave behind, without downloading or reading weights.
 
     \b
     Examples:
@@ -262,7 +264,7 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         _print_plan(planned, as_json, quiet, command_line(command))
 
 
-@click.command(cls=SectionedHelp, short_help="Repeat a port from its record, and compare the weights.")
+@click.command(cls=SectionedHelp, short_help="Repeat a port from its record and compare the weights.")
 @click.argument("ported", shell_complete=complete_model)
 @folder_option("Keep the result in this folder.")
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an output folder that hf-bico wrote.")

@@ -19,7 +19,8 @@ def command_reference() -> str:
     about = {name: main.commands[name].get_short_help_str(limit=200) for name in names}
     parts = [
         "# Commands",
-        "What `--help` prints, for every command. This page is generated: `make docs` writes it again.",
+        "What `--help` prints for every command, or `--help-all` where there are more options. This page is\n"
+        "generated: `make docs` writes it again.",
         "\n".join(f"- [`hf-bico {name}`](#hf-bico-{name}): {text}" for name, text in about.items()),
         "## hf-bico",
         _help([]),
@@ -32,8 +33,10 @@ def command_reference() -> str:
 def _help(command: list[str]) -> str:
     from hf_bico.cli.main import main
 
+    has_many = bool(command) and main.commands[command[0]].has_many
+    option = "--help-all" if has_many else "--help"
     result = CliRunner().invoke(
-        main, [*command, "--help"], prog_name="hf-bico", terminal_width=WIDTH, color=False, catch_exceptions=False
+        main, [*command, option], prog_name="hf-bico", terminal_width=WIDTH, color=False, catch_exceptions=False
     )
     lines = [line.rstrip() for line in click.unstyle(result.stdout).strip().splitlines()]
     return "\n".join(["```text", *lines, "```"])
