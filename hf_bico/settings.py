@@ -394,8 +394,8 @@ class Settings:
     label_column: str | None = option(
         None, _DATA, "Column with the labels, if it cannot be found by its type.", group="data", decisive=True)
     text_column: str | None = option(
-        None, _DATA, "Column with the texts, or the two columns of a pair, if they cannot be found by their names. "
-        "For a prompt and its answer: prompt=COLUMN,completion=COLUMN.",
+        None, _DATA, "Column with the texts, or the two columns of a pair, if they cannot be found by their names. For a prompt and its "
+        "answer: prompt=COLUMN,completion=COLUMN.",
         group="data", metavar="COLUMN[,COLUMN]", decisive=True)
     caption_column: str | None = option(
         None, _DATA, "Column with the captions of the images, if there is one.", group="data", decisive=True)
@@ -412,13 +412,12 @@ class Settings:
         DEFAULT_TEMPLATES, _DATA, "File with one prompt per line; {} stands for the class name.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     prompts: Sequence[str] | None = option(
-        None, _DATA, "With --data generated: file with one prompt per line, which the fine-tuned source continues; by "
-        "default neutral prompts.",
+        None, _DATA, "With --data generated: file with one prompt per line, which the fine-tuned source continues; by default "
+        "neutral prompts.",
         metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     seed: int = option(0, _DATA, "Seed for drawing the samples.", group="data", type=int, decisive=True)
     batch_size: int | None = option(
-        None, _RUN, "Batch size; by default a fast one that fits. It is halved automatically if the GPU runs out of "
-        "memory.", group="data", type=int, least=1)
+        None, _RUN, "Batch size; by default a fast one that fits. It is halved automatically if the GPU runs out of memory.", group="data", type=int, least=1)
     device: str = option("auto", _RUN, "auto, cpu, cuda or cuda:N.", group="data", recorded=False)
     dtype: str = option(
         "auto", _RUN, "Precision for running the models; auto is float32.",
@@ -430,35 +429,31 @@ class Settings:
         None, _RUN, "Spread models that do not fit one GPU over all GPUs and the CPU's memory, with accelerate.",
         group="limits", choices=("auto", "balanced", "sequential"))
     method: str = option(
-        AUTO, _METHOD, "How to port; leave it at the default unless you want to compare methods (see 'hf-bico "
-        "compare'). auto: bico-path if the objective predicts classes, bico otherwise; for decoders, bico-last is "
-        "tried too and the samples choose.",
+        AUTO, _METHOD, "How to port; leave it at the default unless you want to compare methods (see 'hf-bico compare'). auto: bico-path "
+        "if the objective predicts classes, bico otherwise; for decoders, bico-last is tried too and the samples choose.",
         choices=METHODS, metavar="METHOD", takes_auto=True)
     completion: str = option(
-        "drop", _METHOD, "How to handle directions that calibration did not see: drop them, or complete the maps "
-        "arbitrarily (svd).", group="aligning", choices=("drop", "svd"), decisive=True)
+        "drop", _METHOD, "How to handle directions that calibration did not see: drop them, or complete the maps arbitrarily (svd).", group="aligning", choices=("drop", "svd"), decisive=True)
     alpha: float | str = option(
-        AUTO, _METHOD, "How much of the task vector to add. auto: as much as the samples clearly support, possibly "
-        "nothing. A number is used as it is; the paper uses 1.",
+        AUTO, _METHOD, "How much of the task vector to add. auto: as much as the samples clearly support, possibly nothing. A number is "
+        "used as it is; the paper uses 1.",
         group="aligning", metavar="auto|NUMBER", read=read_alpha, decisive=True)
     bold: bool = option(
-        False, _METHOD, "Take larger steps with --alpha auto, and check a polish on fewer than 20 samples less "
-        "strictly: a larger gain on average, but more ports that hurt.",
+        False, _METHOD, "Take larger steps with --alpha auto, and check a polish on fewer than 20 samples less strictly: a larger gain on "
+        "average, but more ports that hurt.",
         group="aligning", type=bool, decisive=True)
     layers: str | Sequence[int] = option(
-        "index", _METHOD, "Which source block each target block takes: by index, by similarity, or a list such as "
-        "0,0,1,1.",
+        "index", _METHOD, "Which source block each target block takes: by index, by similarity, or a list such as 0,0,1,1.",
         group="aligning", metavar="index|similarity|LIST", read=read_layers, decisive=True)
     sampling: str = option(
         "random", _DATA, "How to choose calibration samples.",
         group="aligning", choices=SAMPLINGS, metavar="SAMPLING", decisive=True)
     labels: str = option(
-        "auto", _DATA, "Use the labels of the data set, or the predictions of the fine-tuned source (pseudo). auto: "
-        "the data set's, if it has any.",
+        "auto", _DATA, "Use the labels of the data set, or the predictions of the fine-tuned source (pseudo). auto: the data set's, if "
+        "it has any.",
         group="aligning", choices=("auto", "dataset", "pseudo"), decisive=True)
     augment: int | None = option(
-        None, _DATA, "Altered copies of each sample; by default 7 for bico-path with fewer than 50 samples, otherwise "
-        "none.",
+        None, _DATA, "Altered copies of each sample; by default 7 for bico-path with fewer than 50 samples, otherwise none.",
         group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
     unlabelled_samples: int = option(
         DEFAULT_UNLABELLED, _DATA, "Maximum number of samples to take from --unlabelled.",
@@ -472,18 +467,15 @@ class Settings:
         None, _METHOD, "Steps of bico-path; 4 with --alpha auto, 2 with a number.",
         group="aligning", type=int, least=1, decisive=True)
     signs: str = option(
-        "mean", _METHOD, "For gradfix: use the signs of the mean gradient, or the majority of the signs of all "
-        "samples.",
+        "mean", _METHOD, "For gradfix: use the signs of the mean gradient, or the majority of the signs of all samples.",
         group="aligning", choices=("mean", "majority"), decisive=True)
     learning_rate: float | None = option(
-        None, _TRAINING, f"Learning rate; {DEFAULT_RATE} by default for fewshot and finetune. For train, distill and "
-        f"a polish, left-out samples "
+        None, _TRAINING, f"Learning rate; {DEFAULT_RATE} by default for fewshot and finetune. For train, distill and a polish, left-out samples "
         "choose it.", group="training", type=float, least=0, decisive=True)
     weight_decay: float = option(
         0.1, _TRAINING, "Weight decay of AdamW.", group="training", type=float, least=0, decisive=True)
     train_steps: int | None = option(
-        None, _TRAINING, f"Training steps: {FINETUNE_STEPS} by default for finetune; for train and distill a maximum, "
-        f"{BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
+        None, _TRAINING, f"Training steps: {FINETUNE_STEPS} by default for finetune; for train and distill a maximum, {BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
     train_batch: int = option(
         128, _TRAINING, "Batch size of training steps.", group="training", type=int, least=1, decisive=True)
     warmup: int = option(200, _TRAINING, "Warm-up steps of finetune.", group="training", type=int, least=0,
@@ -492,8 +484,8 @@ class Settings:
         DEFAULT_MEASURED, _MEASURING, "Maximum number of held-out samples to measure on.",
         group="measuring", type=int, metavar="N", least=1, decisive=True)
     evaluation: str = option(
-        "auto", _MEASURING, "How to measure models: zero-shot (as the objective predicts), with a probe (a linear "
-        "classifier fitted to the calibration samples), or both. auto: a probe for text-to-text, otherwise zero-shot.",
+        "auto", _MEASURING, "How to measure models: zero-shot (as the objective predicts), with a probe (a linear classifier fitted to the "
+        "calibration samples), or both. auto: a probe for text-to-text, otherwise zero-shot.",
         group="measuring", choices=("auto", "zero-shot", "probe", "both"))
     tower: str | None = option(
         None, _METHOD, "Which tower of a CLIP to port; by default the one that the fine-tune changed.",
@@ -505,8 +497,8 @@ class Settings:
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the predictions of the source.", type=bool)
     polish: bool = option(
-        False, _METHOD, "After the port, train the ported weights for a few steps towards the predictions of the "
-        "source, then correct the final projection. Left-out samples decide how many steps. Needs no labels.",
+        False, _METHOD, "After the port, train the ported weights for a few steps towards the predictions of the source, then correct the "
+        "final projection. Left-out samples decide how many steps. Needs no labels.",
         type=bool, decisive=True)
     polish_steps: int = option(
         POLISH_STEPS, _TRAINING, "Maximum number of steps of --polish.", type=int, least=1, decisive=True)
@@ -519,11 +511,11 @@ class Settings:
         None, _TRAINING, "Folder from which an interrupted training resumes; by default next to the output.",
         metavar="FOLDER", recorded=False)
     format: str | None = option(
-        None, _OUTPUT, "Write a full model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, "
-        "and anything else a full model.", choices=FORMATS, recorded=False)
+        None, _OUTPUT, "Write a full model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, and anything else a "
+        "full model.", choices=FORMATS, recorded=False)
     rank: int | float | None = option(
-        None, _OUTPUT, "Rank of an adapter: a whole number, or the share of energy to keep per layer, such as 0.95. "
-        "By default a LoRA keeps its rank, and anything else is exact.", read=read_rank, recorded=False)
+        None, _OUTPUT, "Rank of an adapter: a whole number, or the share of energy to keep per layer, such as 0.95. By default a LoRA keeps "
+        "its rank, and anything else is exact.", read=read_rank, recorded=False)
     evaluate: bool = option(
         True, _MEASURING, "Do not measure target, port and source on held-out samples.",
         flag="--no-eval", type=bool, recorded=False, python="False skips it.")

@@ -68,7 +68,7 @@ COMMON = {
 }
 """The options in the short help of a command that has many."""
 _MANY = 30
-_ALL = "hf_bico.all_options"
+_ALL, _HELP_ALL = "hf_bico.all_options", "Show every option and exit."
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -86,8 +86,8 @@ def full_help(ctx: click.Context) -> str:
 class _Formatter(click.HelpFormatter):
     """Breaks lines at spaces alone, not inside of options and names of methods."""
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], *arguments: Any, **settings: Any) -> None:
-        super().write_dl([(name, text.replace("-", _UNBROKEN)) for name, text in rows], *arguments, **settings)
+    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl([(name, text.replace("-", _UNBROKEN)) for name, text in rows], col_max, col_spacing)
 
     def write_text(self, text: str) -> None:
         super().write_text(text.replace("-", _UNBROKEN))
@@ -115,8 +115,10 @@ class SectionedHelp(click.Command):
         super().__init__(*arguments, **settings)
         self.has_many = len(self.params) > _MANY
         if self.has_many:
-            all_options: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-            self.params.append(click.Option(["--help-all"], help="Show every option and exit.", **all_options))
+            show = click.option(
+                "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=_HELP_ALL
+            )
+            show(self)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.indentation():
