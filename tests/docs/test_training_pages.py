@@ -103,7 +103,7 @@ def test_what_the_page_says_about_harm() -> None:
     ported, polished = (harm(row, parts) for row in ("bico-path", "bico-path+polish@20"))
     assert (ported[0], polished[0]) == (0, 0)
     assert f"Of {ported[1]} default ports in these tables of images, none left" in page
-    assert f"and of {polished[1]} ports with a polish of 20 steps none" in page
+    assert f"and none of the {polished[1]} ports with a polish of 20 steps did" in page
     few = {row: harm(row, [MAIN], 10) for row in ("readout", "distill@20", "train@20")}
     assert f"the readout alone did so {few['readout'][0]} times of {few['readout'][1]}, distilling" in page
     assert f"distilling {few['distill@20'][0]} times, and 20 steps on the labels {few['train@20'][0]} times" in page
