@@ -161,66 +161,65 @@ _WEIGHTED = {"maps": "inputs, weighted by gradients, (in) and output gradients (
 _RECIPE = ("learning_rate", "weight_decay")
 _BRIEFLY = (*_RECIPE, "train_steps", "train_batch", "checkpoint")
 _known("bico", "aligned:Bico", "BiCo",
-       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
-       "the gradients of the loss at its outputs.",
+       "Two orthogonal maps per site transform the task vector: one aligns the two models' inputs of the layer, the "
+       "other aligns the gradients of the loss at its outputs.",
        **_MAPS, usual=True, usual_at_1=True, row=10, style=("#D55E00", "o"))
 _known("bico-fisher", "aligned:BicoFisher", "BiCo-Fisher",
-       "As bico, without labels: the gradients that are lined up are those of every label in turn, each counted by "
-       "how likely the fine-tuned source finds it, and each row of the inputs is counted by the size of the layer's "
-       "own gradients there.",
+       "Like bico, but without labels: the aligned gradients are those of every possible label, weighted by the "
+       "probability that the fine-tuned source gives it, and each row of the inputs is weighted by the size of the "
+       "layer's gradients there.",
        **_MAPS, **_WEIGHTED, row=11, style=("#E69F00", "D"))
 _known("bico-path", "aligned:BicoPath", "BiCo-path",
-       "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each step.",
+       "Like bico-fisher, but in several steps from the base to the fine-tuned source, with new maps for each step.",
        **_WEIGHTED, options=("completion", "path_steps"), copies=7, usual=True, row=12, style=("#CC79A7", "h"))
 _known("bico-last", "aligned:BicoLast", "BiCo, last block",
-       "As bico in the last block; in the blocks before it, the output maps line up the layers' outputs and not "
-       "their gradients.",
+       "Like bico in the last block. In the other blocks, the output maps align the layers' outputs instead of their "
+       "gradients.",
        **_MAPS, maps="inputs (in) and output gradients, before the last block outputs (out)", row=13,
        style=("#8C564B", "X"))
 _known("input-only", "aligned:InputOnly", "input maps only",
-       "Half of bico: one orthogonal map a site lines up the two models' inputs of the layer; the output side is "
-       "padded by zeros, or cropped.",
+       "Half of bico: one orthogonal map per site aligns the two models' inputs of the layer. The output side is "
+       "padded with zeros or cropped.",
        **_MAPS, uses_loss=False, maps="inputs (in)", row=7, style=("#56B4E9", "<"))
 _known("output-only", "aligned:OutputOnly", "output maps only",
-       "Half of bico: one orthogonal map a site lines up the gradients of the loss at the layer's outputs; the input "
-       "side is padded by zeros, or cropped.",
+       "Half of bico: one orthogonal map per site aligns the gradients of the loss at the layer's outputs. The input "
+       "side is padded with zeros or cropped.",
        **_MAPS, maps="output gradients (out)", row=8, style=("#9E9AC8", ">"))
 _known("gradient-only", "aligned:GradientOnly", "gradient maps only",
-       "Two orthogonal maps a site turn the task vector, and both line up gradients of the loss: at the layer's "
-       "inputs, and at its outputs.",
+       "Two orthogonal maps per site transform the task vector. Both align gradients of the loss: one at the layer's "
+       "inputs, the other at its outputs.",
        **_MAPS, maps="input gradients (in) and output gradients (out)", row=9, style=("#C9B800", "d"))
 _known("theseus", "aligned:Theseus", "THESEUS",
-       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
-       "its outputs. No gradient is looked at.",
+       "Two orthogonal maps per site transform the task vector: one aligns the two models' inputs of the layer, the "
+       "other aligns its outputs. No gradients are used.",
        **_MAPS, uses_loss=False, maps="inputs (in) and outputs (out)", usual_at_1=True, row=6, style=("#0072B2", "s"))
 _known("naive", "naive:Naive", "naive (padded)",
-       "The task vector is added as it is, padded by zeros or cropped. No data is looked at.",
+       "The task vector is added unchanged, padded with zeros or cropped. No data is used.",
        uses_samples=False, turns=False, usual_at_1=True, row=1, style=("#A0703C", "x"))
 _known("transfusion", "transfusion:TransFusion", "TransFusion",
-       "Permutations of heads, neurons and axes bring the source's pretrained weights into the order in which they "
-       "are most like the target's, and the task vector with them. They are found from the weights alone, without "
-       "data.",
+       "Permutations of heads, neurons and axes reorder the source's pretrained weights to match the target's, and "
+       "the task vector is reordered with them. They are computed from the weights alone, without data.",
        uses_samples=False, usual_at_1=True, row=2, style=("#6A51A3", "P"))
 _known("gradfix", "naive:GradFix", "GradFix",
-       "The task vector is added as it is, but kept only where its sign agrees with the target's negative gradient.",
+       "The task vector is added unchanged, but only where its sign agrees with the target's negative gradient.",
        turns=False, options=("signs",), usual_at_1=True, row=3, style=("#009E73", "^"))
 _known("fewshot", "finetuning:Fewshot", "one training step",
-       "One step of AdamW on the mean loss of the samples: what the same samples give without a source.",
+       "One step of AdamW on the mean loss of the samples. It shows what the same samples give without a source.",
        turns=False, trains_on="samples", options=_RECIPE, usual=True, row=4, style=("#888888", "v"))
 _known("finetune", "finetuning:Finetune", "fine-tuning",
-       "AdamW on nine in ten of the split's samples, but for those that are measured on: what training gives.",
+       "AdamW on nine tenths of the split, without the samples that are measured on. It shows what training gives.",
        turns=False, trains_on="split", options=(*_BRIEFLY, "warmup"), row=5, style=("#333333", "p"))
 _known("readout", "untouched:ReadoutAlone", "readout",
-       "The target as it is, with its final projection corrected in closed form towards the fine-tuned source's "
+       "The unchanged target with its final projection corrected in closed form towards the fine-tuned source's "
        "predictions. Nothing is carried.",
        uses_labels=False, turns=False, row=20, style=("#4C9A8A", "8"))
 _known("train", "brief:Train", "training",
-       "A few steps of AdamW on the samples and their labels, without a source: what the same samples give to who "
-       "trains on them. Samples left out choose the learning rate and the number of steps.",
+       "A few steps of AdamW on the samples and their labels, without a source. It shows what training on the same "
+       "samples gives. Samples left out of the training choose the learning rate and the number of steps.",
        turns=False, trains_on="samples", options=_BRIEFLY, row=21, style=("#5B5B5B", "<"))
 _known("distill", "brief:Distill", "distilling",
-       "A few steps of AdamW towards the fine-tuned source's predictions of the samples, without labels; nothing is "
-       "carried. Samples left out choose the learning rate and the number of steps.",
+       "A few steps of AdamW towards the fine-tuned source's predictions on the samples, without labels. Nothing is "
+       "carried. Samples left out of the training choose the learning rate and the number of steps.",
        turns=False, trains_on="samples", uses_labels=False, options=_BRIEFLY, row=22, style=("#1B5E85", ">"))
 # fmt: on
 _BUILT_IN |= set(METHODS)

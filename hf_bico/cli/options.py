@@ -154,6 +154,9 @@ base_option = MODELS.option(
 token_option = HUB.option("--token", help="Hub token; by default the one of 'hf auth login' or HF_TOKEN.")
 
 
+title_option = OUTPUT.option("--title", metavar="TEXT", help="Title of the model card; by default the models' names.")
+
+
 def folder_option(help: str) -> Callable[[Command], Command]:
     """Return `-o`, where to write."""
     return OUTPUT.option("-o", "output", shell_complete=complete_folder, help=help)
