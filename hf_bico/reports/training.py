@@ -28,10 +28,10 @@ def situation_sentence(record: Record) -> str | None:
     if record.objective.name != "zero-shot":
         return f"{case} {_text_advice(record.objective.name, polished, few)}"
     if many and polished:
-        return f"{case} On small models, only fine-tuning on many labels gained more."
+        return f"{case} Only fine-tuning on many labels gained more on small models."
     if polished or few:
         more = "--unlabelled DATA" if polished else "--polish --unlabelled DATA"
-        return f"{case} On small models, more samples gained more, even without labels: {more}."
+        return f"{case} More samples, even without labels, gained more on small models: {more}."
     return f"{case} If training is allowed, a few steps without labels gained more on small models: --polish."
 
 

@@ -200,6 +200,29 @@ def test_adapter_is_one_of_peft_over_the_target() -> None:
     assert "The adapter fits only the exact weights listed under Lineage." in read
 
 
+@pytest.mark.parametrize("transformers", [True, False])
+def test_an_adapter_has_the_tags_that_peft_writes(transformers: bool, tmp_path: Path) -> None:
+    """Of a module that does not know its repo, peft cannot write the base."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    base: Any = BertModel(BertConfig(vocab_size=40, name_or_path=TARGET, **sizes))
+    base = base if transformers else torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model = get_peft_model(base, LoraConfig(target_modules=["query"] if transformers else ["0"]))
+    model.create_or_update_model_card(str(tmp_path))
+    theirs = set(ModelCard.load(tmp_path / "README.md").data.tags)
+    family = "transformers CLIP" if transformers else "open_clip ViT"
+    ours = metadata(render_card(an_adapter_record(family)))["tags"]
+    assert theirs <= set(ours)
+    assert ("transformers" in ours) == transformers
+    assert f"base_model:adapter:{TARGET}" in ours
+    local = a_local_record(output=OutputRecord("adapter", {WEIGHTS: "b9" * 32}))
+    assert not any(tag.startswith("base_model:") for tag in metadata(render_card(local))["tags"])
+    for format in ("full", "delta"):
+        assert not {"lora", "transformers"} & set(metadata(render_card(_output(a_record(), format=format)))["tags"])
+
+
 def test_adapter_card_says_what_it_holds() -> None:
     record = an_adapter_record()
     assert record.output is not None
