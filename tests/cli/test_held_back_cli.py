@@ -77,8 +77,8 @@ def test_it_is_said_what_was_tried_what_the_samples_say_and_what_to_do(scene: Sc
     assert lead.startswith("The fine-tuned source is NOT clearly better than the target on the samples' labels: ")
     assert nothing == "Nothing was written: the target stays as it is."
     assert following == (
-        "Next: use more samples (-n, or without labels by --polish --unlabelled DATA), compare other methods "
-        "('hf-bico compare', or --method bico), or force it as the paper does with --alpha 1."
+        "Next: use more samples (-n, or unlabelled ones with --polish --unlabelled DATA), compare other methods "
+        "('hf-bico compare', or --method bico), or write it anyway with --alpha 1, as the paper does."
     )
     assert "Error" not in result.stderr, "it is a result, not an error"
     assert "Remedy" not in result.stderr

@@ -40,8 +40,8 @@ def _data(record: Record, **changes: Any) -> Record:
 
 def test_an_image_is_a_row_of_the_data_set_at_its_commit() -> None:
     code = snippet(render_card(_data(a_record(), example=ExampleRecord(row=3))))
-    rows = f'load_dataset("{DATA}", "rgb", split="train", revision="{COMMITS[DATA]}", streaming=True)'
-    assert f"rows = {rows}\n" in code
+    rows = f'    "{DATA}", "rgb", split="train", revision="{COMMITS[DATA]}", streaming=True'
+    assert f"rows = load_dataset(\n{rows}\n)\n" in code
     assert 'image = next(iter(rows.skip(3)))["img"].convert("RGB")' in code
     assert "Image.new" not in code
     assert "pip install open_clip_torch datasets`" in render_card(_data(a_record(), example=ExampleRecord(row=3)))

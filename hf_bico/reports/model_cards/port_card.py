@@ -33,6 +33,7 @@ class PortCard(Card):
 
     def values(self) -> dict[str, Any]:
         record, outcome = self.record, Outcome.of(self.record)
+        place = descriptions.place_phrase(record.run.device)
         few = results.few_samples_sentence(record)
         return {
             "change": "carried change" if self.carries and not record.method.polished else "change",
@@ -50,7 +51,8 @@ class PortCard(Card):
             "training": training.training_sentence(record),
             "polish": training.polish_sentence(record),
             "steps": results.training_steps(record),
-            "cost": cost_sentence(record, descriptions.place_phrase(record.run.device)),
+            "cost": cost_sentence(record, place),
+            "place": place,
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
             "chosen_alpha": descriptions.chosen_alpha(record),
             "candidates": verdict.candidates_sentence(record.method),

@@ -139,6 +139,11 @@ def _checked_value(option: str, word: str, known: Option | None) -> str:
     return word if _PLAIN_NAME.fullmatch(word) else option.strip("-").upper()
 
 
+def named(entry: Entry) -> Markdown:
+    """Return the name of a repo or of a local folder, which as a code span is told from the words around it."""
+    return plain(entry.id) if entry.commit or entry.id.startswith("a local ") else code(entry.id, 96)
+
+
 def link(entry: Entry) -> Markdown:
     """Return a link to a repo and to its commit, or the name of a local one."""
     if not entry.commit:
@@ -182,7 +187,7 @@ def _environment() -> SandboxedEnvironment:
         finalize=lambda value: value if isinstance(value, Markdown) else plain(value),
     )
     environment.globals |= {"project_url": Markdown(PROJECT_URL), "paper": PAPER}
-    environment.filters |= {filter.__name__: filter for filter in (plain, code, literal, fenced, link, digests)}
+    environment.filters |= {filter.__name__: filter for filter in (plain, code, literal, fenced, link, named, digests)}
     environment.filters |= {
         "rendered": Markdown,
         "arguments": lambda texts: Markdown(", ".join(map(literal, texts))),
