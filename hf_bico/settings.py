@@ -161,66 +161,65 @@ _WEIGHTED = {"maps": "inputs, weighted by gradients, (in) and output gradients (
 _RECIPE = ("learning_rate", "weight_decay")
 _BRIEFLY = (*_RECIPE, "train_steps", "train_batch", "checkpoint")
 _known("bico", "aligned:Bico", "BiCo",
-       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
-       "the gradients of the loss at its outputs.",
+       "Two orthogonal maps per site transform the task vector: one aligns the two models' inputs of the layer, the "
+       "other aligns the gradients of the loss at its outputs.",
        **_MAPS, usual=True, usual_at_1=True, row=10, style=("#D55E00", "o"))
 _known("bico-fisher", "aligned:BicoFisher", "BiCo-Fisher",
-       "As bico, without labels: the gradients that are lined up are those of every label in turn, each counted by "
-       "how likely the fine-tuned source finds it, and each row of the inputs is counted by the size of the layer's "
-       "own gradients there.",
+       "Like bico, but without labels: the aligned gradients are those of every possible label, weighted by the "
+       "probability that the fine-tuned source gives it, and each row of the inputs is weighted by the size of the "
+       "layer's gradients there.",
        **_MAPS, **_WEIGHTED, row=11, style=("#E69F00", "D"))
 _known("bico-path", "aligned:BicoPath", "BiCo-path",
-       "As bico-fisher, in steps from the base to the fine-tuned source: the maps are found anew before each step.",
+       "Like bico-fisher, but in several steps from the base to the fine-tuned source, with new maps for each step.",
        **_WEIGHTED, options=("completion", "path_steps"), copies=7, usual=True, row=12, style=("#CC79A7", "h"))
 _known("bico-last", "aligned:BicoLast", "BiCo, last block",
-       "As bico in the last block; in the blocks before it, the output maps line up the layers' outputs and not "
-       "their gradients.",
+       "Like bico in the last block. In the other blocks, the output maps align the layers' outputs instead of their "
+       "gradients.",
        **_MAPS, maps="inputs (in) and output gradients, before the last block outputs (out)", row=13,
        style=("#8C564B", "X"))
 _known("input-only", "aligned:InputOnly", "input maps only",
-       "Half of bico: one orthogonal map a site lines up the two models' inputs of the layer; the output side is "
-       "padded by zeros, or cropped.",
+       "Half of bico: one orthogonal map per site aligns the two models' inputs of the layer. The output side is "
+       "padded with zeros or cropped.",
        **_MAPS, uses_loss=False, maps="inputs (in)", row=7, style=("#56B4E9", "<"))
 _known("output-only", "aligned:OutputOnly", "output maps only",
-       "Half of bico: one orthogonal map a site lines up the gradients of the loss at the layer's outputs; the input "
-       "side is padded by zeros, or cropped.",
+       "Half of bico: one orthogonal map per site aligns the gradients of the loss at the layer's outputs. The input "
+       "side is padded with zeros or cropped.",
        **_MAPS, maps="output gradients (out)", row=8, style=("#9E9AC8", ">"))
 _known("gradient-only", "aligned:GradientOnly", "gradient maps only",
-       "Two orthogonal maps a site turn the task vector, and both line up gradients of the loss: at the layer's "
-       "inputs, and at its outputs.",
+       "Two orthogonal maps per site transform the task vector. Both align gradients of the loss: one at the layer's "
+       "inputs, the other at its outputs.",
        **_MAPS, maps="input gradients (in) and output gradients (out)", row=9, style=("#C9B800", "d"))
 _known("theseus", "aligned:Theseus", "THESEUS",
-       "Two orthogonal maps a site turn the task vector: one lines up the two models' inputs of the layer, the other "
-       "its outputs. No gradient is looked at.",
+       "Two orthogonal maps per site transform the task vector: one aligns the two models' inputs of the layer, the "
+       "other aligns its outputs. No gradients are used.",
        **_MAPS, uses_loss=False, maps="inputs (in) and outputs (out)", usual_at_1=True, row=6, style=("#0072B2", "s"))
 _known("naive", "naive:Naive", "naive (padded)",
-       "The task vector is added as it is, padded by zeros or cropped. No data is looked at.",
+       "The task vector is added unchanged, padded with zeros or cropped. No data is used.",
        uses_samples=False, turns=False, usual_at_1=True, row=1, style=("#A0703C", "x"))
 _known("transfusion", "transfusion:TransFusion", "TransFusion",
-       "Permutations of heads, neurons and axes bring the source's pretrained weights into the order in which they "
-       "are most like the target's, and the task vector with them. They are found from the weights alone, without "
-       "data.",
+       "Permutations of heads, neurons and axes reorder the source's pretrained weights to match the target's, and "
+       "the task vector is reordered with them. They are computed from the weights alone, without data.",
        uses_samples=False, usual_at_1=True, row=2, style=("#6A51A3", "P"))
 _known("gradfix", "naive:GradFix", "GradFix",
-       "The task vector is added as it is, but kept only where its sign agrees with the target's negative gradient.",
+       "The task vector is added unchanged, but only where its sign agrees with the target's negative gradient.",
        turns=False, options=("signs",), usual_at_1=True, row=3, style=("#009E73", "^"))
 _known("fewshot", "finetuning:Fewshot", "one training step",
-       "One step of AdamW on the mean loss of the samples: what the same samples give without a source.",
+       "One step of AdamW on the mean loss of the samples. It shows what the same samples give without a source.",
        turns=False, trains_on="samples", options=_RECIPE, usual=True, row=4, style=("#888888", "v"))
 _known("finetune", "finetuning:Finetune", "fine-tuning",
-       "AdamW on nine in ten of the split's samples, but for those that are measured on: what training gives.",
+       "AdamW on nine tenths of the split, without the samples that are measured on. It shows what training gives.",
        turns=False, trains_on="split", options=(*_BRIEFLY, "warmup"), row=5, style=("#333333", "p"))
 _known("readout", "untouched:ReadoutAlone", "readout",
-       "The target as it is, with its final projection corrected in closed form towards the fine-tuned source's "
+       "The unchanged target with its final projection corrected in closed form towards the fine-tuned source's "
        "predictions. Nothing is carried.",
        uses_labels=False, turns=False, row=20, style=("#4C9A8A", "8"))
 _known("train", "brief:Train", "training",
-       "A few steps of AdamW on the samples and their labels, without a source: what the same samples give to who "
-       "trains on them. Samples left out choose the learning rate and the number of steps.",
+       "A few steps of AdamW on the samples and their labels, without a source. It shows what training on the same "
+       "samples gives. Samples left out of the training choose the learning rate and the number of steps.",
        turns=False, trains_on="samples", options=_BRIEFLY, row=21, style=("#5B5B5B", "<"))
 _known("distill", "brief:Distill", "distilling",
-       "A few steps of AdamW towards the fine-tuned source's predictions of the samples, without labels; nothing is "
-       "carried. Samples left out choose the learning rate and the number of steps.",
+       "A few steps of AdamW towards the fine-tuned source's predictions on the samples, without labels. Nothing is "
+       "carried. Samples left out of the training choose the learning rate and the number of steps.",
        turns=False, trains_on="samples", uses_labels=False, options=_BRIEFLY, row=22, style=("#1B5E85", ">"))
 # fmt: on
 _BUILT_IN |= set(METHODS)
@@ -394,8 +393,8 @@ class Settings:
     label_column: str | None = option(
         None, _DATA, "Column with the labels, if it cannot be found by its type.", group="data", decisive=True)
     text_column: str | None = option(
-        None, _DATA, "Column with the texts, or the two columns of a pair, if they cannot be found by their names. For a prompt and its "
-        "answer: prompt=COLUMN,completion=COLUMN.",
+        None, _DATA, "Column with the texts, or the two columns of a pair, if they cannot be found by their names. "
+        "For a prompt and its answer: prompt=COLUMN,completion=COLUMN.",
         group="data", metavar="COLUMN[,COLUMN]", decisive=True)
     caption_column: str | None = option(
         None, _DATA, "Column with the captions of the images, if there is one.", group="data", decisive=True)
@@ -412,12 +411,13 @@ class Settings:
         DEFAULT_TEMPLATES, _DATA, "File with one prompt per line; {} stands for the class name.",
         group="data", metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     prompts: Sequence[str] | None = option(
-        None, _DATA, "With --data generated: file with one prompt per line, which the fine-tuned source continues; by default "
-        "neutral prompts.",
+        None, _DATA, "With --data generated: file with one prompt per line, which the fine-tuned source continues; by "
+        "default neutral prompts.",
         metavar="FILE", read=read_lines, decisive=True, python="A list of prompts.")
     seed: int = option(0, _DATA, "Seed for drawing the samples.", group="data", type=int, decisive=True)
     batch_size: int | None = option(
-        None, _RUN, "Batch size; by default a fast one that fits. It is halved automatically if the GPU runs out of memory.", group="data", type=int, least=1)
+        None, _RUN, "Batch size; by default a fast one that fits. It is halved automatically if the GPU runs out of "
+        "memory.", group="data", type=int, least=1)
     device: str = option("auto", _RUN, "auto, cpu, cuda or cuda:N.", group="data", recorded=False)
     dtype: str = option(
         "auto", _RUN, "Precision for running the models; auto is float32.",
@@ -429,31 +429,35 @@ class Settings:
         None, _RUN, "Spread models that do not fit one GPU over all GPUs and the CPU's memory, with accelerate.",
         group="limits", choices=("auto", "balanced", "sequential"))
     method: str = option(
-        AUTO, _METHOD, "How to port; leave it at the default unless you want to compare methods (see 'hf-bico compare'). auto: bico-path "
-        "if the objective predicts classes, bico otherwise; for decoders, bico-last is tried too and the samples choose.",
+        AUTO, _METHOD, "How to port; leave it at the default unless you want to compare methods (see 'hf-bico "
+        "compare'). auto: bico-path if the objective predicts classes, bico otherwise; for decoders, bico-last is "
+        "tried too and the samples choose.",
         choices=METHODS, metavar="METHOD", takes_auto=True)
     completion: str = option(
-        "drop", _METHOD, "How to handle directions that calibration did not see: drop them, or complete the maps arbitrarily (svd).", group="aligning", choices=("drop", "svd"), decisive=True)
+        "drop", _METHOD, "How to handle directions that calibration did not see: drop them, or complete the maps "
+        "arbitrarily (svd).", group="aligning", choices=("drop", "svd"), decisive=True)
     alpha: float | str = option(
-        AUTO, _METHOD, "How much of the task vector to add. auto: as much as the samples clearly support, possibly nothing. A number is "
-        "used as it is; the paper uses 1.",
+        AUTO, _METHOD, "How much of the task vector to add. auto: as much as the samples clearly support, possibly "
+        "nothing. A number is used as it is; the paper uses 1.",
         group="aligning", metavar="auto|NUMBER", read=read_alpha, decisive=True)
     bold: bool = option(
-        False, _METHOD, "Take larger steps with --alpha auto, and check a polish on fewer than 20 samples less strictly: a larger gain on "
-        "average, but more ports that hurt.",
+        False, _METHOD, "Take larger steps with --alpha auto, and check a polish on fewer than 20 samples less "
+        "strictly: a larger gain on average, but more ports that hurt.",
         group="aligning", type=bool, decisive=True)
     layers: str | Sequence[int] = option(
-        "index", _METHOD, "Which source block each target block takes: by index, by similarity, or a list such as 0,0,1,1.",
+        "index", _METHOD, "Which source block each target block takes: by index, by similarity, or a list such as "
+        "0,0,1,1.",
         group="aligning", metavar="index|similarity|LIST", read=read_layers, decisive=True)
     sampling: str = option(
         "random", _DATA, "How to choose calibration samples.",
         group="aligning", choices=SAMPLINGS, metavar="SAMPLING", decisive=True)
     labels: str = option(
-        "auto", _DATA, "Use the labels of the data set, or the predictions of the fine-tuned source (pseudo). auto: the data set's, if "
-        "it has any.",
+        "auto", _DATA, "Use the labels of the data set, or the predictions of the fine-tuned source (pseudo). auto: "
+        "the data set's, if it has any.",
         group="aligning", choices=("auto", "dataset", "pseudo"), decisive=True)
     augment: int | None = option(
-        None, _DATA, "Altered copies of each sample; by default 7 for bico-path with fewer than 50 samples, otherwise none.",
+        None, _DATA, "Altered copies of each sample; by default 7 for bico-path with fewer than 50 samples, otherwise "
+        "none.",
         group="aligning", type=int, metavar="COPIES", least=0, decisive=True)
     unlabelled_samples: int = option(
         DEFAULT_UNLABELLED, _DATA, "Maximum number of samples to take from --unlabelled.",
@@ -467,15 +471,18 @@ class Settings:
         None, _METHOD, "Steps of bico-path; 4 with --alpha auto, 2 with a number.",
         group="aligning", type=int, least=1, decisive=True)
     signs: str = option(
-        "mean", _METHOD, "For gradfix: use the signs of the mean gradient, or the majority of the signs of all samples.",
+        "mean", _METHOD, "For gradfix: use the signs of the mean gradient, or the majority of the signs of all "
+        "samples.",
         group="aligning", choices=("mean", "majority"), decisive=True)
     learning_rate: float | None = option(
-        None, _TRAINING, f"Learning rate; {DEFAULT_RATE} by default for fewshot and finetune. For train, distill and a polish, left-out samples "
+        None, _TRAINING, f"Learning rate; {DEFAULT_RATE} by default for fewshot and finetune. For train, distill and "
+        f"a polish, left-out samples "
         "choose it.", group="training", type=float, least=0, decisive=True)
     weight_decay: float = option(
         0.1, _TRAINING, "Weight decay of AdamW.", group="training", type=float, least=0, decisive=True)
     train_steps: int | None = option(
-        None, _TRAINING, f"Training steps: {FINETUNE_STEPS} by default for finetune; for train and distill a maximum, {BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
+        None, _TRAINING, f"Training steps: {FINETUNE_STEPS} by default for finetune; for train and distill a maximum, "
+        f"{BRIEF_STEPS} by default.", group="training", type=int, least=1, decisive=True)
     train_batch: int = option(
         128, _TRAINING, "Batch size of training steps.", group="training", type=int, least=1, decisive=True)
     warmup: int = option(200, _TRAINING, "Warm-up steps of finetune.", group="training", type=int, least=0,
@@ -484,8 +491,8 @@ class Settings:
         DEFAULT_MEASURED, _MEASURING, "Maximum number of held-out samples to measure on.",
         group="measuring", type=int, metavar="N", least=1, decisive=True)
     evaluation: str = option(
-        "auto", _MEASURING, "How to measure models: zero-shot (as the objective predicts), with a probe (a linear classifier fitted to the "
-        "calibration samples), or both. auto: a probe for text-to-text, otherwise zero-shot.",
+        "auto", _MEASURING, "How to measure models: zero-shot (as the objective predicts), with a probe (a linear "
+        "classifier fitted to the calibration samples), or both. auto: a probe for text-to-text, otherwise zero-shot.",
         group="measuring", choices=("auto", "zero-shot", "probe", "both"))
     tower: str | None = option(
         None, _METHOD, "Which tower of a CLIP to port; by default the one that the fine-tune changed.",
@@ -497,8 +504,8 @@ class Settings:
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the predictions of the source.", type=bool)
     polish: bool = option(
-        False, _METHOD, "After the port, train the ported weights for a few steps towards the predictions of the source, then correct the "
-        "final projection. Left-out samples decide how many steps. Needs no labels.",
+        False, _METHOD, "After the port, train the ported weights for a few steps towards the predictions of the "
+        "source, then correct the final projection. Left-out samples decide how many steps. Needs no labels.",
         type=bool, decisive=True)
     polish_steps: int = option(
         POLISH_STEPS, _TRAINING, "Maximum number of steps of --polish.", type=int, least=1, decisive=True)
@@ -511,11 +518,11 @@ class Settings:
         None, _TRAINING, "Folder from which an interrupted training resumes; by default next to the output.",
         metavar="FOLDER", recorded=False)
     format: str | None = option(
-        None, _OUTPUT, "Write a full model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, and anything else a "
-        "full model.", choices=FORMATS, recorded=False)
+        None, _OUTPUT, "Write a full model, a PEFT adapter, or only the change; by default a LoRA gives an adapter, "
+        "and anything else a full model.", choices=FORMATS, recorded=False)
     rank: int | float | None = option(
-        None, _OUTPUT, "Rank of an adapter: a whole number, or the share of energy to keep per layer, such as 0.95. By default a LoRA keeps "
-        "its rank, and anything else is exact.", read=read_rank, recorded=False)
+        None, _OUTPUT, "Rank of an adapter: a whole number, or the share of energy to keep per layer, such as 0.95. "
+        "By default a LoRA keeps its rank, and anything else is exact.", read=read_rank, recorded=False)
     evaluate: bool = option(
         True, _MEASURING, "Do not measure target, port and source on held-out samples.",
         flag="--no-eval", type=bool, recorded=False, python="False skips it.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,7 @@ def full_help(ctx: click.Context) -> str:
 class _Formatter(click.HelpFormatter):
     """Breaks lines at spaces alone, not inside of options and names of methods."""
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         super().write_dl([(name, text.replace("-", _UNBROKEN)) for name, text in rows], col_max, col_spacing)
 
     def write_text(self, text: str) -> None:
@@ -248,6 +248,9 @@ base_option = MODELS.option(
     help="The base model of the fine-tune; by default the one named in its model card or adapter config.",
 )
 token_option = HUB.option("--token", help="Hub token; by default that of 'hf auth login' or HF_TOKEN.")
+
+
+title_option = OUTPUT.option("--title", metavar="TEXT", help="Title of the model card; by default the models' names.")
 
 
 def folder_option(help: str) -> Callable[[Command], Command]:

@@ -41,6 +41,7 @@ from hf_bico.cli.options import (
     setting,
     settings_of,
     source_argument,
+    title_option,
     typed_line,
     unlabelled_option,
 )
@@ -77,6 +78,7 @@ _DIGEST_FILE = ".hf-bico-line"
 @HUB.option("--push-to", metavar="REPO", help="Push the result to this Hub repo.")
 @push_options
 @HUB.option("--target-id", metavar="REPO", help="Hub id of a target that is a local folder, for the model card.")
+@title_option
 @OUTPUT.option("--overwrite", is_flag=True, help="Replace an existing output folder, and the files of a Hub repo.")
 @RUNNING.option("--dry-run", is_flag=True, help="Show the plan and exit.")
 @hub_options
@@ -96,6 +98,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
     """
     where = {name: options.pop(name) for name in ("base", "data", "unlabelled", "target_id", "allow_pickle")}
     token, output, push_to, dry_run = (options.pop(name) for name in ("token", "output", "push_to", "dry_run"))
+    title = options.pop("title")
     with exit_on_error() as ending:
         require_no_device_number(options["device"])
         push = read_push(options)
@@ -130,7 +133,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
             result = planned.in_format(settings.format, settings.rank)
             require_apart(folder, None if result.format == "full" else planned.lineage.target.folder)
             with reserved(folder, push.overwrite, result.output_bytes) if is_first_process() else nullcontext():
-                destination = _Destination(folder, push_to, push, command)
+                destination = _Destination(folder, push_to, push, command, title)
                 ported = _port(planned, settings, hub, destination, ending, silent=quiet or as_json)
             if ported.held_back:
                 _end_held_back(ported.record, as_json, quiet)
@@ -140,16 +143,19 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
 
 @dataclass(frozen=True)
 class _Destination:
-    """Output folder of a port, and the repo to push it to; `command` is the command line that it is made by."""
+    """Output folder of a port, the repo to push it to, and the card's title; `command` is its command line."""
 
     folder: Path
     repo: str | None
     push: PushOptions
     command: str
+    title: str | None = None
 
     def write(self, ported: Ported) -> None:
+        from hf_bico.porting.result import CardNames
+
         with atomic_folder(self.folder, self.push.overwrite) as scratch:
-            ported.write(scratch, repo=self.repo, revision=self.push.revision)
+            ported.write(scratch, named=CardNames(self.repo, self.push.revision, self.title))
             if self.repo is not None:
                 digest = _digest(self.command, ported.record.models)
                 (scratch / _DIGEST_FILE).write_text(f"{digest}\n", encoding="ascii")

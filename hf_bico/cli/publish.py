@@ -9,21 +9,25 @@ import click
 from hf_bico.cli.completion import complete_folder
 from hf_bico.cli.console import echo, echo_json, print_pushed
 from hf_bico.cli.exit import exit_on_error
-from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, token_option
+from hf_bico.cli.options import HUB, SectionedHelp, output_options, push_options, title_option, token_option
 from hf_bico.errors import RepoNotFoundError
-from hf_bico.reports.record import read_any
+from hf_bico.reports.record import read_any, with_title
 from hf_bico.utils.files import expanded
 
 
 @click.command(cls=SectionedHelp, short_help="Write the model card of a result again.")
 @click.argument("folder", shell_complete=complete_folder)
+@title_option
 @output_options
-def card(folder: str, as_json: bool, quiet: bool) -> None:
+def card(folder: str, title: str | None, as_json: bool, quiet: bool) -> None:
     """Write the model card of FOLDER again, from its record alone.
 
+    A new title is put into the record too; an empty one brings back the usual title.
+
     \b
-    Example:
+    Examples:
       hf-bico card vit-b16-eurosat-to-ViT-B-16-plus
+      hf-bico card vit-b16-eurosat-to-ViT-B-16-plus --title "EuroSAT for ViT-B-16-plus"
     """
     with exit_on_error():
         from hf_bico.reports.model_cards import write_card
@@ -31,7 +35,11 @@ def card(folder: str, as_json: bool, quiet: bool) -> None:
         path = expanded(folder)
         if not path.is_dir():
             raise RepoNotFoundError(f"there is no folder '{folder}'", "name a folder that hf-bico wrote")
-        file = write_card(read_any(path), path)
+        record = read_any(path)
+        if title is not None:
+            record = with_title(record, title)
+            record.write(path)
+        file = write_card(record, path)
         if as_json:
             echo_json({"card": str(file)})
         elif not quiet:

@@ -75,7 +75,7 @@ class HubRepo:
     files: Mapping[str, int]
     """File sizes by name."""
     restricted: bool
-    """Whether it is private or gated."""
+    """Whether it is private or gated, or not known to be public."""
     requested: HubReference
     hub: Hub = field(repr=False, compare=False)
     sha256: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -236,8 +236,8 @@ class Hub:
                 "unset HF_HUB_OFFLINE once, so that it can be downloaded",
             )
         files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-        # offline nobody knows whether it is restricted, but nothing can be pushed either
-        return HubRepo(reference.id, type, folder.name, files, False, reference, self)
+        # offline nobody knows whether it is public
+        return HubRepo(reference.id, type, folder.name, files, True, reference, self)
 
     def remember(self, repo: HubRepo) -> None:
         """Write to the cache which commit the requested revision was, for later runs offline."""

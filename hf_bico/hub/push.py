@@ -387,11 +387,17 @@ def _shadowing(remote: dict[str, Any], ours: dict[str, Path]) -> list[str]:
 
 
 def _local_files(folder: Path) -> dict[str, Path]:
-    """Return the files to push by their names in the repo, without hidden ones; refuse links out of the folder."""
+    """Return the files to push by their names in the repo; refuse links out of the folder.
+
+    Hidden files stay here, but for the results that the Hub reads.
+    """
+    from huggingface_hub import constants
+
     files = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
-        if not file.is_file() or any(part.startswith(".") for part in name.parts):
+        parts = name.parts[1:] if name.parts[0] == constants.EVAL_RESULTS_FOLDER else name.parts
+        if not file.is_file() or any(part.startswith(".") for part in parts):
             continue
         if not file.resolve().is_relative_to(folder.resolve()):
             raise PushError(f"'{name}' is a link out of the folder '{folder.name}'", "put a copy of the file there")

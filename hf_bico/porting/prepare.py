@@ -119,7 +119,7 @@ class PreparedPort:
 
     @property
     def uses_chat_template(self) -> bool | None:
-        """True if the models' chat templates format the samples; None if these are neither prompts nor chats."""
+        """True if the target's chat template formats the samples; None if these are neither prompts nor chats."""
         if self.drawn is None:
             return None
         items, _ = next(self.drawn.samples.first(1).batches(1))
@@ -127,9 +127,8 @@ class PreparedPort:
             return None
         if isinstance(items[0], Answered) and not self.settings.special_tokens:
             return False
-        both = (self.models.source, self.models.target)
-        # a T5 reads a prompt as it is, and generates the answer
-        return any(isinstance(model, CausalModel) and _has_template(model.tokenizer) for model in both)
+        target = self.models.target  # a T5 reads a prompt as it is, and generates the answer
+        return isinstance(target, CausalModel) and _has_template(target.tokenizer)
 
 
 def prepare(

@@ -13,6 +13,7 @@ from hf_bico.alignment.methods.brief import BriefTrainer
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import CalibrationDraw, Unlabelled, calibration_notices, class_notices, repeat_notices
+from hf_bico.hub.benchmarks import benchmark_task
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA
 from hf_bico.models.families.pooling import read_pooling
@@ -21,6 +22,7 @@ from hf_bico.models.model import Model, OpenedRepo
 from hf_bico.models.name_matching import Overlap
 from hf_bico.models.shared_reading import pairing_notices
 from hf_bico.porting.calibration import Calibration
+from hf_bico.porting.examples import example_record
 from hf_bico.porting.generation import TEMPERATURE, TOKENS
 from hf_bico.porting.head_plan import files_of, place_in_source
 from hf_bico.porting.heads import class_order_notice
@@ -328,9 +330,19 @@ def _data_record(prepared: PreparedPort, drawn: CalibrationDraw) -> DataRecord:
     return replace(
         drawn_record(drawn, settings),
         chat_template=prepared.uses_chat_template,
+        example=example_record(prepared.models.target, drawn),
+        benchmark=_benchmark(prepared, drawn),
         pairing=None if pairing is None else PairingRecord(*pairing.inputs, *pairing.gradients),
         generation=GenerationRecord(TEMPERATURE, TOKENS, list(settings.prompts or ())) if written else None,
     )
+
+
+def _benchmark(prepared: PreparedPort, drawn: CalibrationDraw) -> str | None:
+    """Return the benchmark's task that the held-out split is, if the Hub registers the data set as a benchmark."""
+    repo = drawn.data.repo
+    if repo is None or prepared.held_out is None or not prepared.evaluates:
+        return None
+    return benchmark_task(repo, drawn.data.config, prepared.held_out[0])
 
 
 def drawn_record(drawn: CalibrationDraw, settings: Settings) -> DataRecord:

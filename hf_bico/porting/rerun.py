@@ -16,6 +16,7 @@ from hf_bico.errors import RecordError, UsageError
 from hf_bico.hub.client import Hub, RepoFiles, locate
 from hf_bico.porting.planner import plan_port
 from hf_bico.porting.port import run_port
+from hf_bico.porting.result import CardNames
 from hf_bico.reports.record import DataRecord, MethodRecord, Record, read_record
 from hf_bico.reports.verdict import held_back_sentence
 from hf_bico.runtime.library_errors import translate_errors
@@ -99,12 +100,12 @@ def rerun(
     if ported.held_back:
         files = dict.fromkeys(then.output.files, False)
         return Rerun(files, [], [held_back_sentence(ported.record), *_differences(then, ported.record)])
-    known_as = (then.output.repo, then.output.revision)
+    named = CardNames(then.output.repo, then.output.revision, then.output.title)
     if folder is not None:
-        now = read_record(ported.save(folder, None, overwrite, *known_as))
+        now = read_record(ported.save(folder, None, overwrite, named.repo, named.revision, title=named.title))
     else:
         with tempfile.TemporaryDirectory() as scratch, atomic_folder(Path(scratch) / "rerun") as written:
-            now = ported.write_weights(written, None, *known_as)
+            now = ported.write_weights(written, None, named)
     recorded, digests = then.output.files, now.output.files if now.output is not None else {}
     files = {name: digests.get(name) == digest for name, digest in recorded.items()}
     stored = dict(place.repo.sha256) if place.repo is not None else {}

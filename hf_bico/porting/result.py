@@ -51,6 +51,18 @@ from hf_bico.utils.text import command_line, markdown_table, plain
 AnyRecord = TypeVar("AnyRecord", Record, ChangeRecord)
 
 
+@dataclass(frozen=True)
+class CardNames:
+    """What the card of a result names: the repo and branch that it will be pushed to, and its title."""
+
+    repo: str | None = None
+    revision: str | None = None
+    title: str | None = None
+
+
+UNNAMED = CardNames()
+
+
 @dataclass(frozen=True, repr=False)
 class BaseResult(ABC, Generic[AnyRecord]):
     """A change of a model, the format in which it is written, and its record."""
@@ -71,39 +83,36 @@ class BaseResult(ABC, Generic[AnyRecord]):
         """The share of the change that rounding to the target's half precision takes away."""
         return self.form.rounding_lost
 
-    def write(
-        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
-    ) -> None:
+    def write(self, folder: Path, form: WrittenChange | None = None, named: CardNames = UNNAMED) -> None:
         """Write weights, `bico.json` and the model card into an existing folder, file after file."""
-        record = self.write_weights(folder, form, repo, revision)
+        record = self.write_weights(folder, form, named)
         record.write(folder)
         write_card(record, folder)
 
-    def write_weights(
-        self, folder: Path, form: WrittenChange | None = None, repo: str | None = None, revision: str | None = None
-    ) -> AnyRecord:
+    def write_weights(self, folder: Path, form: WrittenChange | None = None, named: CardNames = UNNAMED) -> AnyRecord:
         """Write the weights only, as they were evaluated unless `form` is given, and return their record."""
         form = form or self.form
         files = sha256_of(write_change(form, self.target, folder))
-        return self._record_of(form, _output_record(form, files, repo, revision))
+        return self._record_of(form, _output_record(form, files, named))
 
     @abstractmethod
     def _record_of(self, form: WrittenChange, output: OutputRecord) -> AnyRecord: ...
 
-    def _save(
-        self, folder: str | Path, overwrite: bool, form: WrittenChange, repo: str | None, revision: str | None
-    ) -> Path:
+    def _save(self, folder: str | Path, overwrite: bool, form: WrittenChange, named: CardNames) -> Path:
         """Write everything into a folder that appears complete or not at all."""
         folder = expanded(folder)
         require_apart(folder, None if form.format == "full" else self.target.folder)
         with atomic_folder(folder, overwrite) as scratch:
-            self.write(scratch, form, repo, revision)
+            self.write(scratch, form, named)
         return folder
 
-    def _push(self, name: str, form: WrittenChange, repo_id: str, token: str | None, options: PushOptions) -> Pushed:
+    def _push(
+        self, name: str, form: WrittenChange, repo_id: str, title: str | None, token: str | None, options: PushOptions
+    ) -> Pushed:
         """Save to a temporary folder of this name, and push it as one commit."""
         with tempfile.TemporaryDirectory() as scratch:
-            folder = self._save(Path(scratch) / name, False, form, repo_id, options.revision)
+            named = CardNames(repo_id, options.revision, title)
+            folder = self._save(Path(scratch) / name, False, form, named)
             return push_folder(folder, repo_id, options, Hub(token), kept=False)
 
 
@@ -152,16 +161,18 @@ class Ported(BaseResult[Record]):
         repo: str | None = None,
         revision: str | None = None,
         rank: int | float | None = None,
+        title: str | None = None,
     ) -> Path:
         """Write weights, `bico.json` and the model card; the folder appears complete or not at all.
 
         `format` is "full", "adapter" (of a `rank`) or "delta"; by default the format that the port was asked for.
-        `repo` and `revision` are named in the card of a result that will be pushed there. Only the first of several
-        processes writes.
+        `repo` and `revision` are named in the card of a result that will be pushed there; `title` is the card's title.
+        Only the first of several processes writes.
         """
         self._require_written()
         form = self._in_format(format, rank)
-        return self._save(folder, overwrite, form, repo, revision) if is_first_process() else expanded(folder)
+        named = CardNames(repo, revision, title)
+        return self._save(folder, overwrite, form, named) if is_first_process() else expanded(folder)
 
     @translate_errors()
     def push_to_hub(
@@ -170,18 +181,19 @@ class Ported(BaseResult[Record]):
         *,
         format: str | None = None,
         rank: int | float | None = None,
+        title: str | None = None,
         token: str | None = None,
         **options: Any,
     ) -> Pushed:
-        """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`.
+        """Save to a temporary folder and push it as one commit; `title` is the card's title.
 
-        private, create_pr, revision, message, overwrite, force.
+        The options are those of `PushOptions`: private, create_pr, revision, message, overwrite, force.
         """
         self._require_written()
         wanted = PushOptions(**options)
         if not is_first_process():
             raise UsageError("only the first of several processes pushes", "push where the variable RANK is 0")
-        return self._push("ported", self._in_format(format, rank), repo_id, token, wanted)
+        return self._push("ported", self._in_format(format, rank), repo_id, title, token, wanted)
 
     def _require_written(self) -> None:
         if self.held_back:
@@ -216,15 +228,22 @@ class ChangeResult(BaseResult[ChangeRecord]):
 
     @translate_errors()
     def save(
-        self, folder: str | Path, overwrite: bool = False, repo: str | None = None, revision: str | None = None
+        self,
+        folder: str | Path,
+        overwrite: bool = False,
+        repo: str | None = None,
+        revision: str | None = None,
+        title: str | None = None,
     ) -> Path:
-        """Write weights, `bico.json` and the card; the folder appears complete or not at all."""
-        return self._save(folder, overwrite, self.form, repo, revision)
+        """Write weights, `bico.json` and the card of this `title`; the folder appears complete or not at all."""
+        return self._save(folder, overwrite, self.form, CardNames(repo, revision, title))
 
     @translate_errors()
-    def push_to_hub(self, repo_id: str, *, token: str | None = None, **options: Any) -> Pushed:
+    def push_to_hub(
+        self, repo_id: str, *, title: str | None = None, token: str | None = None, **options: Any
+    ) -> Pushed:
         """Save to a temporary folder and push it as one commit; the options are those of `PushOptions`."""
-        return self._push("made", self.form, repo_id, token, PushOptions(**options))
+        return self._push("made", self.form, repo_id, title, token, PushOptions(**options))
 
     def _record_of(self, form: WrittenChange, output: OutputRecord) -> ChangeRecord:
         return replace(self.record, output=output)
@@ -250,7 +269,7 @@ def make_change_record(
         parts=list(parts),
         target=model_record(target),
         alpha=alpha,
-        output=_output_record(form, {}),
+        output=_output_record(form, {}, UNNAMED),
         run=ArithmeticRecord(started.isoformat(timespec="seconds"), seconds, installed_versions()),
         command=None if command is None else command_line(["hf-bico", job, *command]),
         layers=layers,
@@ -259,18 +278,17 @@ def make_change_record(
     )
 
 
-def _output_record(
-    form: WrittenChange, files: dict[str, str], repo: str | None = None, revision: str | None = None
-) -> OutputRecord:
+def _output_record(form: WrittenChange, files: dict[str, str], named: CardNames) -> OutputRecord:
     return OutputRecord(
         form.format,
         files,
         form.rounding_lost,
-        repo,
-        revision,
+        named.repo,
+        named.revision,
         rank=form.rank,
         energy_kept=form.energy_kept,
         replaced=form.replaced,
+        title=named.title or None,
     )
 
 

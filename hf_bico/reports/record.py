@@ -106,13 +106,25 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True)
+class ExampleRecord:
+    """A sample for the card's snippet: its `texts`, shortened, or the `row` of the split that holds its image.
+
+    It is recorded only of public data sets on the Hub: texts of a private or local data set stay out of the record.
+    """
+
+    texts: Annotated[list[str], Within(0, 2)] = field(default_factory=list)
+    row: Count | None = None
+
+
+@dataclass(frozen=True)
 class DataRecord:
     """The calibration samples: `indices` count the rows of the split, or of its `parts` one after the other.
 
     `labels` come from the "dataset", are "pseudo" (predictions of the fine-tuned source), or "none". `chat_template`
-    says whether prompts and chats were rendered with one, and `special_tokens` is False if texts were read without the
-    tokenizer's. `pairing` is there if the two models cut the texts into different tokens,
-    `generation` if the fine-tuned source wrote them.
+    says whether the target's tokenizer rendered prompts and chats with its chat template, and `special_tokens` is False
+    if texts were read without the tokenizer's. `pairing` is set if the two models cut the texts into different tokens,
+    `generation` if the fine-tuned source wrote them. `benchmark` is the task that the held-out split is, if the Hub
+    registers the data set as a benchmark.
     """
 
     id: str
@@ -135,6 +147,8 @@ class DataRecord:
     unlabelled: UnlabelledRecord | None = None
     pairing: PairingRecord | None = None
     generation: GenerationRecord | None = None
+    example: ExampleRecord | None = None
+    benchmark: str | None = None
 
 
 @dataclass(frozen=True)
@@ -320,7 +334,7 @@ class LeftRecord:
 
 @dataclass(frozen=True)
 class OutputRecord:
-    """The written files, and the Hub `repo` and branch they are for.
+    """The written files, the Hub `repo` and branch they are for, and the card's `title` if it was given.
 
     `rounding_lost` is the share of the change lost by rounding to half precision, `rank` the one requested for an
     adapter (absent: as it came), `energy_kept` the share of the change that the adapter holds, and `replaced` the
@@ -335,6 +349,7 @@ class OutputRecord:
     rank: int | float | None = None
     energy_kept: Share | None = None
     replaced: Annotated[list[str], _VERY_MANY] = field(default_factory=list)
+    title: str | None = None
 
 
 @dataclass(frozen=True)
@@ -515,6 +530,13 @@ class ChangeRecord(_RecordBase):
     @property
     def sources(self) -> list[ModelRecord]:
         return [part.model for part in self.parts]
+
+
+def with_title(record: Record | ChangeRecord, title: str) -> Record | ChangeRecord:
+    """Return the record of a written result with another title of its card; an empty one is none."""
+    if record.output is None:
+        raise RecordError(f"{RECORD_FILE} does not say what was written", "port again")
+    return replace(record, output=replace(record.output, title=title.strip() or None))
 
 
 def read_record(folder: Path) -> Record:

@@ -33,7 +33,7 @@ VALUE_NAMES = {
     "ported, no readout": "target, ported, without the readout",
     "ported, no polish": "target, ported, without the polish",
     "ported": "target, ported",
-    "base": "source, before it was fine-tuned",
+    "base": "source, before fine-tuning",
     "source": "source, fine-tuned",
 }
 """The name of each measured model, in the order of a table."""
@@ -133,7 +133,7 @@ def pairing_sentence(record: Record) -> str | None:
     pairing = None if record.data is None else record.data.pairing
     if pairing is None:
         return None
-    return f"The two models cut the calibration samples into different tokens: {pairing_text(pairing)}."
+    return f"The two models tokenize the calibration samples differently: {pairing_text(pairing)}."
 
 
 def pairing_text(pairing: PairingRecord) -> str:
@@ -153,7 +153,7 @@ def measured_on(record: Record) -> str:
 def _value_name(record: Record, entry: EvaluationRecord) -> str:
     name = VALUE_NAMES[entry.model]
     if entry.model == "target" and (entry.protocol is not None or record.objective.name != "zero-shot"):
-        return "target, as it was"
+        return "target, unchanged"
     if entry.protocol is None and entry.trained_on is not None:
         return f"{name}, with a head fitted to {count_text(entry.trained_on, 'sample')}"
     if not carries(record):
@@ -215,7 +215,7 @@ def left_behind(record: Record) -> str | None:
     if left <= MAX_LEFT or is_trained(record):
         return None
     reason, _, energy = Report((), tuple(record.left)).left_by_reason()[0]
-    return f"MOST of the task vector stayed behind: {left:.0%} of its energy ({reason}: {energy:.0%})."
+    return f"MOST of the task vector was left behind: {left:.0%} of its energy ({reason}: {energy:.0%})."
 
 
 def interval_of(entry: EvaluationRecord) -> float | None:
@@ -255,11 +255,11 @@ def _result_sentence(record: Record) -> str | None:
         return f"{what} measured WORSE than the target: {metric} {now}, {down} from {before}."
     if gain == 0:
         what = "Training" if trained else "The port" if carries(record) else "The readout"
-        return f"{what} changed nothing in the target's {metric} of {before}."
+        return f"{what} did not change the target's {metric} of {before}."
     sentence = f"{metric[0].upper()}{metric[1:]} {now}, {up} from the target's {before}"
     closed, share = gap_closed(record), share_of_gain(record)
     if share is not None and source is not None:
-        sentence += f": {share:.0%} of what fine-tuning did for the source's own base"
+        sentence += f": {share:.0%} of the gain that fine-tuning gave the source's own base"
         sentence += f" ({value_text(entries['base'])} to {value_text(source)})"
     elif closed is not None and source is not None:
         reached = f"{closed:.0%} of the way to" if closed <= 1 else "above"
@@ -294,17 +294,19 @@ def control_sentence(record: Record) -> str | None:
     gains = [f"{-value:+.3f}" if is_loss else _points(value) for value in (control, gain)]
     comparison = "its loss moves by {}, and the port's by {}" if is_loss else "it gains {} points, and the port {}"
     sentence = (
-        "The control is the same method with the two models' samples mispaired, so that there is nothing to line up: "
+        "The control is the same method with the two models' samples mispaired, so that nothing can be aligned: "
         f"{'from' if is_loss else 'over'} the target, {comparison.format(*gains)}{without}"
     )
     if gain <= 0:
-        return f"{sentence}. The port has no gain that could vanish."
+        return f"{sentence}. The port has no gain that could disappear."
     share = control / gain
     if share < NO_GAIN:
-        return f"{sentence}. The gain vanishes in it: it comes from samples that belong together."
+        return f"{sentence}. The gain disappears in the control, so it comes from the alignment of matching samples."
     if share < 1:
-        return f"{sentence}. {share:.0%} of the gain is still there: that much does not come from the alignment."
-    return f"{sentence}. The gain does not vanish in it: it does not come from the alignment."
+        return (
+            f"{sentence}. {share:.0%} of the gain remains in the control: that part does not come from the alignment."
+        )
+    return f"{sentence}. The gain does not disappear in the control, so it does not come from the alignment."
 
 
 def _points(difference: float) -> str:
@@ -320,10 +322,10 @@ def readout_sentence(record: Record) -> str | None:
     before, after = f"{readout.before:.3g}", f"{readout.left_out:.3g}"
     accepted, change = "accepted", f"fell from {before} to {after}"
     if not readout.accepted:
-        accepted, change = "not accepted, and changed nothing", f"was {before} without it and {after} with it"
+        accepted, change = "rejected, and changed nothing", f"was {before} without it and {after} with it"
     parts = [
-        "The readout is a closed-form distillation of the fine-tuned source's predictions into the final projection.",
-        f"It was {accepted}: on calibration samples that it was not made from, the mean squared distance to those "
+        "The readout distills the fine-tuned source's predictions into the final projection, in closed form.",
+        f"It was {accepted}: on calibration samples left out of the fit, the mean squared distance to those "
         f"predictions {change}.",
     ]
     values = {name: entry.value for name, entry in compared_entries(record).items()}
@@ -332,7 +334,7 @@ def readout_sentence(record: Record) -> str | None:
         alone = values["target, readout"]
         less = readout.accepted and alone >= values.get("ported", alone + 1)
         adds = f"; {what} adds nothing to that" if less else ""
-        parts.append(f"The same step on the untouched target gives {alone:.1%}{adds}.")
+        parts.append(f"The same step on the unchanged target gives {alone:.1%}{adds}.")
     if readout.accepted and "ported, no readout" in values:
         parts.append(f"Without the readout, {what} gives {values['ported, no readout']:.1%}.")
     return " ".join(parts)
@@ -346,8 +348,8 @@ def few_samples_sentence(record: Record) -> str | None:
         return None
     samples = count_text(data.n, "sample")
     return (
-        f"This port was made from only {samples}. So few are not safe: it may do worse on new data, "
-        f"above all if the source is a LoRA with a large change. Use {SAFE_SAMPLES} or more."
+        f"This port was made from only {samples}. With so few samples it may do worse on new data, "
+        f"especially if the source is a LoRA with a large change. Use {SAFE_SAMPLES} samples or more."
     )
 
 
@@ -395,7 +397,7 @@ class Report:
         """Summarise in one line where the task vector's energy went."""
         text = f"{self.carried_energy:.1%} of the task vector's energy is in carried sites"
         if self.unseen_energy is not None:
-            text += f", of which {self.unseen_energy:.1%} lay where calibration saw nothing"
+            text += f", of which {self.unseen_energy:.1%} lies where calibration saw nothing"
         left = ", ".join(f"{reason} {energy:.1%}" for reason, _, energy in self.left_by_reason())
         return f"{text}; left behind: {left}" if left else text
 

@@ -40,8 +40,8 @@ def _text_advice(objective: str, polished: bool, few: bool) -> str:
     if objective == "language-modelling" and not polished:
         return "If training is allowed, a few steps gained more on small models: --polish."
     if objective == "language-modelling" and not few:
-        return "As many steps on the texts themselves gained more on small models: --method train."
-    return "Whether training gains more on your models, 'hf-bico compare --methods standard' measures."
+        return "On small models, the same number of steps on the texts themselves gained more: --method train."
+    return "To measure whether training gains more on your models, run 'hf-bico compare --methods standard'."
 
 
 def training_sentence(record: Record) -> str | None:
@@ -59,7 +59,7 @@ def training_sentence(record: Record) -> str | None:
         text += f" after {training.warmup:,} warm-up steps and with cosine decay"
     text += f", weight decay {training.weight_decay:g}"
     if training.validation is not None:
-        text += f"; accuracy {training.validation:.1%} on samples held back for validation"
+        text += f"; accuracy {training.validation:.1%} on validation samples"
     return f"{text}."
 
 
@@ -73,12 +73,14 @@ def polish_sentence(record: Record) -> str | None:
         losses = ""
         if polish.before is not None and polish.after is not None:
             losses = f" (loss {polish.before:.3g} to {polish.after:.3g})"
-        return f"The polish was dropped: {samples} left out of it do not gain clearly{losses}."
+        return f"The polish was dropped: {samples} left out of it show no clear gain{losses}."
     if polish.alone:
-        return "The samples held back what would have been carried: the polish began at the untouched target."
+        return "The samples spoke against the ported change, so the polish started from the unchanged target."
     if not polish.steps:
-        return "Carried, then its readout corrected: samples left out speak for no step of the polish."
-    text = f"Carried, then polished for {_brief_sentence(polish)}"
+        return (
+            "The change was carried and its readout corrected. The samples left out showed no gain from a polish step."
+        )
+    text = f"The change was carried, then polished for {_brief_sentence(polish)}"
     readout = record.method.readout
     return f"{text} Its readout was corrected last." if readout is not None and readout.accepted else text
 

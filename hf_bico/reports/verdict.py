@@ -48,7 +48,7 @@ def alpha_sentence(method: MethodRecord) -> str | None:
 
     >>> points = [CurveRecord(0.0, 2.0, 0.1), CurveRecord(0.5, 1.0, 0.0), CurveRecord(1.0, 1.5, 0.1)]
     >>> print(alpha_sentence(MethodRecord("bico", 0.5, [0], curve=points)))
-    alpha 0.5: beyond it the samples' loss rises.
+    alpha 0.5: a larger alpha raises the samples' loss.
     """
     if not method.chosen_by_samples:
         return None
@@ -56,19 +56,19 @@ def alpha_sentence(method: MethodRecord) -> str | None:
         return f"alpha {method.alpha:.2g}: {_reason(method.alpha, method.curve)}."
     alphas = ", ".join(f"{alpha:.2g}" for alpha in method.alpha)
     if not any(method.alpha):
-        return f"alpha 0 in all {len(method.alpha)} steps: no step lowers the samples' loss clearly."
-    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each lowers the samples' loss clearly."
+        return f"alpha 0 in all {len(method.alpha)} steps: no step clearly lowers the samples' loss."
+    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each clearly lowers the samples' loss."
 
 
 def _reason(alpha: float, curve: Sequence[CurveRecord]) -> str:
     best = min(curve, key=lambda point: (point.mean, point.alpha))
     if alpha == 0:
-        return "no other lowers the samples' loss clearly"
+        return "no other value clearly lowers the samples' loss"
     if best.alpha > alpha:
-        return "beyond it the samples' loss does not fall clearly"
+        return "a larger alpha does not clearly lower the samples' loss"
     if alpha == max(point.alpha for point in curve):
-        return "the samples' loss falls up to there, and more is not tried"
-    return "beyond it the samples' loss rises"
+        return "the samples' loss still falls there, and no larger alpha is tried"
+    return "a larger alpha raises the samples' loss"
 
 
 def candidates_sentence(method: MethodRecord) -> str | None:
@@ -77,7 +77,7 @@ def candidates_sentence(method: MethodRecord) -> str | None:
         return None
     parts = []
     for one in method.candidates:
-        name = "copying the change as it is (naive)" if one.method == "naive" else f"aligning it ({one.method})"
+        name = "adding the change unchanged (naive)" if one.method == "naive" else f"aligning it ({one.method})"
         parts.append(f"{name} {'is held back' if one.held_back else f'gains {_gain_text(one.gain, method)}'}")
     return f"Tried on the samples: {', '.join(parts[:-1])}, and {parts[-1]}."
 
@@ -104,34 +104,34 @@ def held_back_sentence(record: Record) -> str:
     method, samples = record.method, record.data.n if record.data is not None else 0
     if method.training is not None:
         tried = f"at most {count_text(method.training.most or 0, 'step')} on {count_text(samples, 'sample')}"
-        return f"Held back: {method.name}, {tried}. No step lowers the loss of samples left out clearly."
+        return f"Held back: {method.name}, {tried}. No step clearly lowers the loss of the samples left out."
     if method.name == "readout":
         return (
-            f"Held back: the readout, from {count_text(samples, 'sample')}. It does not bring samples that it was not "
-            "made from closer to the source's predictions."
+            f"Held back: the readout, from {count_text(samples, 'sample')}. On samples left out of the fit, it does "
+            "not bring the predictions closer to the source's."
         )
     what = " and ".join(dict.fromkeys([method.name, *(one.method for one in method.candidates)]))
     alphas = [method.alpha] if isinstance(method.alpha, float) else method.alpha
     tried = f"{what} with alpha chosen by {count_text(samples, 'sample')}"
-    dropped = " The polish did not help samples left out of it." if method.polish and not method.polish.helped else ""
+    dropped = " The polish did not help on the samples left out." if method.polish and not method.polish.helped else ""
     if samples == 1:
         return f"Held back: {tried}. One sample cannot tell a gain from chance.{dropped}"
     if not any(alphas) or method.veto is None:
-        return f"Held back: {tried}. No scale of the change lowers the samples' loss clearly.{dropped}"
+        return f"Held back: {tried}. No scale of the change clearly lowers the samples' loss.{dropped}"
     gain = _gain_text(method.veto.mean, method)
     scale = 100 if any(point.accuracy is not None for point in method.curve) else 1
     error = "" if method.veto.error is None else f" (± {scale * method.veto.error:.2g})"
-    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than nothing.{dropped}"
+    return f"Held back: {tried}. The samples gain {gain}{error}, which is not clearly more than zero.{dropped}"
 
 
 def held_back_remedy(record: Record) -> str:
     """Say what to do about a port that was held back."""
     if record.method.training is not None or record.method.name == "readout":
-        return "use more samples (-n, or without labels --unlabelled), or a port (--method auto)"
+        return "use more samples (-n, or unlabelled ones with --unlabelled), or port the change instead (--method auto)"
     other = "--method bico" if record.method.name != "bico" else "--method theseus"
     polishable = record.objective.name in LEARNABLE and not record.method.polish
-    more = "-n, or without labels by --polish --unlabelled DATA" if polishable else "-n"
+    more = "-n, or unlabelled ones with --polish --unlabelled DATA" if polishable else "-n"
     return (
-        f"use more samples ({more}), compare other methods ('hf-bico compare', or {other}), or force it as the paper "
-        "does with --alpha 1"
+        f"use more samples ({more}), compare other methods ('hf-bico compare', or {other}), or write it anyway with "
+        "--alpha 1, as the paper does"
     )

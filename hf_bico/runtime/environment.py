@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -196,7 +197,9 @@ def available_memory(device: torch.device) -> int:
 
 
 def installed_versions() -> dict[str, str]:
-    return {package: number for package in PACKAGES if (number := _version_of(package)) is not None}
+    """Return the versions of Python and of the packages that a result depends on."""
+    packages = {package: number for package in PACKAGES if (number := _version_of(package)) is not None}
+    return {"Python": platform.python_version(), **packages}
 
 
 @cache  # each lookup scans all installed packages

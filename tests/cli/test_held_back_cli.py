@@ -22,7 +22,7 @@ from support.terminals import run_in_terminal
 
 HELD_BACK = 3
 FILE = "open_clip_model.safetensors"
-REASON = "Held back: bico-path with alpha chosen by 8 samples. No scale of the change lowers the samples' loss clearly."
+REASON = "Held back: bico-path with alpha chosen by 8 samples. No scale of the change clearly lowers the samples' loss."
 MODELS = ["tuned", "--base", "base", "--to", "target"]
 FEW = ["-n", "8", "--augment", "0"]
 PORT = ["port", *MODELS, "--data", "pictures", *FEW, "-o", "out"]
@@ -72,13 +72,13 @@ def test_it_is_said_what_was_tried_what_the_samples_say_and_what_to_do(scene: Sc
     result = run(*PORT)
     assert result.exit_code == HELD_BACK
     chosen, reason, lead, nothing, following = result.stdout.splitlines()
-    assert chosen == "alpha 0 in all 4 steps: no step lowers the samples' loss clearly."
+    assert chosen == "alpha 0 in all 4 steps: no step clearly lowers the samples' loss."
     assert reason == REASON
     assert lead.startswith("The fine-tuned source is NOT clearly better than the target on the samples' labels: ")
     assert nothing == "Nothing was written: the target stays as it is."
     assert following == (
-        "Next: use more samples (-n, or without labels by --polish --unlabelled DATA), compare other methods "
-        "('hf-bico compare', or --method bico), or force it as the paper does with --alpha 1."
+        "Next: use more samples (-n, or unlabelled ones with --polish --unlabelled DATA), compare other methods "
+        "('hf-bico compare', or --method bico), or write it anyway with --alpha 1, as the paper does."
     )
     assert "Error" not in result.stderr, "it is a result, not an error"
     assert "Remedy" not in result.stderr
@@ -90,7 +90,7 @@ def test_a_method_that_was_asked_for_is_held_back_too_and_another_is_named(metho
     result = run(*PORT, *(TWIN if method == "naive" else []), "--method", method)
     assert result.exit_code == HELD_BACK, result.output
     chosen, reason, *_, following = result.stdout.splitlines()
-    assert chosen == "alpha 0: no other lowers the samples' loss clearly."
+    assert chosen == "alpha 0: no other value clearly lowers the samples' loss."
     assert reason == REASON.replace("bico-path", method)
     assert ("or --method theseus)" if method == "bico" else "or --method bico)") in following
     require_nothing_written(scene)
@@ -109,7 +109,7 @@ def test_both_methods_that_were_tried_are_named(scene: Scene) -> None:
     said = run(*PORT, *TWIN).stdout.splitlines()[0]
     assert said == (
         "Tried on the samples: aligning it (bico-path) is held back, and "
-        "copying the change as it is (naive) is held back."
+        "adding the change unchanged (naive) is held back."
     )
     require_nothing_written(scene)
 

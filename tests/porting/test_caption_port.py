@@ -199,11 +199,11 @@ def test_that_most_stays_behind_is_said_first(scene: Scene, tmp_path: Path, caps
     ported = scene.port("embeddings", n=8, evaluate=True, force=True)
     said = left_behind(ported.record)
     assert said is not None
-    assert said.startswith("MOST of the task vector stayed behind")
+    assert said.startswith("MOST of the task vector was left behind")
     assert str(headline(ported.record)).startswith(said)
     out = ported.save(tmp_path / "out")
     body = (out / "README.md").read_text().split("---\n")[2]
-    assert "MOST of the task vector stayed behind" in [line for line in body.splitlines() if line][1]
+    assert "MOST of the task vector was left behind" in [line for line in body.splitlines() if line][1]
     print_ported(ported.record, ported.report, out, pushing=False)
     assert capsys.readouterr().out.startswith(said)
     assert left_behind(scene.port("both").record) is None

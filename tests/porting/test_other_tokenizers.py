@@ -111,7 +111,7 @@ def test_a_lora_is_ported_between_tokenizers(
     said = run("port", *bases.words, *words).stdout
     assert "Held-out loss per byte" in said or "measured WORSE than the target: held-out loss per byte" in said
     assert "perplexity per byte" in said
-    assert "The two models cut the calibration samples into different tokens: " in said
+    assert "The two models tokenize the calibration samples differently: " in said
     record = json.loads((out / "bico.json").read_text())
     shares = record["data"]["pairing"]
     assert shares["tokens"] >= inputs[0] - 0.02

@@ -77,7 +77,7 @@ def test_a_card_never_calls_it_training_free(tmp_path: Path) -> None:
     assert "training-free" not in card.partition("## Citation")[0]
     assert "No training step" not in card
     assert "zero training steps" not in card
-    assert f"Carried, then polished for {steps.steps} steps on 60 unlabelled samples" in card
+    assert f"The change was carried, then polished for {steps.steps} steps on 60 unlabelled samples" in card
     plainly = (plain().save(tmp_path / "plain") / "README.md").read_text(encoding="utf-8")
     assert "training-free" in plainly.partition("## Citation")[0]
 
@@ -147,7 +147,7 @@ def test_a_polish_that_does_not_help_is_dropped_and_said(tmp_path: Path) -> None
     assert ported.task_vector == plain().task_vector
     assert ported.record.outlook == plain().record.outlook
     card = (ported.save(tmp_path / "out") / "README.md").read_text(encoding="utf-8")
-    assert "The polish was dropped: 48 samples left out of it do not gain clearly" in card
+    assert "The polish was dropped: 48 samples left out of it show no clear gain" in card
     assert "training-free" in card.partition("## Citation")[0]
 
 
@@ -179,9 +179,9 @@ def test_a_polish_of_what_was_held_back_is_called_a_training(tmp_path: Path) -> 
     assert values(ported.record).keys() == {"target", "ported", "source", "target, readout"}
     card = (ported.save(tmp_path / "out") / "README.md").read_text(encoding="utf-8")
     head = card.partition("## Lineage")[0]
-    assert f"trained by hf-bico on 10 samples of a local data set for {training.steps} steps" in head
-    assert "The samples held back what would have been carried" in head
-    for word in ("carried over", "task-vector", "training-free", "## Citation"):
+    assert f" on 10 samples of {TASK} for {training.steps} steps" in head
+    assert "The samples spoke against the ported change" in head
+    for word in ("ported to", "ported without", "task-vector", "training-free", "## Citation"):
         assert word not in card
     assert read_record(tmp_path / "out").method.trained == training
 
@@ -278,11 +278,11 @@ def test_what_carries_nothing_is_called_what_it_is(method: str, tmp_path: Path) 
     folder = ported.save(tmp_path / "out")
     card = (folder / "README.md").read_text(encoding="utf-8")
     head = card.partition("## How it was made")[0]
-    assert "carried to" not in head
+    assert "ported to" not in head
     assert "task-vector" not in head
     assert "training-free" not in head
     if method == "readout":
-        assert "its readout corrected" in head
+        assert "with a corrected readout on" in head
         assert "closed form" in head
     else:
         training = ported.record.method.training

@@ -78,14 +78,14 @@ def _alts(card: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        (_chosen(0.5, (5, 4, 3, 4, 5)), "alpha 0.5: beyond it the samples' loss rises."),
-        (_chosen(0.5, (5, 4, 3, 2, 5)), "alpha 0.5: beyond it the samples' loss does not fall clearly."),
-        (_chosen(2.0, (5, 4, 3, 2, 1)), "alpha 2: the samples' loss falls up to there, and more is not tried."),
-        (_chosen(0.0, (5, 6, 7, 8, 9)), "alpha 0: no other lowers the samples' loss clearly."),
-        (a_walk_record().method, "alpha 0.5, 0.25 in 2 steps: as far as each lowers the samples' loss clearly."),
+        (_chosen(0.5, (5, 4, 3, 4, 5)), "alpha 0.5: a larger alpha raises the samples' loss."),
+        (_chosen(0.5, (5, 4, 3, 2, 5)), "alpha 0.5: a larger alpha does not clearly lower the samples' loss."),
+        (_chosen(2.0, (5, 4, 3, 2, 1)), "alpha 2: the samples' loss still falls there, and no larger alpha is tried."),
+        (_chosen(0.0, (5, 6, 7, 8, 9)), "alpha 0: no other value clearly lowers the samples' loss."),
+        (a_walk_record().method, "alpha 0.5, 0.25 in 2 steps: as far as each clearly lowers the samples' loss."),
         (
             replace(a_walk_record().method, alpha=[0.0, 0.0]),
-            "alpha 0 in all 2 steps: no step lowers the samples' loss clearly.",
+            "alpha 0 in all 2 steps: no step clearly lowers the samples' loss.",
         ),
         (MethodRecord("bico", 1.0, [0]), None),
     ],
@@ -117,7 +117,7 @@ def test_outlook_is_in_points_or_in_loss(outlook: OutlookRecord, said: str) -> N
 def test_candidates_are_told_with_what_the_samples_say_of_each() -> None:
     assert candidates_sentence(a_walk_record().method) == (
         "Tried on the samples: aligning it (bico-path) gains +8 points, "
-        "and copying the change as it is (naive) is held back."
+        "and adding the change unchanged (naive) is held back."
     )
     assert candidates_sentence(a_scaled_record().method) is None
 
@@ -140,7 +140,7 @@ def test_a_source_that_is_no_better_is_told_first() -> None:
     ("n", "changes", "said"),
     [
         (1, {}, "One sample cannot tell a gain from chance."),
-        (100, {"alpha": 0.0}, "No scale of the change lowers the samples' loss clearly."),
+        (100, {"alpha": 0.0}, "No scale of the change clearly lowers the samples' loss."),
         (
             100,
             {"veto": GainRecord(0.004, 0.02)},
@@ -170,7 +170,7 @@ def test_a_port_of_few_samples_says_that_they_are_not_safe(kind: Callable[[], Re
     said = few_samples_sentence(record)
     assert (said is None) == (n >= 50)
     if said is not None:
-        assert said.startswith(f"This port was made from only {n} sample{'s' if n > 1 else ''}. So few are not safe")
+        assert said.startswith(f"This port was made from only {n} sample{'s' if n > 1 else ''}. With so few samples")
         assert "LoRA" in said
         assert f"Note: {said}" in text_of(render_card(record))
     else:
@@ -191,12 +191,12 @@ def test_few_samples_that_made_no_port_are_no_risk() -> None:
 def test_card_tells_how_alpha_was_chosen_and_what_to_expect() -> None:
     read = text_of(render_card(a_scaled_record()))
     for said in (
-        "Outlook: about +8 points on data like the samples (± 2). That is what the calibration samples alone promise; "
-        "what was measured on other samples is below.",
+        "Outlook: about +8 points on data like the samples (± 2). This is estimated from the calibration samples "
+        "alone; the results below were measured on other samples.",
         "Method: bico, completion drop. Two orthogonal maps",
-        "Alpha 0.5: beyond it the samples' loss rises. The calibration samples chose it: the smallest alpha whose loss "
-        "is at most two standard errors above the smallest loss. The loss of a sample is the KL divergence of the "
-        "target's prediction from the fine-tuned source's.",
+        "Alpha 0.5: a larger alpha raises the samples' loss. The calibration samples chose it as the smallest alpha "
+        "whose loss is at most two standard errors above the smallest loss. The loss is the KL divergence between the "
+        "predictions of the target and of the fine-tuned source.",
     ):
         assert said in read
     assert read.index("Outlook") < read.index("Lineage") < read.index("Results")
@@ -208,9 +208,9 @@ def test_card_of_a_walk_tells_every_step_and_the_candidates() -> None:
     read = text_of(render_card(a_walk_record()))
     for said in (
         "Method: bico-path (auto), completion drop, 2 steps along the path.",
-        "Tried on the samples: aligning it (bico-path) gains +8 points, and copying",
-        "Alpha 0.5, 0.25 in 2 steps: as far as each lowers the samples' loss clearly. The calibration samples chose "
-        "each: the smallest alpha",
+        "Tried on the samples: aligning it (bico-path) gains +8 points, and adding",
+        "Alpha 0.5, 0.25 in 2 steps: as far as each clearly lowers the samples' loss. The calibration samples chose "
+        "each as the smallest alpha",
     ):
         assert said in read
 
@@ -230,16 +230,16 @@ def test_card_tells_the_rule_that_was_used(samples: int, bold: bool | None, said
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        ("classification", " The loss of a sample is the KL divergence of the target's prediction from the fine-tuned"),
-        ("text-to-text", " The loss of a sample is the KL divergence of the target's predicted tokens from"),
-        ("contrastive", " The loss of a sample is the contrastive one among all samples."),
+        ("classification", " The loss is the KL divergence between the predictions of the target and of the"),
+        ("text-to-text", " The loss is the KL divergence between the token predictions of the target"),
+        ("contrastive", " The loss is the contrastive loss among all samples."),
         ("my_own_loss", None),
     ],
 )
 def test_card_tells_by_which_loss_the_samples_chose(objective: str, said: str | None) -> None:
     read = text_of(render_card(a_scaled_record(objective=ObjectiveRecord(objective))))
     assert ("above the smallest loss." + (said or "")) in read
-    assert ("The loss of a sample" in read) == (said is not None)
+    assert ("smallest loss. The loss is" in read) == (said is not None)
 
 
 @pytest.mark.parametrize(("alpha", "said"), [(1.0, "alpha 1, given"), (0.25, "alpha 0.25, given")])
@@ -254,17 +254,19 @@ def test_a_copy_that_the_samples_chose_is_no_baseline() -> None:
     walk = a_walk_record()
     method = replace(walk.method, name="naive", alpha=0.5, steps=None, completion=None, curve=a_curve())
     read = text_of(render_card(replace(walk, method=method)))
-    assert "added the task vector (fine-tuned weights minus base weights) as it is, because the two bases have" in read
-    assert "Method: naive (auto). The task vector is added as it is" in read
-    assert "Calibration, for alpha alone: 100 samples" in read
-    assert "none of them was drawn for calibration" in read
+    assert "added the task vector (fine-tuned weights minus base weights) unchanged: the two bases have equal" in read
+    assert "Method: naive (auto). The task vector is added unchanged" in read
+    assert "Calibration, for alpha only: 100 samples" in read
+    assert "calibration used none of them" in read
     assert "baseline" not in read
-    assert "a baseline for comparison" in text_of(render_card(a_record(method=MethodRecord("naive", 1.0, [0, 1]))))
+    assert "This is a baseline for comparison" in text_of(
+        render_card(a_record(method=MethodRecord("naive", 1.0, [0, 1])))
+    )
 
 
 def test_card_says_that_the_outlook_leaves_out_the_readout() -> None:
     outlook = OutlookRecord(0.08, "accuracy", 0.02)
-    assert "The readout is not counted in it." in text_of(render_card(a_path_record(outlook=outlook)))
+    assert "The estimate does not include the readout." in text_of(render_card(a_path_record(outlook=outlook)))
 
 
 def test_card_explains_distances_where_there_are_any() -> None:
@@ -272,7 +274,7 @@ def test_card_explains_distances_where_there_are_any() -> None:
     table = next(block.content for block in fences(card) if not block.info)
     assert table.splitlines()[0].endswith("distance  cosine")
     assert "0.125   0.990" in table
-    assert "distance is |W_B - W_A| / |W_A| of the two bases' weights" in text_of(card)
+    assert "distance is |W_B - W_A| / |W_A| between the weights of the two bases" in text_of(card)
     assert "cosine" not in render_card(a_record())
 
 
@@ -283,12 +285,10 @@ def test_card_shows_and_explains_the_picture_once() -> None:
         "held-out accuracy: target 50.0%, ported 60.0%, source 90.0%"
     )
     read = text_of(card)
-    assert "Left: the accuracy to expect by alpha." in read
-    assert "The mark is what was chosen, with the standard error of its gain. Right: values of the table" in read
+    assert "Left: the expected accuracy by alpha." in read
+    assert "The mark shows what was chosen with the standard error of its gain. Right: the values of" in read
     walk = text_of(render_card(a_walk_record(evaluation=[])))
-    assert (
-        "The picture shows the accuracy to expect by the scale of the whole change, 1 being what was written." in walk
-    )
+    assert "The picture shows the expected accuracy by the scale of the whole change (1 is what was written)." in walk
     assert walk.count("The picture shows") == 1
 
 
@@ -300,8 +300,8 @@ def test_card_of_a_language_model_speaks_of_losses() -> None:
         "target 3.000, ported 2.700, source's base 2.900, source 2.400"
     )
     read = text_of(card)
-    assert "the loss of the calibration samples by alpha: the KL divergence of the target's predicted" in read
-    assert "The band is the standard error of its difference from the smallest loss." in read
+    assert "the loss of the calibration samples by alpha, which is the KL divergence between the token" in read
+    assert "The band shows the standard error of the difference from the smallest loss." in read
     assert "Outlook: the loss falls by about 0.8" in text_of(card)
 
 

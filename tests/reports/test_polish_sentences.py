@@ -51,29 +51,29 @@ def with_samples(record: Record, n: int, unlabelled: int | None = None) -> Recor
     [
         (
             HELPED,
-            "Carried, then polished for 14 steps on 100 unlabelled samples (AdamW, learning rate 0.001, chosen by "
-            "samples left out; at most 20 steps): the loss of 40 samples left out fell from 1.5 to 0.5. Its readout "
-            "was corrected last.",
+            "The change was carried, then polished for 14 steps on 100 unlabelled samples (AdamW, learning rate 0.001, "
+            "chosen by samples left out; at most 20 steps): the loss of 40 samples left out fell from 1.5 to 0.5. Its "
+            "readout was corrected last.",
             ", carried and then polished for 14 training steps",
         ),
         (
             NO_STEP,
-            "Carried, then its readout corrected: samples left out speak for no step of the polish.",
+            "The change was carried and its readout corrected. The samples left out showed no gain from a polish step.",
             ", carried, and its readout corrected",
         ),
         (
             DROPPED,
-            "The polish was dropped: 40 samples left out of it do not gain clearly (loss 1.5 to 1.49).",
+            "The polish was dropped: 40 samples left out of it show no clear gain (loss 1.5 to 1.49).",
             ", with no training step",
         ),
         (
             replace(HELPED, alone=True),
-            "The samples held back what would have been carried: the polish began at the untouched target.",
+            "The samples spoke against the ported change, so the polish started from the unchanged target.",
             ", after 14 training steps",
         ),
         (
             replace(NO_STEP, alone=True),
-            "The samples held back what would have been carried: the polish began at the untouched target.",
+            "The samples spoke against the ported change, so the polish started from the unchanged target.",
             ", with no training step",
         ),
     ],
@@ -102,7 +102,7 @@ def test_a_card_calls_it_carried_or_training_free_only_where_it_is(
     record = polished(polish)
     assert (carries(record), is_trained(record)) == (carried, trained)
     card = render_card(record).partition("## Citation")[0]
-    assert ("carried over" in card) == carried
+    assert (" ported to " in card) == carried
     assert ("task-vector" in card) == carried
     assert ("training-free" in card) == free
 
@@ -142,13 +142,13 @@ def test_a_card_calls_it_carried_or_training_free_only_where_it_is(
         ),
         (
             with_samples(polished(HELPED, a_decoder_record), 100),
-            "100 samples, and a polish. As many steps on the texts themselves gained more on small models: "
+            "100 samples, and a polish. On small models, the same number of steps on the texts themselves gained more: "
             "--method train.",
         ),
         (
             with_samples(a_classifier_record(), 100),
-            "100 samples, and no training. Whether training gains more on your models, 'hf-bico compare --methods "
-            "standard' measures.",
+            "100 samples, and no training. To measure whether training gains more on your models, run "
+            "'hf-bico compare --methods standard'.",
         ),
     ],
 )
@@ -172,6 +172,6 @@ def test_unlabelled_samples_count_where_a_polish_was_judged_by_them() -> None:
 
 def test_a_port_that_is_held_back_with_its_polish_says_both() -> None:
     record = polished(replace(DROPPED, alone=True))
-    assert held_back_sentence(record).endswith("The polish did not help samples left out of it.")
+    assert held_back_sentence(record).endswith("The polish did not help on the samples left out.")
     assert "--polish" not in held_back_remedy(record)
     assert "--polish --unlabelled DATA" in held_back_remedy(a_scaled_record())

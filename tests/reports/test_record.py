@@ -15,6 +15,7 @@ from hf_bico.reports.model_cards import write_card
 from hf_bico.reports.record import RECORD_SCHEMA, MethodRecord, Record, read_record
 from support.records import (
     COMMAND,
+    INSTALL,
     a_decoder_record,
     a_path_record,
     a_record,
@@ -109,7 +110,7 @@ def test_the_first_schema_gives_a_card(tmp_path: Path) -> None:
     assert record == replace(a_record(), schema=1, command=f"{COMMAND} --method bico --alpha 1")
     card = write_card(record, tmp_path).read_text()
     assert "Method: bico, completion drop, alpha 1, given." in text_of(card)
-    assert next(block.content for block in fences(card) if block.info == "sh") == f"{record.command}\n"
+    assert next(block.content for block in fences(card) if block.info == "sh") == f"{INSTALL}{record.command}\n"
     for wrong in ("Outlook", "None", "\n\n\n"):
         assert wrong not in card
     assert {file.name for file in tmp_path.iterdir()} == {"README.md", "bico.json", "alignment.png", "outcome.png"}

@@ -23,7 +23,7 @@ def _of(values: list[EvaluationRecord]) -> Record:
     ("values", "said"),
     [
         (measured(target=0.5, ported=0.6, source=0.9), "Accuracy 60.0%, up from the target's 50.0%: 25% of the way"),
-        (measured(target=0.5, ported=0.5), "The port changed nothing in the target's accuracy of 50.0%."),
+        (measured(target=0.5, ported=0.5), "The port did not change the target's accuracy of 50.0%."),
         (measured(target=0.5, ported=0.4), "The port measured WORSE than the target: accuracy 40.0%, down from 50.0%."),
         (measured(probe_target=0.5, probe_ported=0.6), "Linear-probe accuracy 60.0%, up from the target's 50.0%, with"),
         (
@@ -59,7 +59,7 @@ def test_protocol_that_is_not_known_is_no_result() -> None:
     ("ported", "said"),
     [
         (0.6, "Accuracy 60.0%, up from the target's 50.0%, after 30 training steps."),
-        (0.5, "Training changed nothing in the target's accuracy of 50.0%."),
+        (0.5, "Training did not change the target's accuracy of 50.0%."),
         (0.4, "The trained model measured WORSE than the target: accuracy 40.0%, down from 50.0%."),
     ],
 )
@@ -70,11 +70,11 @@ def test_headline_of_a_trained_model(ported: float, said: str) -> None:
 @pytest.mark.parametrize(
     ("control", "ported", "said"),
     [
-        (0.50, 0.6, "it gains 0.0 points, and the port +10.0. The gain vanishes in it"),
-        (0.45, 0.6, "it gains -5.0 points, and the port +10.0. The gain vanishes in it"),
-        (0.54, 0.6, "40% of the gain is still there"),
-        (0.62, 0.6, "The gain does not vanish in it"),
-        (0.50, 0.5, "The port has no gain that could vanish."),
+        (0.50, 0.6, "it gains 0.0 points, and the port +10.0. The gain disappears in the control"),
+        (0.45, 0.6, "it gains -5.0 points, and the port +10.0. The gain disappears in the control"),
+        (0.54, 0.6, "40% of the gain remains in the control"),
+        (0.62, 0.6, "The gain does not disappear in the control"),
+        (0.50, 0.5, "The port has no gain that could disappear."),
     ],
 )
 def test_control_says_whether_the_gain_vanishes(control: float, ported: float, said: str) -> None:
@@ -86,7 +86,7 @@ def test_gain_that_is_the_readouts_is_not_the_ports() -> None:
     record = replace(a_path_record(), evaluation=values)
     assert str(headline(record)).endswith("; the readout alone gives 72.0%.")
     assert "gives 72.0%; the port adds nothing to that." in str(readout_sentence(record))
-    assert str(control_sentence(record)).endswith("The port has no gain that could vanish.")
+    assert str(control_sentence(record)).endswith("The port has no gain that could disappear.")
 
 
 def test_console_prints_every_row_with_its_protocol(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_console_prints_every_row_with_its_protocol(capsys: pytest.CaptureFixtur
     table = [line.split("  ")[0] for line in lines[2:8]]
     assert table == [
         *("model", "target, zero-shot", "control, samples mispaired", "target, ported"),
-        *("target, as it was", "target, ported"),
+        *("target, unchanged", "target, ported"),
     ]
     assert "linear probe, fitted to 100 calibration samples     80.0%" in lines[6]
     assert any(line.startswith("The control is the same method") for line in lines)

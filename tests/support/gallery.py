@@ -75,7 +75,7 @@ ENTRIES = (
         "trained-target",
         options={"method": "finetune", "train_steps": 30, "learning_rate": 1e-3, "warmup": 3, "format": "full"},
     ),
-    Entry("decoder-lora-port", *_language("decoder"), kind="decoder", prints="Once upon a time"),
+    Entry("decoder-lora-port", *_language("decoder"), kind="decoder", prints="TO DEF"),
     Entry("classifier-port", *_language("encoder"), kind="encoder"),
     Entry("t5-port", *_language("t5"), kind="t5", prints="torch.Size([2, ", options=PAPER),
 )

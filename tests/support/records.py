@@ -110,7 +110,7 @@ def a_record(blocks: int = 2, **changes: Any) -> Record:
             dtype="float32",
             batch_size=32,
             processes=1,
-            versions={"torch": "2.15.0", "open_clip_torch": "3.3.0"},
+            versions={"Python": "3.11.4", "torch": "2.15.0", "open_clip_torch": "3.3.0"},
         ),
         output=OutputRecord("full", {WEIGHTS: "b9" * 32}, rounding_lost=0.01, repo=REPO),
     )
@@ -257,6 +257,10 @@ def fences(card: str) -> list[Token]:
     return [token for token in tokens(card) if token.type == "fence"]
 
 
+INSTALL = "pip install git+https://github.com/hf-bico/hf-bico\n"
+"""What stands before the command of a card."""
+
+
 def snippet(card: str) -> str:
     return next(token.content for token in fences(card) if token.info == "python")
 
@@ -309,9 +313,10 @@ HOSTILE = st.tuples(st.sampled_from(ATTACKS), st.text(st.characters(), max_size=
 
 
 def shape(value: Any, key: str = "") -> Any:
-    """Metadata with the places of free text blanked."""
+    """Metadata with the places of free text blanked; the names of data and of models without a repo are free."""
     if isinstance(value, dict):
-        return {name: shape(item, name) for name, item in value.items()}
+        named = {"name": "..."} if "split" in value or "results" in value else {}
+        return {name: shape(item, name) for name, item in value.items()} | named
     if isinstance(value, list):
         return [shape(item) for item in value]
     return "..." if key in ("split", "config", "license_name") else value

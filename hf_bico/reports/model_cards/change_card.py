@@ -1,6 +1,6 @@
 """Gather the cards of changes: extracted from a model, applied to one, or pushed alone as a task vector.
 
-Reads nothing but the record, or the vector's header. Every text may be hostile, and only repos of the Hub are named.
+Reads nothing but the record, or the vector's header. Every text may be hostile, and no path is named.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChangeCard(Card):
         return self.record.job == "extract"
 
     @property
-    def title(self) -> str:
+    def usual_title(self) -> str:
         target, names = self.record.target.id, _listed([source.id for source in self.record.sources])
         text = f"{names} as an adapter of {target}" if self.extracted else f"{target} with {names}"
         return text[:1].upper() + text[1:] if text.startswith("a local") else text
@@ -103,12 +103,7 @@ def _public_record(record: ChangeRecord) -> ChangeRecord:
         for number, source in enumerate(public.sources, 1)
     ]
     options: dict[str, rendering.CommandWord] = {"--base": (public.target, "BASE"), "--to": (public.target, "MODEL")}
-    pairs = list(zip(record.models, public.models, strict=True))
-    return replace(
-        public,
-        notices=list(dict.fromkeys(rendering.without_names(notice, pairs) for notice in record.notices)),
-        command=rendering.public_command(record.command, record.job, arguments, options),
-    )
+    return replace(public, command=rendering.public_command(record.command, record.job, arguments, options))
 
 
 def render_vector_card(header: Mapping[str, Any], tensors: int, repo_id: str) -> str:

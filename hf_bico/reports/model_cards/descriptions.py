@@ -13,19 +13,19 @@ from hf_bico.settings import PREDICTING, allowed_errors
 from hf_bico.utils.text import clean
 
 SIGN_PHRASES = {
-    "mean": "the mean gradient of the samples",
-    "majority": "the sign that most of the samples' own gradients have",
+    "mean": "the sign of the samples' mean gradient",
+    "majority": "the sign that most samples' own gradients have",
 }
 SAMPLING_PHRASES = {
     "class-balanced": "evenly from all classes",
-    "centroid-near": "evenly from all classes, those nearest to the mean of their class in the base's features",
-    "centroid-far": "evenly from all classes, those farthest from the mean of their class in the base's features",
+    "centroid-near": "evenly from all classes, nearest to their class mean in the base's features",
+    "centroid-far": "evenly from all classes, farthest from their class mean in the base's features",
     "half-class": "from half of the classes",
     "one-class": "from one class",
 }
 MATCHING_PHRASES = {
-    "similarity": "matched by the similarity of what the blocks read (linear CKA)",
-    "given": "as they were given",
+    "similarity": "matched by the similarity of the blocks' inputs (linear CKA)",
+    "given": "as given",
 }
 
 
@@ -35,19 +35,19 @@ def objective_sentence(record: Record) -> str | None:
     if name == "language-modelling":
         return f"the cross-entropy of {_learnt(data)}, summed over the tokens"
     if name == "text-to-text":
-        answer = "the completion" if _has(data, "prompt") else "the word of the class"
+        answer = "the completion" if _has(data, "prompt") else "the class name"
         return (
-            "the cross-entropy of an answer's tokens through each model's own decoder, summed; the answer is "
-            f"{answer}. The paper, which carries encoders of T5, does not name its loss"
+            "the summed cross-entropy of the answer's tokens, computed with each model's own decoder; the answer is "
+            f"{answer}. The paper ports T5 encoders and does not name its loss"
         )
     if name == "classification":
         return (
-            "the cross-entropy of a head on each pretrained model's own features, fitted in closed form (ridge "
-            "regression) to the calibration samples"
+            "the cross-entropy of a head on each pretrained model's own features, fitted to the calibration samples by "
+            "ridge regression"
         )
     if name == "contrastive":
         text = "its caption" if _has(data, "caption") else "the prompt of its class"
-        return f"each image against the texts of all pairs, and each text against all images; an image's text is {text}"
+        return f"each image compared with the texts of all pairs, and each text with all images; the text is {text}"
     return None
 
 
@@ -80,24 +80,28 @@ def chosen_alpha(record: Record) -> str | None:
     errors = _ERRORS[allowed_errors(samples, method.bold)]
     which = "it" if isinstance(method.alpha, float) else "each"
     rule = (
-        f"The calibration samples chose {which}: the smallest alpha whose loss is at most {errors} above the smallest "
-        "loss."
+        f"The calibration samples chose {which} as the smallest alpha whose loss is at most {errors} above the "
+        "smallest loss."
     )
     loss = _sample_loss(record)
-    return f"A{said[1:]} {rule}" + ("" if loss is None else f" The loss of a sample is {loss}.")
+    return f"A{said[1:]} {rule}" + ("" if loss is None else f" The loss is {loss}.")
 
 
 def _sample_loss(record: Record) -> str | None:
     """Describe the loss by which a sample judges a change; None of the caller's own."""
     name = record.objective.name
     if name == "contrastive":
-        return "the contrastive one among all samples"
+        return "the contrastive loss among all samples"
     if name in PREDICTING:
-        return "the KL divergence of the target's prediction from the fine-tuned source's"
+        return "the KL divergence between the predictions of the target and of the fine-tuned source"
     of_tokens = name in ("language-modelling", "text-to-text")
     if of_tokens and record.data is not None and record.data.pairing is not None:
-        return "the target's own, of the sample's tokens"
-    return "the KL divergence of the target's predicted tokens from the fine-tuned source's" if of_tokens else None
+        return "the target's own loss on the sample's tokens"
+    return (
+        "the KL divergence between the token predictions of the target and of the fine-tuned source"
+        if of_tokens
+        else None
+    )
 
 
 def outcome_alt(outcome: Outcome) -> str:
@@ -124,27 +128,27 @@ def outcome_sentence(record: Record, outcome: Outcome) -> str:
         parts.append(_curve_sentences(outcome.curve, _sample_loss(record)))
     if outcome.bars:
         intervals = " with their 95% intervals" if outcome.metric == ACCURACY else ""
-        parts.append(f"values of the table{intervals}.")
+        parts.append(f"the values of the table{intervals}.")
     return f"Left: {parts[0]} Right: {parts[1]}" if len(parts) > 1 else f"The picture shows {parts[0]}"
 
 
 def _curve_sentences(curve: ExpectedCurve, loss: str | None) -> str:
     if curve.unit == ACCURACY:
         shown = (
-            f"the accuracy to expect by {_scale(curve)}. It is how likely the fine-tuned source finds the classes that "
-            "the target then predicts for the calibration samples"
+            f"the expected accuracy by {_scale(curve)}. It is the probability that the fine-tuned source gives to the "
+            "target's predictions on the calibration samples"
         )
-        error = ", with the standard error of its gain" if curve.errors else ""
+        error = " with the standard error of its gain" if curve.errors else ""
     else:
         shown, error = f"the loss of the calibration samples by {_scale(curve)}", ""
-        shown += "" if loss is None else f": {loss}"
+        shown += "" if loss is None else f", which is {loss}"
         if curve.errors:
-            shown += ". The band is the standard error of its difference from the smallest loss"
-    return f"{shown}. The mark is what was {'written' if curve.of_whole_change else 'chosen'}{error}."
+            shown += ". The band shows the standard error of the difference from the smallest loss"
+    return f"{shown}. The mark shows what was {'written' if curve.of_whole_change else 'chosen'}{error}."
 
 
 def _scale(curve: ExpectedCurve) -> str:
-    return "the scale of the whole change, 1 being what was written" if curve.of_whole_change else "alpha"
+    return "the scale of the whole change (1 is what was written)" if curve.of_whole_change else "alpha"
 
 
 def _number(curve: ExpectedCurve, alpha: float) -> str:
@@ -157,26 +161,26 @@ def head_sentence(record: Record) -> str | None:
     origin = record.objective.head
     if origin == "carried":
         said = (
-            "the fine-tuned source's, carried: W_head M, with the affine map M (ridge regression, no labels) of the "
-            "ported model's features to the fine-tuned source's, of the calibration samples. The untouched target is "
-            "measured with one that was carried in the same way to its own"
+            "the fine-tuned source's head, carried as W_head M. The affine map M takes the ported model's features of "
+            "the calibration samples to the fine-tuned source's (ridge regression, no labels). The unchanged target is "
+            "measured with a head that was carried to its own features in the same way"
         )
     elif origin == "fitted" and is_trained(record):
         said = (
-            "ridge regression on the features that the target had before it was trained, of the calibration samples; "
-            "training left it as it is"
+            "ridge regression on the target's features of the calibration samples before training; training did not "
+            "change the head"
         )
     elif origin == "fitted":
         said = (
-            "logistic regression on the ported model's features of the calibration samples. The untouched target is "
-            "measured with one that was fitted in the same way to its own"
+            "logistic regression on the ported model's features of the calibration samples. The unchanged target is "
+            "measured with a head that was fitted to its own features in the same way"
         )
     else:
         return None
     if record.objective.pooling is not None:
-        said += f". It reads {clean(record.objective.pooling, 200)}, as the target's own files say"
+        said += f". It reads {clean(record.objective.pooling, 200)}, as the target's own files define it"
     beside = record.output is not None and record.output.format == "delta"
-    return f"{said}. It is not in this change of weights." if beside else f"{said}."
+    return f"{said}. This change of weights does not include the head." if beside else f"{said}."
 
 
 def loss_sentence(record: Record) -> str | None:
@@ -184,17 +188,17 @@ def loss_sentence(record: Record) -> str | None:
     if not any(entry.metric == LOSS and entry.protocol is None for entry in record.evaluation):
         return None
     if record.objective.name == "contrastive":
-        return "The loss is the mean contrastive one of a pair among all of these, whose number it depends on."
+        return "The loss is the mean contrastive loss of a pair among all of these samples. It depends on their number."
     tokens = {"language-modelling": _learnt(record.data), "text-to-text": "the answers' tokens"}
     of = tokens.get(record.objective.name)
     if of is None:
         return None
     if any(entry.per == "byte" for entry in record.evaluation):
         return (
-            f"The loss is the cross-entropy of {of} in nats per byte of text, which is comparable between models of "
-            "different tokenizers: lower is better."
+            f"The loss is the cross-entropy of {of} in nats per byte of text, which can be compared between models "
+            "with different tokenizers. Lower is better."
         )
-    return f"The loss is the mean cross-entropy of {of}: lower is better."
+    return f"The loss is the mean cross-entropy of {of}. Lower is better."
 
 
 def uses_labels(record: Record) -> bool:
@@ -204,8 +208,8 @@ def uses_labels(record: Record) -> bool:
 
 def _learnt(data: DataRecord | None) -> str:
     if _has(data, "messages"):
-        return "the tokens of what the assistant says"
-    return "the answers' tokens, prompts left out" if _has(data, "prompt") else "the texts' tokens"
+        return "the assistant's tokens"
+    return "the answers' tokens without the prompts" if _has(data, "prompt") else "the texts' tokens"
 
 
 def _has(data: DataRecord | None, role: str) -> bool:

@@ -1,7 +1,7 @@
 """Gather the card of a port: only what was measured or verified, unknowns left out. Reads nothing but the record.
 
 Every text of a record may be hostile: it is escaped where it is printed, and becomes metadata, a link or code only if
-it has the right form. Only repos of the Hub are named.
+it has the right form. Local folders are named without their paths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_bico.reports import results, training, verdict
 from hf_bico.reports.cost import MEASURING, cost_sentence
 from hf_bico.reports.model_cards import descriptions, rendering
 from hf_bico.reports.model_cards.card import Card
-from hf_bico.reports.model_cards.sections import MAX_CLASSES, Licences, Usage, card_task, measured_task
+from hf_bico.reports.model_cards.sections import MAX_CLASSES, Example, Licences, Usage, card_task, measured_task
 from hf_bico.reports.outcome_picture import OUTCOME_FILE, Outcome
 from hf_bico.reports.pictures import ALIGNMENT_FILE, record_panels
 from hf_bico.reports.record import EvaluationRecord, Record
@@ -33,6 +33,7 @@ class PortCard(Card):
 
     def values(self) -> dict[str, Any]:
         record, outcome = self.record, Outcome.of(self.record)
+        place = descriptions.place_phrase(record.run.device)
         few = results.few_samples_sentence(record)
         return {
             "change": "carried change" if self.carries and not record.method.polished else "change",
@@ -50,7 +51,8 @@ class PortCard(Card):
             "training": training.training_sentence(record),
             "polish": training.polish_sentence(record),
             "steps": results.training_steps(record),
-            "cost": cost_sentence(record, descriptions.place_phrase(record.run.device)),
+            "cost": cost_sentence(record, place),
+            "place": place,
             "given_alpha": None if self.trained else descriptions.given_alpha(record.method),
             "chosen_alpha": descriptions.chosen_alpha(record),
             "candidates": verdict.candidates_sentence(record.method),
@@ -98,13 +100,13 @@ class PortCard(Card):
         return results.results(self.record)
 
     @property
-    def title(self) -> str:
+    def usual_title(self) -> str:
         source, target, data = self.record.source, self.record.target, self.record.data
-        text = f"{source.id}, carried to {target.id}"
+        text = f"{source.id} ported to {target.id}"
         if not self.carries:
-            done = "trained" if self.trained else "its readout corrected"
+            done = "trained" if self.trained else "with a corrected readout"
             text = f"{target.id}, {done} on {data.id}" if data else f"{target.id}, {done}"
-        return text if (source if self.carries else target).commit else "A" + text[1:]
+        return f"A{text[1:]}" if text.startswith("a local ") else text
 
     @property
     def measured(self) -> list[EvaluationRecord]:
@@ -147,7 +149,7 @@ class PortCard(Card):
                 "the probe": self.probed,
             }
             used = [name for name, is_used in uses.items() if is_used]
-            return f"Calibration, for {' and '.join(used)} alone" if used else None
+            return f"Calibration, for {' and '.join(used)} only" if used else None
         return "Calibration"
 
     @property
@@ -163,11 +165,11 @@ class PortCard(Card):
             whose = "labels" if used else "the probe's labels"
             own = f"{whose} are the fine-tuned source's own predictions"
             by_class = data.per_class is not None or data.sampling in descriptions.SAMPLING_PHRASES
-            return own if by_class else f"{own}; none of the data set's were used to make it"
+            return own if by_class else f"{own}; the data set's labels were not used to make it"
         if not descriptions.uses_labels(self.record):
-            return f"for the probe alone, {of_data}" if data.labels == "dataset" else None
+            return f"for the probe only, {of_data}" if data.labels == "dataset" else None
         if not used:
-            return "no label enters the method"
+            return "the method uses no labels"
         return {"dataset": of_data, "none": "no labels"}.get(data.labels)
 
     @cached_property
@@ -183,19 +185,23 @@ class PortCard(Card):
         making = sum(taken for stage, taken in seconds.items() if stage not in MEASURING)
         return making, seconds.get("evaluate", 0.0)
 
+    @property
+    def repo_name(self) -> str | None:
+        return self.use.repo.rpartition("/")[2] if self.use and self.use.repo else None
+
     def metadata(self) -> dict[str, Any]:
         record, metadata = self.record, super().metadata()
         if self.calibrated and record.data and record.data.commit:
             metadata["datasets"] = [record.data.id]
         kind = ["task-vector"] if self.carries else []
-        kind += ["training-free"] if self.carries and not self.record.method.polished else []
-        tags = ("hf-bico", *kind, *(self.use.tags if self.use else ()), record.method.name)
+        kind += ["training-free"] if self.carries and not record.method.polished else []
         is_word = rendering.WORD.fullmatch
-        metadata["tags"] = list(filter(is_word, tags))
+        method = filter(is_word, [record.method.name])
+        metadata["tags"] = ["hf-bico", *kind, *(self.use.tags if self.use else ()), *method]
         metadata["metrics"] = sorted(filter(is_word, {row.entry.metric for row in self.results}))
         entries = [entry for entry in self.measured if is_word(entry.metric) and isfinite(entry.value)]
         if entries:
-            name = self.use.repo.rpartition("/")[2] if self.use and self.use.repo else self.title
+            name = self.repo_name or self.title
             metadata["model-index"] = [{"name": name, "results": [_index_entry(record, entry) for entry in entries]}]
         return metadata
 
@@ -231,11 +237,13 @@ def _usage(record: Record) -> Usage | None:
         template=(templates or DEFAULT_TEMPLATES)[0],
         has_new_head=has_new_head,
         pooled=record.objective.pooling is not None and record.output.format != "delta",
+        example=Example.of(record.data),
+        chats=bool(record.data and record.data.chat_template),
     )
 
 
 def _public_record(record: Record) -> Record:
-    """Replace the names of local folders by "a local model" or "a local data set"."""
+    """Drop the paths of local folders, and all words of a command that were not checked."""
     data = None if record.data is None else rendering.public_entry(record.data, "a local data set")
     if data is not None and not data.commit:
         data = replace(data, parts=[])
@@ -258,11 +266,8 @@ def _public_record(record: Record) -> Record:
         "--data": (data, "DATA"),
         "--unlabelled": (unlabelled, "UNLABELLED"),
     }
-    pairs = [*zip(record.models, public.models, strict=True), (record.data, data), (given, unlabelled)]
     return replace(
-        public,
-        notices=list(dict.fromkeys(rendering.without_names(notice, pairs) for notice in record.notices)),
-        command=rendering.public_command(record.command, "port", [(public.source, "SOURCE")], options),
+        public, command=rendering.public_command(record.command, "port", [(public.source, "SOURCE")], options)
     )
 
 

@@ -1,4 +1,4 @@
-"""Render templates to text, and decide what a card may name: repos of the Hub with their commits, never a local folder.
+"""Render templates to text, and decide what a card may name: repos of the Hub with their commits, folders by name.
 
 Text that is not known to be Markdown is escaped. Knows entries of records; neither jobs nor metadata.
 """
@@ -23,22 +23,32 @@ from hf_bico.settings import METHODS, OPTIONS, Option, read_lines
 from hf_bico.utils.text import Markdown, clean, code, fenced, literal, plain
 
 HUB_URL = "https://huggingface.co/"
+PROJECT_URL = "https://github.com/hf-bico/hf-bico"
+PAPER = "2605.28444"
+"""The paper's number on arXiv; the Hub gives the tag `arxiv:NUMBER` to a repo whose card links to it."""
 FILE_NAME = re.compile(r"[\w.-]{1,96}", re.ASCII)
 WORD = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 _HEX = re.compile(r"[0-9a-f]{7,64}")
-_COMMON_WORDS = frozenset(("", "base", "card", "data", "model", "source", "target"))
+_NO_NAMES = frozenset(("", ".", "..", "data"))
+"""Names that tell a reader nothing: rows that are passed from Python are called "data"."""
 _LOCAL_KINDS = {"adapter": "a local adapter", "delta": "a local task vector"}
 
 Entry: TypeAlias = ModelRecord | DataRecord | UnlabelledRecord
 EntryT = TypeVar("EntryT", ModelRecord, DataRecord, UnlabelledRecord)
 CommandWord = tuple[Entry | None, str]
-"""The model or data set that a word of a command line names, and its placeholder if that is local."""
+"""The model or data set that a word of a command line names, and a placeholder for it."""
 
 
 def public_entry(entry: EntryT, local: str) -> EntryT:
-    """Return the entry, with `local` for a name if it is not a repo of the Hub."""
-    on_hub = _HEX.fullmatch(str(entry.commit)) and is_repo_id(entry.id)
-    return entry if on_hub else replace(entry, id=local, commit=None)
+    """Return a repo of the Hub as it is, and anything else by its last name, or by `local` if that says nothing.
+
+    >>> public_entry(ModelRecord("/home/me/my-tune"), "a local model").id
+    'my-tune'
+    """
+    if _HEX.fullmatch(str(entry.commit)) and is_repo_id(entry.id):
+        return entry
+    name = clean(re.split(r"[/\\]", entry.id.rstrip("/\\"))[-1], 96)
+    return replace(entry, id=local if name in _NO_NAMES else name, commit=None)
 
 
 def public_source(source: ModelRecord) -> ModelRecord:
@@ -58,26 +68,13 @@ def kind_of(source: ModelRecord) -> str:
     return "a task vector" if source.kind == "delta" else "fine-tuned"
 
 
-def without_names(text: str, pairs: Sequence[tuple[Entry | None, ...]]) -> str:
-    """Replace each local name in a sentence by its public one; `pairs` are of entries and public entries.
-
-    Common words like "base" stay, unless they are quoted.
-    """
-    local = {entry.id: public.id for entry, public in pairs if entry and public and not public.commit}
-    for name, replacement in local.items():
-        quoted = f"'{re.escape(name)}'"
-        bare = rf"|(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)" if name not in _COMMON_WORDS else ""
-        text = re.sub(quoted + bare, replacement, text)
-    return text
-
-
 def public_command(
     command: str | None, job: str, given: Sequence[CommandWord], options: Mapping[str, CommandWord]
 ) -> str | None:
     """Build the command line anew from its words, each checked, for readers to run; None if one is not of this job.
 
-    `given` are its arguments, in order, which come before any option. A placeholder stands for each local folder, and
-    for text that is no plain name.
+    `given` are its arguments, in order, which come before any option. A placeholder stands for text that is no plain
+    name.
     """
     try:
         split = shlex.split(command or "")
@@ -104,10 +101,12 @@ def public_command(
 def _public_word(word: str, meaning: CommandWord) -> str:
     entry, placeholder = meaning
     reference = hub_reference(word)
-    on_hub = entry is not None and entry.commit and reference is not None and reference.id == entry.id
-    return str(reference) if on_hub else placeholder
+    if entry is not None and entry.commit:
+        return str(reference) if reference is not None and reference.id == entry.id else placeholder
+    return word if entry is not None and word == entry.id and _FOLDER_NAME.fullmatch(word) else placeholder
 
 
+_FOLDER_NAME = re.compile(r"[\w.][\w .+-]{0,95}")
 _PLAIN_NAME = re.compile(r"[\w.+][\w ./,:=+-]{0,99}")
 _TYPED = {known.typed_as(name): known for name, known in OPTIONS.items()}
 _FLAGS = {
@@ -140,10 +139,15 @@ def _checked_value(option: str, word: str, known: Option | None) -> str:
     return word if _PLAIN_NAME.fullmatch(word) else option.strip("-").upper()
 
 
+def named(entry: Entry) -> Markdown:
+    """Return the name of a repo or of a local folder, which as a code span is told from the words around it."""
+    return plain(entry.id) if entry.commit or entry.id.startswith("a local ") else code(entry.id, 96)
+
+
 def link(entry: Entry) -> Markdown:
-    """Return a link to a repo and to its commit, or the words for a local one."""
+    """Return a link to a repo and to its commit, or the name of a local one."""
     if not entry.commit:
-        return plain(entry.id)
+        return plain(entry.id if entry.id.startswith("a local ") else f"{entry.id} (local)")
     address = HUB_URL + ("" if isinstance(entry, ModelRecord) else "datasets/") + entry.id
     return Markdown(f"[{plain(entry.id)}]({address}) at [`{entry.commit[:7]}`]({address}/tree/{entry.commit})")
 
@@ -182,8 +186,11 @@ def _environment() -> SandboxedEnvironment:
         keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markdown) else plain(value),
     )
-    environment.filters |= {filter.__name__: filter for filter in (plain, code, literal, fenced, link, digests)}
+    environment.globals |= {"project_url": Markdown(PROJECT_URL), "paper": PAPER}
+    environment.filters |= {filter.__name__: filter for filter in (plain, code, literal, fenced, link, named, digests)}
     environment.filters |= {
+        "rendered": Markdown,
+        "arguments": lambda texts: Markdown(", ".join(map(literal, texts))),
         "percent": lambda value: f"{value:.1%}",
         "count": lambda value: f"{value:,}",
         "seconds": _seconds,

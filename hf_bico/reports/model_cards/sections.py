@@ -12,10 +12,11 @@ from typing import Any
 
 from hf_bico.models.families import family_named
 from hf_bico.models.families.base import ZERO_SHOT_TASK
-from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB_URL
+from hf_bico.reports.model_cards.rendering import FILE_NAME, HUB_URL, PROJECT_URL
 from hf_bico.reports.record import (
     LOSS,
     ChangeRecord,
+    DataRecord,
     EvaluationRecord,
     LayerRecord,
     ModelRecord,
@@ -31,6 +32,7 @@ from hf_bico.utils.text import clean
 
 _EXACT = "exact"
 _MAX_NAMED = 6
+MAX_EXAMPLE = 300
 MAX_CLASSES = 100
 """Classes that a snippet lists; of more it says only how many there are."""
 
@@ -117,10 +119,10 @@ def _ranks(ranks: Sequence[int | None]) -> str:
 def _storage(rank: int | float | None, sources: Sequence[ModelRecord]) -> str:
     if rank is None:
         adapters = bool(sources) and all(source.kind == "adapter" for source in sources)
-        return "as they came, sums at the sum of their ranks" if adapters else "exactly"
+        return "at the rank of the source; for a sum, at the sum of the ranks" if adapters else "exactly"
     if isinstance(rank, float):
-        return f"as factors of the rank that keeps {rank:.4g} of each one's energy"
-    return f"as factors of rank {rank:,}, or less where a layer is smaller"
+        return f"as low-rank factors that keep {rank:.4g} of each layer's energy"
+    return f"as factors of rank {rank:,}, or a lower rank where a layer is smaller"
 
 
 _CLASSIFICATION = ("text-classification", "image-classification")
@@ -171,6 +173,28 @@ def measured_task(record: Record, entry: EvaluationRecord) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A sample of a public data set for a snippet: its texts, or where to load its image from."""
+
+    data: DataRecord
+    texts: Sequence[str]
+    row: int | None
+
+    @classmethod
+    def of(cls, data: DataRecord | None) -> Example | None:
+        """Return the recorded sample of a data set on the Hub."""
+        if data is None or not data.commit or data.example is None:
+            return None
+        texts, row = [clean(text, MAX_EXAMPLE) for text in data.example.texts], data.example.row
+        is_image = row is not None and "image" in data.columns
+        return cls(data, texts, row if is_image else None) if is_image or any(texts) else None
+
+    @property
+    def image_column(self) -> str:
+        return self.data.columns["image"]
+
+
+@dataclass(frozen=True)
 class Usage:
     """Where the weights are, and over which model, for a snippet that runs as it stands; names nothing local."""
 
@@ -185,6 +209,37 @@ class Usage:
     """True if a classification head was written that the target lacks."""
     pooled: bool = False
     """True if that head is of dense layers behind a sentence encoder's pooling."""
+    example: Example | None = None
+    chats: bool = False
+    """True if the target's tokenizer has a chat template, by which prompts or chats were read."""
+
+    def inputs(self, *neutral: str) -> list[str]:
+        """Return the texts of the example, or neutral ones."""
+        return list(self.example.texts if self.example and self.example.texts else neutral)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.is_clip or (self.runs_as is not None and self.runs_as.processor_class == "AutoImageProcessor")
+
+    @property
+    def image(self) -> Example | None:
+        """The example whose image the snippet loads; None for a neutral one."""
+        runs = self.reads_images and (self.is_clip or self.classifies)
+        return self.example if runs and self.example and self.example.row is not None else None
+
+    @property
+    def packages(self) -> list[str]:
+        """What to install for the snippet."""
+        library = "open_clip_torch" if self.library == "open_clip" else "transformers"
+        packages = [library] if library == "open_clip_torch" else ["torch", library]
+        if self.format == "delta":
+            packages = [f"git+{PROJECT_URL}"]
+        elif self.pooled:
+            packages = ["sentence-transformers"]
+        elif self.format == "adapter":
+            packages = ["peft", library]
+        packages += ["torchvision"] if self.reads_images and library == "transformers" else []
+        return [*packages, *(["datasets"] if self.image and self.format != "delta" else [])]
 
     @property
     def lists_classes(self) -> bool:
@@ -263,7 +318,12 @@ class Usage:
 
     @property
     def tags(self) -> list[str]:
-        return [*(["lora"] if self.format == "adapter" else []), *(["clip"] if self.is_clip else [])]
+        """Return the tags of the task, and for an adapter those that peft writes."""
+        tags = ["clip"] if self.is_clip else []
+        if self.format != "adapter":
+            return tags
+        over = [f"base_model:adapter:{self.target.id}"] if self.target.commit else []
+        return [*over, "lora", *(["transformers"] if self.library == "transformers" else []), *tags]
 
 
 # the licences that the Hub knows by name: it refuses a card with another, which is "other" with a name of its own

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
+import yaml
+
 from .blobs import Blob, File
 from .card import metadata
 from .store import Commit, Discussion, Repo
@@ -56,10 +58,11 @@ def repo_info(repo: Repo, commit: Commit, blobs: bool = False, expand: Collectio
             "config": config or None,
             "safetensors": _safetensors(commit),
             "baseModels": base,
+            "evalResults": _eval_results(commit),
         }
     if expand:
         return {key: value for key, value in found.items() if key in {"_id", "id", *expand} and value is not None}
-    for key in ("downloadsAllTime", "baseModels"):
+    for key in ("downloadsAllTime", "baseModels", "evalResults"):
         found.pop(key, None)
     return {key: value for key, value in found.items() if value is not None}
 
@@ -155,9 +158,27 @@ def _tags(
         names = [model["id"] for model in base["models"]]
         tags += [f"base_model:{name}" for name in names]
         tags += [f"base_model:{base['relation']}:{name}" for name in names]
+    tags += ["benchmark:official"] if repo.benchmark and "eval.yaml" in commit.files else []
     tags += ["model-index"] if card.get("model-index") else []
     tags += [f"license:{name}" for name in _texts(card.get("license"))]
     return list(dict.fromkeys([tag for tag in tags if tag] + ["region:us"]))
+
+
+def _eval_results(commit: Commit) -> list[dict[str, Any]]:
+    """The entries of `.eval_results/*.yaml`, and an error for each file that is none."""
+    found: list[dict[str, Any]] = []
+    for path, file in sorted(commit.within(".eval_results").items()):
+        try:
+            entries = yaml.safe_load(file.blob.read())
+            for entry in entries:
+                if not all(isinstance(entry["dataset"][key], str) for key in ("id", "task_id")):
+                    raise ValueError("dataset.id and dataset.task_id are required")
+                float(entry["value"])
+        except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+            found.append({"filename": path, "error": str(error)})
+        else:
+            found += [{"filename": path, "data": entry} for entry in entries]
+    return found
 
 
 def safetensors_header(blob: Blob) -> dict[str, Any] | None:

@@ -88,6 +88,8 @@ class Repo:
         self.private = private
         self.gated: Gated = "auto" if gated is True else gated
         self.disabled = False
+        self.benchmark = False
+        """Whether the Hub lists it as a benchmark; its `eval.yaml` has the tasks."""
         self.downloads = 0
         self.likes = 0
         self.created = now()
