@@ -489,8 +489,8 @@ class Settings:
     tower: str | None = option(
         None, _METHOD, "Of a CLIP: which tower to carry; by default what the source changed.",
         choices=("vision", "text", "both"))
-    fit_head: bool = option(
-        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", flag="--probe", type=bool,
+    probe: bool = option(
+        False, _METHOD, "Fit a classifier's head to the samples, not carry the source's.", type=bool,
         group="aligning", decisive=True)
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the source's predictions.", type=bool)

@@ -75,6 +75,8 @@ class Lineage:
     unlabelled: Any = None
     """More samples without labels: a reference, or rows passed from Python."""
     unlabelled_repo: HubRepo | None = None
+    data_by_card: bool = False
+    """Whether the data set is the one that the source's card names."""
 
     @property
     def models(self) -> tuple[Model | Adapter, Model, Model]:
@@ -153,7 +155,7 @@ def resolve(
     if place is not None and is_adapter(place.sizes) and any(holds_layout(place.sizes, name) for name in WEIGHT_FILES):
         notices.append(f"{place.name} holds a whole model beside its adapter: the adapter was taken.")
     target = locate(to, "the target", hub) if isinstance(to, str | Path) else to
-    data_repo, no_data = None, None
+    data_repo, no_data, by_card = None, None, data is None
     if data is None:
         data, data_repo, no_data = _named_data(origin, name, hub)
     else:
@@ -183,6 +185,7 @@ def resolve(
         refusal,
         unlabelled=unlabelled,
         unlabelled_repo=unlabelled_repo,
+        data_by_card=by_card and data is not None,
     )
 
 

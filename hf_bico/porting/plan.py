@@ -36,6 +36,7 @@ from hf_bico.models.weight_distance import WeightDistance, mean_distance, weight
 from hf_bico.porting.head_plan import head_refusal
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
+from hf_bico.settings import GENERATED
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text
@@ -71,6 +72,9 @@ class Plan:
     requested_format: str | None = None
     requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
+    split: str | None = None
+    config: str | None = None
+    """The split and the configuration of the data set that were asked for."""
     tokens: PlannedTokens | None = None
     """How the two models' tokens pair, where both read texts and that was looked at."""
 
@@ -163,6 +167,10 @@ class Plan:
     def in_format(self, format: str | None, rank: int | float | None) -> Plan:
         """Return the same plan for a result in another format."""
         return replace(self, requested_format=format, requested_rank=rank)
+
+    def reading(self, split: str | None, config: str | None) -> Plan:
+        """Return the same plan for samples of another split or configuration."""
+        return replace(self, split=split, config=config)
 
     def within(self, limits: MemoryLimits) -> Plan:
         """Return the same plan within other memory limits."""
@@ -315,6 +323,23 @@ class Plan:
     def fits(self) -> bool:
         return self.memory_estimate.fits
 
+    def _about_data(self) -> dict[str, Any] | None:
+        """Say which samples are read: of which data set, named by whom."""
+        lineage, repo = self.lineage, self.lineage.data_repo
+        if lineage.data is None:
+            return None
+        if repo is not None:
+            about: dict[str, Any] = {"kind": "hub", **_named(repo.id, repo.commit), "restricted": repo.restricted}
+        elif lineage.writes_data:
+            about = {"kind": GENERATED}
+        elif isinstance(lineage.data, str | Path):
+            about = {"kind": "folder", "id": Path(str(lineage.data)).name}
+        else:
+            about = {"kind": "rows", "type": type(lineage.data).__name__}
+        asked = {"config": self.config, "split": self.split}
+        known = {name: value for name, value in asked.items() if value is not None}
+        return {**about, **known, "named_by": "card" if lineage.data_by_card else "argument"}
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         lineage, unlabelled = self.lineage, self.lineage.unlabelled_repo
@@ -323,7 +348,7 @@ class Plan:
             "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
             "target": _about(lineage.target),
-            "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
+            "data": self._about_data(),
             **({} if unlabelled is None else {"unlabelled": _named(unlabelled.id, unlabelled.commit)}),
             "notices": list(lineage.notices),
             "refused": next((one.cause for one in refusals if one), None),

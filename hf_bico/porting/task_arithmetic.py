@@ -39,7 +39,7 @@ from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import require_rank
 from hf_bico.utils.files import sha256_of
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import ShownProgress, callback_of
 from hf_bico.utils.text import typed_path
 
 VectorReference: TypeAlias = str | Path | TaskVector
@@ -58,7 +58,7 @@ def apply(
     device: str = "auto",
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
 ) -> ChangeResult:
     """Add alpha times the weighted sum of adapters or task vectors to `to`; by default the model they were made for.
 
@@ -69,7 +69,7 @@ def apply(
     named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
     shares, alpha = _numbers(named, [1.0] * len(named) if weights is None else list(weights), alpha)
     require_format(format, rank)
-    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    started, watch, hub = datetime.now(UTC), Stopwatch(callback_of(progress)), Hub(token)
     with watch("download"):
         target, parts = _open_all(named, to, hub, allow_pickle)
     with watch("sum"):
@@ -238,7 +238,7 @@ def extract(
     device: str = "auto",
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
 ) -> ChangeResult:
     """Turn a fine-tuned model's change of its base into a PEFT adapter.
 
@@ -248,7 +248,7 @@ def extract(
     >>> hf_bico.extract("user/vit-b16-eurosat", rank=16).save("vit-b16-eurosat-lora")  # doctest: +SKIP
     """
     require_rank(rank)
-    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    started, watch, hub = datetime.now(UTC), Stopwatch(callback_of(progress)), Hub(token)
     with watch("download"):
         source, start = _source_and_base(fine_tuned, base, hub, allow_pickle)
     with watch("read"):

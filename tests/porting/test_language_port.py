@@ -593,7 +593,7 @@ def test_an_adapter_of_a_lower_rank_holds_what_its_form_says(case: Callable[[str
         ({"control": True, "evaluate": True}, UnsuitableMethodError, "texts of different lengths"),
         ({"labels": "pseudo"}, UsageError, "pseudo-labels"),
         ({"tower": "text"}, UsageError, "--tower chooses between the towers of a CLIP"),
-        ({"fit_head": True}, UsageError, "--probe fits a classifier's head, .* asked by language-modelling"),
+        ({"probe": True}, UsageError, "--probe fits a classifier's head, .* asked by language-modelling"),
         ({"objective": "zero-shot"}, UnsupportedModelError, "cannot be asked by the objective 'zero-shot'"),
         ({"objective": "classification"}, UnsupportedModelError, "'classification'"),
     ],
