@@ -104,7 +104,7 @@ def _find_names(
         return _numbers_as_names(values, label)
     raise ClassNamesError(
         f"the column '{label}' holds {'numbers without names' if values else 'no labels'}",
-        f"{NAMES_REMEDY} (class_names=[...] in Python)",
+        NAMES_REMEDY,
     )
 
 

@@ -5,7 +5,7 @@ Measures by a model's own objective or by a linear probe; does not know how a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -265,10 +265,14 @@ def _open(
         whole = vector.base_model()
         vector.require_made_for(whole)
         return whole, vector, model.name, Adapter.open(model, allow_pickle).fetched()
-    tuned = Model.open(model, "the model", "transformers", hub, allow_pickle).fetched()
-    if base is None:
-        return tuned, None, tuned.name, tuned
-    whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
+    if isinstance(model, Mapping) and base is not None:
+        whole = Model.open(base, "the base", hub=hub, allow_pickle=allow_pickle).fetched()
+        tuned = Model.of_state_dict(model, whole).fetched()
+    else:
+        tuned = Model.open(model, "the model", "transformers", hub, allow_pickle).fetched()
+        if base is None:
+            return tuned, None, tuned.name, tuned
+        whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
     vector = TaskVector.from_models(tuned.checkpoint, whole.checkpoint)
     mismatch = other_function(config_differences(tuned, whole), tuned.name, whole.name)
     if mismatch is not None:

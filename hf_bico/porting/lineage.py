@@ -162,9 +162,7 @@ def resolve(
         data, data_repo = _given_data(data, "the data set", hub)
     unlabelled, unlabelled_repo = _given_data(unlabelled, "the unlabelled data", hub)
 
-    tuned = open_source(place or source, _shared_library(place, start), hub, allow_pickle)
-    library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
-    first = Model.open(start, "the base", library, hub, allow_pickle)
+    tuned, first = open_tuned_and_base(place or source, start, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
     found = config_differences(tuned, first) if isinstance(tuned, Model) else []
@@ -189,11 +187,24 @@ def resolve(
     )
 
 
+def open_tuned_and_base(
+    source: ModelReference | RepoFiles, base: ModelReference | RepoFiles, hub: Hub, allow_pickle: bool
+) -> tuple[Model | Adapter, Model]:
+    """Open a fine-tuned model, an adapter or the state dict of a model, and its base, in the same layout."""
+    shared = _shared_library(source, base)
+    if isinstance(source, Mapping):
+        start = Model.open(base, "the base", shared, hub, allow_pickle)
+        return Model.of_state_dict(source, start), start
+    tuned = open_source(source, shared, hub, allow_pickle)
+    library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
+    return tuned, Model.open(base, "the base", library, hub, allow_pickle)
+
+
 def open_source(source: ModelReference | RepoFiles, library: str, hub: Hub, allow_pickle: bool) -> Model | Adapter:
     """Open a fine-tuned model or an adapter."""
     if isinstance(source, RepoFiles) and is_adapter(source.sizes):
         return Adapter.open(source, allow_pickle)
-    if not isinstance(source, str | Path | RepoFiles) and is_peft_model(source):
+    if not isinstance(source, str | Path | RepoFiles | Mapping) and is_peft_model(source):
         return Adapter.of(source)
     return Model.open(source, "the fine-tuned model", library, hub, allow_pickle)
 
@@ -209,7 +220,8 @@ def base_of_source(source: ModelReference | RepoFiles, hub: Hub) -> ModelReferen
     """Return the base that a fine-tuned model or adapter names, or that a PeftModel was loaded over."""
     if isinstance(source, RepoFiles):
         return find_base(source, hub)
-    loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None
+    is_module = not isinstance(source, str | Path | Mapping)
+    loaded = Adapter.of(source) if is_module and is_peft_model(source) else None
     named = None if loaded is None else loaded.config.raw.get("base_model_name_or_path")
     if not named:
         raise BaseUnknownError(f"the base of a loaded {type(source).__name__} is not known", "name it with --base")

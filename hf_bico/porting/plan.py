@@ -37,6 +37,7 @@ from hf_bico.porting.head_plan import head_refusal
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
 from hf_bico.settings import GENERATED
+from hf_bico.utils.html import html_list
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text
@@ -44,6 +45,8 @@ from hf_bico.utils.text import machine_memory, markdown_table, size_text
 WRITTEN = "texts that the fine-tuned source writes"
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from hf_bico.porting.planned_tokens import PlannedTokens
 
 
@@ -83,7 +86,21 @@ class Plan:
         blocks = f"{base.layout.blocks} -> {target.layout.blocks} blocks"
         text = f", {len(self.text_pairs)} of the text tower" if self.text_pairs else ""
         sites = f"{len(self.main_pairs)} sites of {blocks}{text}"
-        return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}"
+        memory = f"{size_text(self.memory_bytes)} of memory{'' if self.fits else ' (does NOT fit)'}"
+        return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}, {memory}"
+
+    def _repr_html_(self) -> str:
+        source, _, target = self.lineage.models
+        return html_list(f"Plan of {source.name} to {target.name}", self.rows())
+
+    def to_pandas(self) -> DataFrame:
+        """Return a DataFrame with a row for each pair of sites: names, role and shapes.
+
+        >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").to_pandas()  # doctest: +SKIP
+        """
+        import pandas
+
+        return pandas.DataFrame([_about_pair(pair, self.distances) for pair in self.pairs])
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""

@@ -29,7 +29,7 @@ from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.deltas import finite_number
 from hf_bico.models.model import Model, ModelReference, refuse_foreign, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
-from hf_bico.porting.lineage import base_of_source, find_base, open_source
+from hf_bico.porting.lineage import base_of_source, find_base, open_tuned_and_base
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import allowing, origin_notices, source_record, tensor_notices, typed_reference
 from hf_bico.porting.result import ChangeResult, make_change_record
@@ -288,10 +288,7 @@ def _source_and_base(
 ) -> tuple[Model | Adapter, Model]:
     """Open and download the fine-tuned model or adapter, and its base."""
     tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
-    source = open_source(tuned, "transformers", hub, allow_pickle)
-    library = source.library if isinstance(source, Adapter) else source.family.library
-    start = base_of_source(tuned, hub) if base is None else base
-    opened = Model.open(start, "the base", library, hub, allow_pickle)
+    source, opened = open_tuned_and_base(tuned, base_of_source(tuned, hub) if base is None else base, hub, allow_pickle)
     if isinstance(source, Model):
         require_same_family(source, opened)
     return source.fetched(beside=False), opened.fetched()
