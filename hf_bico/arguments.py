@@ -157,13 +157,10 @@ def takes(*wanted: str) -> Callable[[Job], Job]:
 
 
 def settings_of(job: Callable[..., Any], options: Mapping[str, Any]) -> Settings:
-    """Read the options that a job was called with; refuse what its signature does not list.
-
-    What has its default may be an option of another job: the command line passes all that it knows.
-    """
+    """Read the options that a job was called with; refuse what its signature does not list."""
     known = list(inspect.signature(job).parameters)
-    for name, value in options.items():
-        if name in known or (name in _FIELDS and value == _FIELDS[name].default):
+    for name in options:
+        if name in known:
             continue
         others = f"its arguments are: {', '.join(known)}"
         raise UsageError(
@@ -171,6 +168,12 @@ def settings_of(job: Callable[..., Any], options: Mapping[str, Any]) -> Settings
             did_you_mean(_RENAMED.get(name, name), known, others),
         )
     return Settings.of(options)
+
+
+def options_of(job: Callable[..., Any], settings: Settings) -> dict[str, Any]:
+    """Return the settings that a job takes, by name."""
+    known = inspect.signature(job).parameters
+    return {name: value for name, value in vars(settings).items() if name in known}
 
 
 _RENAMED = {"k": "per_class", "fit_head": "probe", "no_eval": "evaluate", "target": "to"}
@@ -195,7 +198,7 @@ _COMMAND = re.compile(r"'hf-bico (\w+)([^']*)'")
 _SHELL = re.compile(r"hf-bico (?:push|card) .*", re.DOTALL)
 """A command about a folder that was written: it stays as it is."""
 _FOLDER = re.compile(r" with (?:-o|--output)\b")
-_OPTION = re.compile(r"(?<![\w-])(?P<option>--[a-z][a-z-]*|-[nko])(?![\w-])(?P<gap>[ =]?)(?P<word>[^\s,;:()'=]*)")
+_OPTION = re.compile(r"(?<![\w-])(?P<option>--[a-z][a-z-]*|-[nko])(?![\w-])(?P<gap>[ =]?)(?P<word>(?!--)[^\s,;:()'=]*)")
 _LITERAL = re.compile(r"[-+]?\d[\w.]*|[A-Z]+|\S*/\S+|generated")
 
 _typed: ContextVar[bool] = ContextVar("typed", default=False)
@@ -262,7 +265,7 @@ def _argument(found: re.Match[str]) -> str:
     if literal is not None:
         return f"{name}={literal}{end}"
     before = found.string[: found.start()]
-    return f"{name}{'=...' if before.endswith(('with ', ': ')) else ''}{gap}{word}"
+    return f"{name}{'=...' if before.endswith('with ') else ''}{gap}{word}"
 
 
 def _literal(name: str, known: Option | None, word: str) -> str | None:

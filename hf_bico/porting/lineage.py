@@ -220,8 +220,9 @@ def base_of_source(source: ModelReference | RepoFiles, hub: Hub) -> ModelReferen
     """Return the base that a fine-tuned model or adapter names, or that a PeftModel was loaded over."""
     if isinstance(source, RepoFiles):
         return find_base(source, hub)
-    is_module = not isinstance(source, str | Path | Mapping)
-    loaded = Adapter.of(source) if is_module and is_peft_model(source) else None
+    loaded = None
+    if not isinstance(source, str | Path | Mapping) and is_peft_model(source):
+        loaded = Adapter.of(source)
     named = None if loaded is None else loaded.config.raw.get("base_model_name_or_path")
     if not named:
         raise BaseUnknownError(f"the base of a loaded {type(source).__name__} is not known", "name it with --base")

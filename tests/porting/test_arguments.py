@@ -146,6 +146,8 @@ SPELT = {
     ),
     "--probe is 3 and the split has 2": "probe is 3 and the split has 2",
     "fit a head with --probe": "fit a head with probe=True",
+    "less by --polish --unlabelled DATA": "less by polish=True unlabelled=...",
+    "cannot be followed: --unlabelled-samples is 20": "cannot be followed: unlabelled_samples is 20",
     "use a smaller --batch-size, --device cpu": 'use a smaller batch_size, device="cpu"',
     "is public: --private does not change that": "is public: private=True does not change that",
     "allow it with --max-download 3000000000": "allow it with max_download=3000000000",

@@ -459,7 +459,7 @@ def test_a_hidden_layer_that_the_target_has_no_room_for_is_refused(
         UnsuitableMethodError, match="has 8 units, and one of the target's class has room for 6"
     ) as told:
         found.port(to=narrow)
-    assert "--probe" in told.value.remedy
+    assert "probe=True" in told.value.remedy
     assert found.port(to=narrow, probe=True).record.objective.head == "fitted"
 
 
