@@ -6,6 +6,8 @@ printed once, by the command line. Imports no other module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 _MAX_CAUSE = 2_000
 
 
@@ -26,6 +28,11 @@ class BicoError(Exception):
         self.add = add
         """What to add to the command line, if that is known."""
         super().__init__(f"{self.cause}\nRemedy: {remedy}")
+
+    def reword(self, worded: Callable[[str], str]) -> None:
+        """Put its cause and its remedy into other words."""
+        self.cause, self.remedy = worded(self.cause), worded(self.remedy)
+        self.args = (f"{self.cause}\nRemedy: {self.remedy}",)
 
     def __reduce__(self) -> tuple[type[BicoError], tuple[str, str, str]]:
         return type(self), (self.cause, self.remedy, self.add)  # a process pool hands it to the process that waits

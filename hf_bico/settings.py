@@ -497,9 +497,8 @@ class Settings:
     tower: str | None = option(
         None, _METHOD, "Which tower of a CLIP to port; by default the one that the fine-tune changed.",
         choices=("vision", "text", "both"))
-    fit_head: bool = option(
-        False, _METHOD, "Fit a new classification head to the samples instead of using the source's.",
-        flag="--probe", type=bool,
+    probe: bool = option(
+        False, _METHOD, "Fit a new classification head to the samples instead of using the source's.", type=bool,
         group="aligning", decisive=True)
     readout: bool = option(
         False, _METHOD, "Correct the final projection towards the predictions of the source.", type=bool)

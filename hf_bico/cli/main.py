@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hf_bico.arguments import on_the_command_line
 from hf_bico.cli.change import apply, extract
 from hf_bico.cli.console import is_plain
 from hf_bico.cli.exit import FAILED, STOPPED, TERMINATED, WRONG, exit_process_on_error, require_single_process
@@ -95,7 +96,8 @@ class _Commands(SectionedHelp, click.Group):
                 sys.exit(self.main(words, prog_name, complete_var, standalone_mode=False, **extra))
         extra.setdefault("color", False if is_plain(sys.stdout) else None)
         try:
-            return super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            with on_the_command_line():
+                return super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
         except _Interrupted as error:
             raise KeyboardInterrupt from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hf_bico.arguments import options_of
 from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
 from hf_bico.cli.console import echo, echo_json, print_compared, progress_bars, show_comparison
 from hf_bico.cli.exit import exit_on_error
@@ -236,7 +237,7 @@ def compare(source: str, target: str, data: tuple[str, ...], as_json: bool, quie
         from hf_bico.experiments.compare.run import compare as run
 
         ending.interrupted = "nothing was measured yet"
-        job = {name: value for name, value in vars(settings).items() if name != "method"} | job | {"folder": folder}
+        job = options_of(run, settings) | job | {"folder": folder}
         with show_comparison(quiet or as_json) as (progress, show):
 
             def on_number(comparison: Comparison) -> None:
@@ -330,7 +331,7 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
         others = [Diagnosis.load(other) for other in beside]
         from hf_bico.experiments.diagnose.run import diagnose as run
 
-        job |= {name: value for name, value in vars(settings).items() if name != "evaluate"}
+        job |= options_of(run, settings)
         with locked_folder(folder), progress_bars(quiet or as_json) as progress:
             diagnosis = run(source, target, methods=methods, progress=progress, **job)
             diagnosis.save(folder, others, overwrite)
@@ -386,7 +387,7 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
         settings = read_settings(options)
         from hf_bico.porting.evaluate import evaluate_model
 
-        result = evaluate_model(model, **vars(settings) | job)
+        result = evaluate_model(model, **options_of(evaluate_model, settings) | job)
         if as_json:
             echo_json({name: value for name, value in vars(result).items() if value not in (None, ())})
         elif not quiet:

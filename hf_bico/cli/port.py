@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
 from hf_bico.cli import console
 from hf_bico.cli.completion import complete_model
 from hf_bico.cli.exit import HELD_BACK, Ending, exit_on_error, finish_alone, require_no_device_number
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.result import Ported
 
-_REFUSABLE = ("readout", "polish", "control", "fit_head", "tower", "special_tokens", "prompts")
+_REFUSABLE = ("readout", "polish", "control", "probe", "tower", "special_tokens", "prompts")
 """The options that some models refuse, whatever the method."""
 _DIGEST_FILE = ".hf-bico-line"
 """Hidden: it is not pushed."""
@@ -260,13 +259,12 @@ def plan(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         command += [f"--{name.replace('_', '-')}", str(values[name])] if values[name] else []
     command += ["--allow-pickle"] if options["allow_pickle"] else []
     with exit_on_error():
-        from hf_bico.hub.client import Hub
         from hf_bico.porting.planner import plan as make_plan
 
-        where = {name: options.pop(name) for name in ("base", "data", "allow_pickle")}
-        planned = make_plan(source, target, hub=Hub(options.pop("token")), **where)
+        where = {name: options.pop(name) for name in ("base", "data", "allow_pickle", "token")}
         settings = read_settings(options)
-        planned = planned.in_format(settings.format, settings.rank).within(_limits(settings))
+        wanted = {name: getattr(settings, name) for name in ("format", "rank", "memory", "batch_size")}
+        planned = make_plan(source, target, **where, **wanted)
         _print_plan(planned, as_json, quiet, command_line(command))
 
 
@@ -306,12 +304,13 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
 
 def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     """Return the plan with the chosen method, which may refuse these models, and True if the method needs data."""
-    from hf_bico.porting.planner import method_sentence, with_blocks, with_model_defaults
+    from hf_bico.porting.planner import memory_limits, method_sentence, with_blocks, with_model_defaults
 
-    planned = with_blocks(planned, settings.layers).within(_limits(settings))
+    planned = with_blocks(planned, settings.layers).within(memory_limits(settings))
+    planned = planned.reading(settings.split, settings.config)
     planned.lineage.require_same_function(settings.force)
     planned = replace(planned, lineage=replace(planned.lineage, other_function=None))  # let through with --force
-    planned = planned.with_fitted_head(settings.fit_head)
+    planned = planned.with_fitted_head(settings.probe)
     if method_info(settings.method).trains_on is None and settings.objective in (AUTO, "classification"):
         planned.require_head()
     if planned.lineage.data is not None:
@@ -339,11 +338,6 @@ def _plan_for_settings(planned: Plan, settings: Settings) -> tuple[Plan, bool]:
     usual = None if method.keeps_factors or settings.rank is not None else "full"
     needs_data = method.looks_at_data or settings.readout or settings.polish or chooses
     return planned.in_format(settings.format or usual, settings.rank), needs_data
-
-
-def _limits(settings: Settings) -> MemoryLimits:
-    size = {"float64": FLOAT64, "bfloat16": FLOAT64 // 4}.get(settings.dtype, FLOAT32)
-    return MemoryLimits(settings.memory, settings.batch_size, settings.max_length, size)
 
 
 def _print_plan(planned: Plan, as_json: bool, quiet: bool, command: str, needs_data: bool = True) -> None:

@@ -20,7 +20,7 @@ from hf_bico.settings import Settings
 UNLABELLED = -1
 SHOWN = 60
 """Characters of a class name that a sentence quotes at most: it may be a stranger's."""
-NAMES_REMEDY = "give a file with one class name a line: --class-names FILE"
+NAMES_REMEDY = "give the names of the classes, in the order of their numbers: --class-names FILE"
 _MAX_CLASSES = 1_000_000
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
 
@@ -104,7 +104,7 @@ def _find_names(
         return _numbers_as_names(values, label)
     raise ClassNamesError(
         f"the column '{label}' holds {'numbers without names' if values else 'no labels'}",
-        f"{NAMES_REMEDY} (class_names=[...] in Python)",
+        NAMES_REMEDY,
     )
 
 

@@ -27,6 +27,7 @@ from hf_bico.data.columns import (
     undecoded,
 )
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.given import given_splits
 from hf_bico.data.loading import ParquetFiles, file_within, large_parquet, named_config, open_folder, open_whole
 from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
 from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
@@ -128,7 +129,7 @@ def open_data(
     measure: bool = False,
     reads: str = IMAGES,
 ) -> DataSet:
-    """Open a data set: a Hub id, a folder of images or of parquet, JSON or CSV files, a `datasets` object, or rows.
+    """Open a data set: a Hub id, a folder of images or of parquet, JSON or CSV files, or what `given_splits` takes.
 
     The settings name columns and classes; otherwise columns are found by their types and names for models that read
     "images" or "texts", and `known_names` name numbered classes. Labels are required only to `measure` models on
@@ -141,7 +142,7 @@ def open_data(
 def _open(data: Any, reader: _Reader, hub: Hub | None) -> DataSet:
     settings = reader.settings
     if not isinstance(data, str | Path | HubReference):
-        rows = _given_splits(data)
+        rows = given_splits(data)
         info = getattr(next(iter(rows.values())), "info", None)  # how `datasets` loaded the rows
         name, config = getattr(info, "dataset_name", None), settings.config or getattr(info, "config_name", None)
         return reader.data_set("data", rows, task_of=(name or "data", named_config(config)))
@@ -474,14 +475,6 @@ def _open_unlabelled(reference: Any, reader: _Reader, config: str | None, hub: H
             raise
         remedy = "give unlabelled data with a split 'train' or only one, and with one configuration"
         raise DataNotFoundError(error.cause, remedy) from error
-
-
-def _given_splits(data: Any) -> Mapping[str, RowSequence]:
-    if isinstance(data, Mapping) and data:  # datasets.DatasetDict is a dict
-        return dict(data)
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
-        raise DataNotFoundError(f"a data set of type {type(data).__name__} has no rows", "pass a data set with rows")
-    return {str(getattr(data, "split", None) or "train"): data}
 
 
 def calibration_notices(drawn: CalibrationDraw, settings: Settings) -> list[str]:

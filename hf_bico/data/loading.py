@@ -141,7 +141,7 @@ def _splits_of(loaded: Any, name: str) -> dict[str, Any]:
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     if not splits:
         raise DataNotFoundError(f"'{name}' has no rows", "name a file or folder that has some")
-    return {str(split): _with_images(rows) for split, rows in splits.items()}
+    return {str(split): with_images(rows) for split, rows in splits.items()}
 
 
 def _without_split_labels(splits: Any) -> Any:
@@ -393,7 +393,8 @@ def _require_all_shards(repo: HubRepo, names: Sequence[str]) -> None:
         raise _not_cached(repo)
 
 
-def _with_images(rows: Any) -> Any:
+def with_images(rows: Any) -> Any:
+    """Return rows in which {bytes, path} columns are images."""
     for name, feature in image_features(rows.features).items():
         if feature != rows.features[name]:
             rows = rows.cast_column(name, feature)

@@ -108,6 +108,18 @@ class MemoryCheckpoint:
         return self.tensors[name]
 
 
+def state_dict_checkpoint(tensors: Mapping[str, Any]) -> MemoryCheckpoint:
+    """Take a state dict; refuse what only holds one, as the files of training tools do."""
+    strange = next((name for name, value in tensors.items() if not hasattr(value, "is_floating_point")), None)
+    if strange is not None or not tensors:
+        inner = next((name for name, value in tensors.items() if isinstance(value, Mapping)), None)
+        raise BrokenWeightsError(
+            "the state dict is empty" if strange is None else f"'{strange}' of the state dict is no tensor",
+            "pass the tensors by their names" if inner is None else f"pass the state dict in it: checkpoint[{inner!r}]",
+        )
+    return MemoryCheckpoint(tensors)
+
+
 @dataclass
 class RenamedCheckpoint:
     """A checkpoint with some tensors renamed; `names` maps old names to new ones."""

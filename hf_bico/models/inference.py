@@ -68,6 +68,28 @@ class CachedSamples:
             yield list(self.images[start : start + size]), list(self.labels[start : start + size])
 
 
+@dataclass(frozen=True)
+class ReportedSamples:
+    """Samples that report how many of them were taken, and of how many."""
+
+    samples: Batched
+    report: Callable[[int, int], None]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def labels(self) -> Sequence[int]:
+        return self.samples.labels
+
+    def batches(self, size: int) -> Iterable[tuple[list[Any], list[int]]]:
+        taken = 0
+        for items, labels in self.samples.batches(size):
+            yield items, labels
+            taken += len(items)  # when the next ones are asked for, these are done
+            self.report(taken, len(self))
+
+
 class PreparedSamples(CachedSamples):
     """Samples whose images one model has preprocessed once, as one tensor."""
 

@@ -97,6 +97,19 @@ def energy(change: Change) -> float:
     return sum(float(torch.linalg.vector_norm(part.double())) ** 2 for part in change.reshape(-1).split(SUMMED))
 
 
+def inner_product(one: Change, other: Change) -> float:
+    """Return the sum of the products of all entries; of factors, nothing is multiplied out."""
+    if isinstance(one, Factors) and isinstance(other, Factors):
+        left, right = one.left.double().T @ other.left.double(), one.right.double() @ other.right.double().T
+        return float((left * right).sum())
+    if isinstance(other, Factors):
+        return inner_product(other, one)
+    if isinstance(one, Factors):
+        return float((one.left.double() * (other.double() @ one.right.double().T)).sum())
+    parts = zip(one.reshape(-1).split(SUMMED), other.reshape(-1).split(SUMMED), strict=True)
+    return sum(float(torch.dot(first.double(), second.double())) for first, second in parts)
+
+
 def is_finite(change: Change) -> bool:
     parts = (change.left, change.right) if isinstance(change, Factors) else (change,)
     # minimum and maximum reveal a NaN too, in half of the time

@@ -36,6 +36,7 @@ from hf_bico.models.checkpoints import (
     find_weights,
     is_adapter,
     non_float_tensors,
+    state_dict_checkpoint,
 )
 from hf_bico.models.conversion import copy_renamed, sizes_in
 from hf_bico.models.families import all_families, family_of, unwrapped_names
@@ -50,7 +51,7 @@ from hf_bico.utils.files import call_folder, sha256_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
 
 CARD = "README.md"
@@ -147,8 +148,8 @@ def open_weights(place: RepoFiles, weights: WeightFiles) -> FileCheckpoint | Hea
     return HeaderCheckpoint(shapes, sum(place.sizes[name] for name in weights.names))
 
 
-ModelReference: TypeAlias = "str | Path | nn.Module"
-"""A Hub id, a folder, or the loaded model itself."""
+ModelReference: TypeAlias = "str | Path | nn.Module | Mapping[str, Tensor]"
+"""A Hub id, a folder, or the loaded model itself; a fine-tune over a known base also as its state dict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +177,25 @@ class Model(OpenedRepo):
             reference = locate(reference, what, hub)
         if isinstance(reference, RepoFiles):
             return _open_place(reference, what, library, allow_pickle)
+        if isinstance(reference, Mapping):
+            raise UnsupportedModelError(
+                f"{what} is a state dict, which does not say what model it is of",
+                "load it into its model and pass that; a state dict can be what was fine-tuned, with --base",
+            )
         checkpoint = MemoryCheckpoint.of(reference)
         config: Any = getattr(reference, "config", None)
         require_dense(what, checkpoint.shapes, config.to_dict() if hasattr(config, "to_dict") else {})
         family = family_of(checkpoint.shapes, what, reference)
         layout = family.wrap(reference).layout
         return cls(name=type(reference).__name__, checkpoint=checkpoint, family=family, layout=layout, module=reference)
+
+    @classmethod
+    def of_state_dict(cls, tensors: Mapping[str, Tensor], base: Model) -> Model:
+        """Take a state dict as the weights of a fine-tuned `base`, under the model's own names."""
+        checkpoint: Checkpoint = state_dict_checkpoint(tensors)
+        names = {} if base.folder is None else unwrapped_names(checkpoint.shapes, base.folder, "the state dict")
+        checkpoint = RenamedCheckpoint(checkpoint, names) if names else checkpoint
+        return cls(name="a state dict", checkpoint=checkpoint, family=base.family, layout=base.layout)
 
     @cached_property
     def origin(self) -> RepoMetadata:
@@ -211,6 +225,8 @@ class Model(OpenedRepo):
     @property
     def config(self) -> Mapping[str, Any]:
         """Its configuration, as its file or the loaded module has it; empty without one."""
+        if self.folder is None and self.module is None:
+            return {}
         return self.family.config_of(self.module) if self.folder is None else self.family.read_config(self.folder)
 
     def filled(self, config: Mapping[str, Any]) -> Mapping[str, Any]:

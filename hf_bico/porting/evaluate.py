@@ -5,17 +5,18 @@ Measures by a model's own objective or by a linear probe; does not know how a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead
+from hf_bico.arguments import EvaluateOptions, settings_of, takes
 from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
 from hf_bico.errors import (
@@ -35,7 +36,7 @@ from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import TextModel
-from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, probe_accuracy
+from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, ReportedSamples, probe_accuracy
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.models.tokenization import require_known, unknown_notices
 from hf_bico.porting.calibration import Calibration
@@ -55,6 +56,7 @@ from hf_bico.runtime.environment import (
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE
 from hf_bico.settings import DEFAULT_MEASURED, DEFAULT_SAMPLES, PROBE, Settings
+from hf_bico.utils.progress import ShownProgress, callback_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Evaluation(EvaluationRecord):
 @enough_memory()
 @exact_float32()
 @translate_errors()
+@takes("split", "data", "objective", "evaluation")
 def evaluate_model(
     model: ModelReference,
     data: Any = None,
@@ -78,7 +81,8 @@ def evaluate_model(
     probe: int | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
-    **options: Any,
+    progress: ShownProgress = None,
+    **options: Unpack[EvaluateOptions],
 ) -> Evaluation:
     """Evaluate a model on a split of a data set; `base` completes a task vector or a part of a model.
 
@@ -89,9 +93,11 @@ def evaluate_model(
     for short, is given: then the samples that a port with the same number and seed is evaluated on, but that it
     leaves out those that it is calibrated on. A CLIP is evaluated zero-shot, a classifier by its own head, a language
     model by its loss; or any model by a linear probe fitted to `probe` samples of the training split (100 if only
-    `evaluation="probe"` is given). No sample is used for both.
+    `evaluation="probe"` is given). No sample is used for both. `progress` is as in `port`.
+
+    >>> hf_bico.evaluate_model("user/vit-b16-plus-eurosat", progress=True).value  # doctest: +SKIP
     """
-    settings = Settings.of({**options, "n": _measured_on(eval_samples, n)})
+    settings = settings_of(evaluate_model, {**options, "n": _measured_on(eval_samples, n)})
     probe = _require_probe(probe, settings)
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
@@ -127,15 +133,16 @@ def evaluate_model(
     require_prepared([live], split, samples)
     notices = class_notices(measured, samples)
     result = partial(Evaluation, name, measured.name, split, len(samples))
+    reported = ReportedSamples(samples, partial(callback_of(progress), "evaluate"))
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         notices += _reading_notices(name, live, samples, settings)
         if training is not None:
-            value = probe_accuracy(live, training, samples, settings.batch)
+            value = probe_accuracy(live, training, reported, settings.batch)
             return result("accuracy", value, PROBE, trained_on=len(training), notices=tuple(notices))
         head = own_head(whole, holder, live, measured, settings)
         if settings.objective == "classification":
             notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
-        return result(head.metric, head.measure(live, samples, settings.batch), notices=tuple(notices))
+        return result(head.metric, head.measure(live, reported, settings.batch), notices=tuple(notices))
 
 
 def _reading_notices(name: str, live: LiveModel, samples: Samples, settings: Settings) -> list[str]:
@@ -258,10 +265,14 @@ def _open(
         whole = vector.base_model()
         vector.require_made_for(whole)
         return whole, vector, model.name, Adapter.open(model, allow_pickle).fetched()
-    tuned = Model.open(model, "the model", "transformers", hub, allow_pickle).fetched()
-    if base is None:
-        return tuned, None, tuned.name, tuned
-    whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
+    if isinstance(model, Mapping) and base is not None:
+        whole = Model.open(base, "the base", hub=hub, allow_pickle=allow_pickle).fetched()
+        tuned = Model.of_state_dict(model, whole).fetched()
+    else:
+        tuned = Model.open(model, "the model", "transformers", hub, allow_pickle).fetched()
+        if base is None:
+            return tuned, None, tuned.name, tuned
+        whole = Model.open(base, "the base", tuned.family.library, hub, allow_pickle).fetched()
     vector = TaskVector.from_models(tuned.checkpoint, whole.checkpoint)
     mismatch = other_function(config_differences(tuned, whole), tuned.name, whole.name)
     if mismatch is not None:

@@ -17,7 +17,7 @@ from hf_bico.alignment.objectives.base import Head, Heads, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead, carried_head, logistic_head, ridge_head
 from hf_bico.alignment.objectives.clip import ContrastHead, ZeroShotHead, caption_head, zero_shot_head
 from hf_bico.alignment.objectives.language import AnswerHead, LanguageHead
-from hf_bico.data.classes import SHOWN, folded
+from hf_bico.data.classes import NAMES_REMEDY, SHOWN, folded
 from hf_bico.data.dataset import DataSet
 from hf_bico.data.draw import CalibrationDraw
 from hf_bico.errors import (
@@ -135,7 +135,7 @@ def source_head(models: ModelPair, class_names: Sequence[str]) -> ClassHead | No
     try:
         head = read_head(lineage.source, lineage.base)
     except UnsuitableMethodError:
-        if not models.settings.fit_head:
+        if not models.settings.probe:
             raise
         return None
     return None if head is None else _in_class_order(head, lineage.source.origin.head_names, class_names)
@@ -160,7 +160,7 @@ def target_head(calibration: Calibration, changes: Deltas, trained: Trained | No
     models, samples, size = calibration.models, calibration.drawn_samples, calibration.settings.batch
     if trained is not None and isinstance(calibration.heads.target, ClassHead):
         return TargetHead(calibration.heads.target, "fitted")
-    own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
+    own = None if calibration.settings.probe else source_head(models, calibration.class_names)
     reading = target_reading(models, own)
     with models.with_changes(changes):
         target = features_of(models.target, samples, size, reading)
@@ -202,7 +202,7 @@ def _in_class_order(head: ClassHead, own: Sequence[str], class_names: Sequence[s
     if not class_names:
         raise ClassNamesError(
             "neither the data nor the fine-tuned model names the classes",
-            "give a file with one class name a line: --class-names FILE (class_names=[...] in Python)",
+            NAMES_REMEDY,
         )
     if len(head.bias) != len(class_names):
         raise ClassNamesError(

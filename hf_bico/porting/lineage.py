@@ -75,6 +75,8 @@ class Lineage:
     unlabelled: Any = None
     """More samples without labels: a reference, or rows passed from Python."""
     unlabelled_repo: HubRepo | None = None
+    data_by_card: bool = False
+    """Whether the data set is the one that the source's card names."""
 
     @property
     def models(self) -> tuple[Model | Adapter, Model, Model]:
@@ -153,16 +155,14 @@ def resolve(
     if place is not None and is_adapter(place.sizes) and any(holds_layout(place.sizes, name) for name in WEIGHT_FILES):
         notices.append(f"{place.name} holds a whole model beside its adapter: the adapter was taken.")
     target = locate(to, "the target", hub) if isinstance(to, str | Path) else to
-    data_repo, no_data = None, None
+    data_repo, no_data, by_card = None, None, data is None
     if data is None:
         data, data_repo, no_data = _named_data(origin, name, hub)
     else:
         data, data_repo = _given_data(data, "the data set", hub)
     unlabelled, unlabelled_repo = _given_data(unlabelled, "the unlabelled data", hub)
 
-    tuned = open_source(place or source, _shared_library(place, start), hub, allow_pickle)
-    library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
-    first = Model.open(start, "the base", library, hub, allow_pickle)
+    tuned, first = open_tuned_and_base(place or source, start, hub, allow_pickle)
     last = Model.open(target, "the target", first.family.library, hub, allow_pickle)
     notices += [model.notice for model in (tuned, first, last) if model.notice]
     found = config_differences(tuned, first) if isinstance(tuned, Model) else []
@@ -183,14 +183,28 @@ def resolve(
         refusal,
         unlabelled=unlabelled,
         unlabelled_repo=unlabelled_repo,
+        data_by_card=by_card and data is not None,
     )
+
+
+def open_tuned_and_base(
+    source: ModelReference | RepoFiles, base: ModelReference | RepoFiles, hub: Hub, allow_pickle: bool
+) -> tuple[Model | Adapter, Model]:
+    """Open a fine-tuned model, an adapter or the state dict of a model, and its base, in the same layout."""
+    shared = _shared_library(source, base)
+    if isinstance(source, Mapping):
+        start = Model.open(base, "the base", shared, hub, allow_pickle)
+        return Model.of_state_dict(source, start), start
+    tuned = open_source(source, shared, hub, allow_pickle)
+    library = tuned.library if isinstance(tuned, Adapter) else tuned.family.library
+    return tuned, Model.open(base, "the base", library, hub, allow_pickle)
 
 
 def open_source(source: ModelReference | RepoFiles, library: str, hub: Hub, allow_pickle: bool) -> Model | Adapter:
     """Open a fine-tuned model or an adapter."""
     if isinstance(source, RepoFiles) and is_adapter(source.sizes):
         return Adapter.open(source, allow_pickle)
-    if not isinstance(source, str | Path | RepoFiles) and is_peft_model(source):
+    if not isinstance(source, str | Path | RepoFiles | Mapping) and is_peft_model(source):
         return Adapter.of(source)
     return Model.open(source, "the fine-tuned model", library, hub, allow_pickle)
 
@@ -206,7 +220,9 @@ def base_of_source(source: ModelReference | RepoFiles, hub: Hub) -> ModelReferen
     """Return the base that a fine-tuned model or adapter names, or that a PeftModel was loaded over."""
     if isinstance(source, RepoFiles):
         return find_base(source, hub)
-    loaded = Adapter.of(source) if not isinstance(source, str | Path) and is_peft_model(source) else None
+    loaded = None
+    if not isinstance(source, str | Path | Mapping) and is_peft_model(source):
+        loaded = Adapter.of(source)
     named = None if loaded is None else loaded.config.raw.get("base_model_name_or_path")
     if not named:
         raise BaseUnknownError(f"the base of a loaded {type(source).__name__} is not known", "name it with --base")

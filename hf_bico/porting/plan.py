@@ -36,6 +36,8 @@ from hf_bico.models.weight_distance import WeightDistance, mean_distance, weight
 from hf_bico.porting.head_plan import head_refusal
 from hf_bico.porting.lineage import Lineage
 from hf_bico.runtime.output import require_room
+from hf_bico.settings import GENERATED
+from hf_bico.utils.html import html_list
 from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.samples import TEXTS
 from hf_bico.utils.text import machine_memory, markdown_table, size_text
@@ -43,6 +45,8 @@ from hf_bico.utils.text import machine_memory, markdown_table, size_text
 WRITTEN = "texts that the fine-tuned source writes"
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from hf_bico.porting.planned_tokens import PlannedTokens
 
 
@@ -71,6 +75,9 @@ class Plan:
     requested_format: str | None = None
     requested_rank: int | float | None = None
     limits: MemoryLimits = field(default_factory=MemoryLimits)
+    split: str | None = None
+    config: str | None = None
+    """The split and the configuration of the data set that were asked for."""
     tokens: PlannedTokens | None = None
     """How the two models' tokens pair, where both read texts and that was looked at."""
 
@@ -79,7 +86,21 @@ class Plan:
         blocks = f"{base.layout.blocks} -> {target.layout.blocks} blocks"
         text = f", {len(self.text_pairs)} of the text tower" if self.text_pairs else ""
         sites = f"{len(self.main_pairs)} sites of {blocks}{text}"
-        return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}"
+        memory = f"{size_text(self.memory_bytes)} of memory{'' if self.fits else ' (does NOT fit)'}"
+        return f"Plan of {source.name} to {target.name}: {sites}, {_written_form(self)}, {memory}"
+
+    def _repr_html_(self) -> str:
+        source, _, target = self.lineage.models
+        return html_list(f"Plan of {source.name} to {target.name}", self.rows())
+
+    def to_pandas(self) -> DataFrame:
+        """Return a DataFrame with a row for each pair of sites: names, role and shapes.
+
+        >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").to_pandas()  # doctest: +SKIP
+        """
+        import pandas
+
+        return pandas.DataFrame([_about_pair(pair, self.distances) for pair in self.pairs])
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the plan in words: (subject, text) for each line."""
@@ -163,6 +184,10 @@ class Plan:
     def in_format(self, format: str | None, rank: int | float | None) -> Plan:
         """Return the same plan for a result in another format."""
         return replace(self, requested_format=format, requested_rank=rank)
+
+    def reading(self, split: str | None, config: str | None) -> Plan:
+        """Return the same plan for samples of another split or configuration."""
+        return replace(self, split=split, config=config)
 
     def within(self, limits: MemoryLimits) -> Plan:
         """Return the same plan within other memory limits."""
@@ -315,6 +340,23 @@ class Plan:
     def fits(self) -> bool:
         return self.memory_estimate.fits
 
+    def _about_data(self) -> dict[str, Any] | None:
+        """Say which samples are read: of which data set, named by whom."""
+        lineage, repo = self.lineage, self.lineage.data_repo
+        if lineage.data is None:
+            return None
+        if repo is not None:
+            about: dict[str, Any] = {"kind": "hub", **_named(repo.id, repo.commit), "restricted": repo.restricted}
+        elif lineage.writes_data:
+            about = {"kind": GENERATED}
+        elif isinstance(lineage.data, str | Path):
+            about = {"kind": "folder", "id": Path(str(lineage.data)).name}
+        else:
+            about = {"kind": "rows", "type": type(lineage.data).__name__}
+        asked = {"config": self.config, "split": self.split}
+        known = {name: value for name, value in asked.items() if value is not None}
+        return {**about, **known, "named_by": "card" if lineage.data_by_card else "argument"}
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         lineage, unlabelled = self.lineage, self.lineage.unlabelled_repo
@@ -323,7 +365,7 @@ class Plan:
             "source": {"kind": "adapter" if isinstance(lineage.source, Adapter) else "full", **_about(lineage.source)},
             "base": _about(lineage.base),
             "target": _about(lineage.target),
-            "data": None if lineage.data_repo is None else _named(lineage.data_repo.id, lineage.data_repo.commit),
+            "data": self._about_data(),
             **({} if unlabelled is None else {"unlabelled": _named(unlabelled.id, unlabelled.commit)}),
             "notices": list(lineage.notices),
             "refused": next((one.cause for one in refusals if one), None),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_bico.alignment.matching import blocks_by_index, pair_sites, require_blocks
+from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
 from hf_bico.errors import (
     BaseMismatchError,
     EmptyTaskVectorError,
@@ -46,18 +47,35 @@ def plan(
     data: Any = None,
     unlabelled: Any = None,
     target_id: str | None = None,
+    split: str | None = None,
+    config: str | None = None,
+    format: str | None = None,
+    rank: int | float | None = None,
+    memory: int | str | None = None,
+    batch_size: int | None = None,
+    token: str | None = None,
     hub: Hub | None = None,
     allow_pickle: bool = False,
 ) -> Plan:
     """Plan a port between these models: resolve and open them, without reading any weight.
 
-    Two tokenizers are compared on a few samples.
+    Two tokenizers are compared on a few samples. `memory` is the most to plan with, in bytes or as a text such as
+    "8GB"; the arguments of samples and of the result are those of `port`. `hub` is a client to use in place of one
+    with this `token`.
 
-    >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").pairs  # doctest: +SKIP
+    >>> hf_bico.plan("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", memory="8GB").fits  # doctest: +SKIP
     """
-    hub = hub or Hub()
+    given = {"split": split, "config": config, "format": format, "rank": rank, "memory": memory}
+    settings, hub = Settings.of({**given, "batch_size": batch_size}), hub or Hub(token)
     named = {"base": base, "data": data, "unlabelled": unlabelled, "target_id": target_id}
-    return with_tokenizers(plan_port(source, to, **named, hub=hub, allow_pickle=allow_pickle), Settings(), hub)
+    planned = with_tokenizers(plan_port(source, to, **named, hub=hub, allow_pickle=allow_pickle), settings, hub)
+    return planned.in_format(format, rank).reading(split, config).within(memory_limits(settings))
+
+
+def memory_limits(settings: Settings) -> MemoryLimits:
+    """Return the bounds that the settings ask for."""
+    size = {"float64": FLOAT64, "bfloat16": FLOAT64 // 4}.get(settings.dtype, FLOAT32)
+    return MemoryLimits(settings.memory, settings.batch_size, settings.max_length, size)
 
 
 @translate_errors()

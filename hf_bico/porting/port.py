@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from hf_bico.alignment.objectives.base import Classifier
+from hf_bico.arguments import PortOptions, settings_of, takes
 from hf_bico.errors import UnsupportedModelError
 from hf_bico.hub.client import Hub
 from hf_bico.models.deltas import MADE_FROM, Deltas
@@ -54,14 +55,15 @@ from hf_bico.runtime.environment import (
 )
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.turns import job_turn
-from hf_bico.settings import Settings
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.settings import OPTIONS, Settings
+from hf_bico.utils.progress import Progress, ShownProgress, callback_of, silent
 
 OnOutlook = Callable[[MethodRecord, OutlookRecord | None, SourceLeadRecord | None], None]
 """Takes what the samples chose, what they promise, and how the source compares with the target on their labels."""
 
 
 @translate_errors()
+@takes(*OPTIONS)
 def port(
     source: ModelReference,
     to: ModelReference,
@@ -72,8 +74,8 @@ def port(
     target_id: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
-    **options: Any,
+    progress: ShownProgress = None,
+    **options: Unpack[PortOptions],
 ) -> Ported:
     """Carry what `source` learnt over `base` to the model `to`, without training.
 
@@ -87,11 +89,11 @@ def port(
     >>> ported = hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100)  # doctest: +SKIP
     >>> ported.push_to_hub("user/vit-b16-plus-eurosat")  # doctest: +SKIP
     """
-    settings, hub = Settings.of(options), Hub(token)
+    settings, hub = settings_of(port, options), Hub(token)
     with job_turn():  # of loaded models, the plan holds the weights: another thread's port may be changing these
         named = {"base": base, "data": data, "unlabelled": unlabelled, "target_id": target_id}
         planned = plan_port(source, to, **named, hub=hub, allow_pickle=allow_pickle)
-        return run_port(planned, settings, hub, progress)
+        return run_port(planned, settings, hub, callback_of(progress))
 
 
 @torch.inference_mode(False)

@@ -218,7 +218,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     lineage, name = planned.lineage, settings.method
     lineage.require_same_function(settings.force)
     if settings.objective == "classification" and not isinstance(method, Trainer):
-        planned.with_fitted_head(settings.fit_head).require_head()
+        planned.with_fitted_head(settings.probe).require_head()
     # which towers of a CLIP a fine-tuned model changed is known once it is read
     method.require(*lineage.layouts, planned.main_pairs or planned.pairs)
     chooses = settings.finds_alpha and not isinstance(method, Trainer)
@@ -241,7 +241,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
     _require_polish(planned, settings, method)
     if settings.tower is not None and "contrastive" not in lineage.base.layout.objectives:
         raise UsageError("--tower chooses between the towers of a CLIP, and the base is none", "leave --tower out")
-    if settings.fit_head and settings.objective not in ("auto", "classification"):
+    if settings.probe and settings.objective not in ("auto", "classification"):
         objective = settings.objective if isinstance(settings.objective, str) else "an objective of the caller's own"
         raise UsageError(
             f"--probe fits a classifier's head, and these models are asked by {objective}", "leave --probe out"

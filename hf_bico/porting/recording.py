@@ -65,7 +65,7 @@ UNNAMED_LOSS = (
 _FIRST = (
     *("seed", "config", "image_column", "label_column", "text_column", "caption_column", "max_length", "class_names"),
     *("templates", "objective", "tower", "method", "completion", "alpha", "sampling", "labels", "layers", "augment"),
-    *("path_steps", "signs", "readout", "fit_head", "learning_rate", "weight_decay", "train_steps", "train_batch"),
+    *("path_steps", "signs", "readout", "probe", "learning_rate", "weight_decay", "train_steps", "train_batch"),
     *("warmup", "evaluation", "eval_samples", "control", "batch_size", "memory", "device_map", "dtype", "max_download"),
 )
 """The order of options in the commands of the first records; what is not named here follows."""

@@ -23,7 +23,7 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder
 from hf_bico.settings import AUTO, DEFAULT_DOWNLOAD, DEFAULT_UNLABELLED, GENERATED, OPTIONS, Settings
 from hf_bico.utils.files import sha256_of
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import ShownProgress, callback_of
 from hf_bico.utils.text import size_text
 
 MOST = {
@@ -69,7 +69,7 @@ def rerun(
     force: bool = False,
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
 ) -> Rerun:
     """Repeat the port that the record of a folder or Hub repo describes; keep the result in `folder`, if given.
 
@@ -96,7 +96,7 @@ def rerun(
         hub=hub,
         allow_pickle=allow_pickle,
     )
-    ported = run_port(planned, settings, hub, progress)
+    ported = run_port(planned, settings, hub, callback_of(progress))
     if ported.held_back:
         files = dict.fromkeys(then.output.files, False)
         return Rerun(files, [], [held_back_sentence(ported.record), *_differences(then, ported.record)])
@@ -134,7 +134,7 @@ def _settings(record: Record, name: str, limits: Settings) -> Settings:
         "bold": bool(record.method.bold),
         "tower": record.method.tower,
         "objective": record.objective.name,
-        "fit_head": record.objective.head == "fitted",
+        "probe": record.objective.head == "fitted",
         "batch_size": _typed_batch(record.command),
         "calibration_batch": record.run.batch_size,
         "dtype": record.run.dtype,

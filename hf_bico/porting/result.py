@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from hf_bico.arguments import as_written
 from hf_bico.errors import HeldBackError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.push import Pushed, PushOptions
@@ -27,7 +28,10 @@ from hf_bico.porting.publish import push_folder
 from hf_bico.porting.recording import model_record, rounding_notices, with_output
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports.model_cards import write_card
+from hf_bico.reports.outcome_picture import outcome_picture
+from hf_bico.reports.pictures import picture_figure
 from hf_bico.reports.record import (
+    ACCURACY,
     JOINED,
     ArithmeticRecord,
     ChangeRecord,
@@ -38,15 +42,30 @@ from hf_bico.reports.record import (
     SiteRecord,
     Summand,
 )
-from hf_bico.reports.results import Report, control_sentence, headline, measured_on, readout_sentence, result_rows
+from hf_bico.reports.results import (
+    Report,
+    compared_entries,
+    control_sentence,
+    gain_of,
+    headline,
+    measured_on,
+    metric_name,
+    readout_sentence,
+    result_rows,
+    value_text,
+)
 from hf_bico.reports.verdict import held_back_remedy, held_back_sentence
 from hf_bico.runtime.distributed import is_first_process
 from hf_bico.runtime.environment import exact_float32, installed_versions
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.runtime.output import atomic_folder, require_apart
+from hf_bico.runtime.output import atomic_folder, require_apart, write_file
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded, sha256_of
+from hf_bico.utils.html import html_page
 from hf_bico.utils.text import command_line, markdown_table, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 AnyRecord = TypeVar("AnyRecord", Record, ChangeRecord)
 
@@ -127,12 +146,59 @@ class Ported(BaseResult[Record]):
     def __repr__(self) -> str:
         if self.held_back:
             return f"Port of {self.record.source.id} to {self.target.name}, held back by the samples"
-        return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}"
+        entries = compared_entries(self.record)
+        numbers = [f"{name} {value_text(entries[name])}" for name in ("target", "ported", "source") if name in entries]
+        measured = f": {metric_name(next(iter(entries.values())))} {', '.join(numbers)}" if numbers else ""
+        return f"Ported of {self.record.source.id} to {self.target.name}, as {self.form!r}{measured}"
+
+    @property
+    def accuracy(self) -> float | None:
+        """The port's accuracy on held-out samples; None where nothing or a loss was measured.
+
+        >>> hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus").accuracy  # doctest: +SKIP
+        0.713
+        """
+        entry = compared_entries(self.record).get("ported")
+        return entry.value if entry is not None and entry.metric == ACCURACY else None
+
+    @property
+    def gain(self) -> float | None:
+        """How much better than the untouched target it measured: in accuracy, or by how much less loss.
+
+        None if nothing was measured.
+        """
+        entries = compared_entries(self.record)
+        if not {"target", "ported"} <= entries.keys():
+            return None
+        return gain_of(entries["ported"], entries["target"])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the results, or what this is if nothing was evaluated."""
+        if self.held_back:
+            return html_page(held_back_sentence(self.record), below=[as_written(held_back_remedy(self.record))])
+        first = headline(self.record) if self.record.evaluation else None
+        if first is None:
+            return html_page(repr(self))
+        last = (control_sentence(self.record), readout_sentence(self.record))
+        return html_page(first, result_rows(self.record), below=[measured_on(self.record), *filter(None, last)])
+
+    @translate_errors()
+    def draw(self, path: str | Path | None = None) -> Figure | None:
+        """Draw what the samples expected beside what was measured, into a PNG if a path is given.
+
+        None if there is nothing to draw.
+        """
+        content = outcome_picture(self.record)
+        if content is None:
+            return None
+        if path is not None:
+            write_file(expanded(path), content)
+        return picture_figure(content)
 
     def _repr_markdown_(self) -> str:
         """Return what a notebook shows: the results, or what this is if nothing was evaluated."""
         if self.held_back:
-            return f"**{plain(held_back_sentence(self.record))}**\n\n{plain(held_back_remedy(self.record))}"
+            return f"**{plain(held_back_sentence(self.record))}**\n\n{plain(as_written(held_back_remedy(self.record)))}"
         first = headline(self.record) if self.record.evaluation else None
         if first is None:
             return str(plain(repr(self)))

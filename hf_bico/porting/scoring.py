@@ -110,7 +110,7 @@ def _make_judge(calibration: Calibration) -> Judge:
         probabilities = by_sample(by_copy, calibration.copies)
         if not isinstance(head, ClassHead):
             return ClassJudge(head, probabilities, calibration.copies)
-        own = None if calibration.settings.fit_head else source_head(models, calibration.class_names)
+        own = None if calibration.settings.probe else source_head(models, calibration.class_names)
         features = None
         if own is not None:
             with models.tuned_source():

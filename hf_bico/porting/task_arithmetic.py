@@ -29,7 +29,7 @@ from hf_bico.models.configurations import config_differences, difference_notices
 from hf_bico.models.deltas import finite_number
 from hf_bico.models.model import Model, ModelReference, refuse_foreign, require_same_family
 from hf_bico.porting.formats import WrittenChange, format_change, require_format
-from hf_bico.porting.lineage import base_of_source, find_base, open_source
+from hf_bico.porting.lineage import base_of_source, find_base, open_tuned_and_base
 from hf_bico.porting.plausibility import implausible
 from hf_bico.porting.recording import allowing, origin_notices, source_record, tensor_notices, typed_reference
 from hf_bico.porting.result import ChangeResult, make_change_record
@@ -39,7 +39,7 @@ from hf_bico.runtime.environment import Stopwatch, choose_device
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import require_rank
 from hf_bico.utils.files import sha256_of
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import ShownProgress, callback_of
 from hf_bico.utils.text import typed_path
 
 VectorReference: TypeAlias = str | Path | TaskVector
@@ -58,7 +58,7 @@ def apply(
     device: str = "auto",
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
 ) -> ChangeResult:
     """Add alpha times the weighted sum of adapters or task vectors to `to`; by default the model they were made for.
 
@@ -69,7 +69,7 @@ def apply(
     named = list(vectors) if isinstance(vectors, Sequence) and not isinstance(vectors, str) else [vectors]
     shares, alpha = _numbers(named, [1.0] * len(named) if weights is None else list(weights), alpha)
     require_format(format, rank)
-    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    started, watch, hub = datetime.now(UTC), Stopwatch(callback_of(progress)), Hub(token)
     with watch("download"):
         target, parts = _open_all(named, to, hub, allow_pickle)
     with watch("sum"):
@@ -238,7 +238,7 @@ def extract(
     device: str = "auto",
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
 ) -> ChangeResult:
     """Turn a fine-tuned model's change of its base into a PEFT adapter.
 
@@ -248,7 +248,7 @@ def extract(
     >>> hf_bico.extract("user/vit-b16-eurosat", rank=16).save("vit-b16-eurosat-lora")  # doctest: +SKIP
     """
     require_rank(rank)
-    started, watch, hub = datetime.now(UTC), Stopwatch(progress), Hub(token)
+    started, watch, hub = datetime.now(UTC), Stopwatch(callback_of(progress)), Hub(token)
     with watch("download"):
         source, start = _source_and_base(fine_tuned, base, hub, allow_pickle)
     with watch("read"):
@@ -288,10 +288,7 @@ def _source_and_base(
 ) -> tuple[Model | Adapter, Model]:
     """Open and download the fine-tuned model or adapter, and its base."""
     tuned = locate(fine_tuned, "the fine-tuned model", hub) if isinstance(fine_tuned, str | Path) else fine_tuned
-    source = open_source(tuned, "transformers", hub, allow_pickle)
-    library = source.library if isinstance(source, Adapter) else source.family.library
-    start = base_of_source(tuned, hub) if base is None else base
-    opened = Model.open(start, "the base", library, hub, allow_pickle)
+    source, opened = open_tuned_and_base(tuned, base_of_source(tuned, hub) if base is None else base, hub, allow_pickle)
     if isinstance(source, Model):
         require_same_family(source, opened)
     return source.fetched(beside=False), opened.fetched()

@@ -9,13 +9,15 @@ import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, RecordError
+from hf_bico.alignment.transport import changed_part
+from hf_bico.errors import AdapterError, BaseMismatchError, BaseUnknownError, EmptyTaskVectorError, RecordError
 from hf_bico.hub.client import Hub, HubRepo, RepoFiles, locate
 from hf_bico.hub.push import Pushed, PushOptions, require_pushable
 from hf_bico.hub.references import LOCAL, HubReference, RepoName, cached_repo, recorded_repo
@@ -30,10 +32,11 @@ from hf_bico.models.checkpoints import (
     MemoryCheckpoint,
     digest_of,
     is_adapter,
+    state_dict_checkpoint,
 )
 from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import MADE_FROM, Deltas, Difference, Terms, read_delta, write_delta
-from hf_bico.models.low_rank import Change, Factors
+from hf_bico.models.low_rank import Change, Factors, energy, inner_product
 from hf_bico.models.model import Model, ModelReference, fetch_weights, refuse_foreign
 from hf_bico.models.name_matching import Overlap, align_names
 from hf_bico.porting.lineage import base_of_source, find_base, open_source
@@ -45,8 +48,10 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, atomic_folder, require_apart
 from hf_bico.utils.files import expanded
 
-ModelLike = str | Path | nn.Module | Checkpoint
-"""A Hub id, a model folder, a loaded model, or an opened checkpoint."""
+ModelLike = str | Path | nn.Module | Checkpoint | Mapping[str, Tensor]
+"""A Hub id, a model folder, a loaded model, its state dict, or an opened checkpoint."""
+OTHER = "other"
+"""The role of tensors that are of no site, such as norms and embeddings."""
 SEVERAL = "several_bases"
 """Key in `about` of a sum whose parts were made for different weights, as older releases wrote it."""
 
@@ -76,6 +81,59 @@ class TaskVector(Deltas):
         super().__init__(deltas, overlap)
         self.about = dict(about or {})
         self._base = base
+
+    def __repr__(self) -> str:
+        base = f" over {self.about['base']}" if self.about.get("base") else ""
+        return f"{super().__repr__()}{base}"
+
+    def norm(self) -> float:
+        """Return the Frobenius norm over all tensors; low-rank changes are not multiplied out.
+
+        >>> TaskVector({"w": torch.full((2, 2), 3.0)}).norm()
+        6.0
+        """
+        return sqrt(sum(energy(change) for _, change in self.changes()))
+
+    @translate_errors()
+    def cosine(self, other: TaskVector) -> float:
+        """Return the cosine with another task vector of the same model; what only one of them changes counts as 0.
+
+        >>> one = TaskVector({"w": torch.tensor([1.0, 0.0])})
+        >>> one.cosine(TaskVector({"w": torch.tensor([3.0, 4.0])}))
+        0.6
+        """
+        self._require_summand(other)
+        both = self.norm() * other.norm()
+        if not both:
+            raise EmptyTaskVectorError("a task vector of zeros has no direction", "compare vectors that change weights")
+        shared = (name for name in self if name in other)
+        return sum(inner_product(self.change(name), other.change(name)) for name in shared) / both
+
+    @translate_errors()
+    def by_role(self, base: ModelReference | None = None, *, token: str | None = None) -> dict[str, float]:
+        """Return the share of the squared norm in each role, such as "mlp.up", the largest first; the rest is "other".
+
+        The roles are those of the model that the vector was made for, of which no weight is read; `base` is needed only
+        if the vector does not know it.
+
+        >>> hf_bico.TaskVector.from_models("user/vit-b16-eurosat").by_role()  # doctest: +SKIP
+        {'mlp.down': 0.31, 'mlp.up': 0.28, 'attn.v': 0.12, ...}
+        """
+        known = base if base is not None else self._base if self._base is not None else self._named_base()
+        library = str(self.about.get("library", "transformers"))
+        model = known if isinstance(known, Model) else Model.open(known, "the base", library, Hub(token))
+        whole = sum(energy(change) for _, change in self.changes())
+        if not whole:
+            raise EmptyTaskVectorError("a task vector of zeros has no roles", "take one that changes weights")
+        names = {own: stored for stored, own in model.layout.own_names.items()}
+        vector = self.renamed(names)
+        sums: dict[str, float] = {}
+        for site in model.layout.sites:
+            parts = (changed_part(vector, slot) for slot in site.slots)
+            sums[site.role] = sums.get(site.role, 0.0) + sum(energy(part) for part in parts if part is not None)
+        sums[OTHER] = max(0.0, whole - sum(sums.values()))
+        ordered = sorted(sums.items(), key=lambda pair: -pair[1])
+        return {role: value / whole for role, value in ordered if value > 1e-12 * whole}
 
     def __copy__(self) -> Self:
         return self._combined(self.terms, self.overlap)
@@ -120,7 +178,7 @@ class TaskVector(Deltas):
         if base is None:
             if not isinstance(tuned, RepoFiles):
                 raise BaseUnknownError("the base of a loaded model is not known", "pass base=")
-            start: RepoFiles | nn.Module | Checkpoint = find_base(tuned, hub)
+            start: RepoFiles | nn.Module | Checkpoint | Mapping[str, Tensor] = find_base(tuned, hub)
         else:
             start = locate(base, "the base", hub) if isinstance(base, str | Path) else base
         tuned_checkpoint, about = _open_weights(tuned, "source", "transformers", allow_pickle)
@@ -369,12 +427,14 @@ def fit_to(
 
 
 def _open_weights(
-    model: RepoFiles | nn.Module | Checkpoint, part: str, library: str, allow_pickle: bool
+    model: RepoFiles | nn.Module | Checkpoint | Mapping[str, Tensor], part: str, library: str, allow_pickle: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Download a model's weights; return them with what `about` says of its repo."""
     about: dict[str, Any] = {MADE_FROM: [list(LOCAL)]}
     if not isinstance(model, RepoFiles):
-        return MemoryCheckpoint.of(model) if isinstance(model, nn.Module) else model, about
+        if isinstance(model, nn.Module):
+            return MemoryCheckpoint.of(model), about
+        return state_dict_checkpoint(model) if isinstance(model, Mapping) else model, about
     opened = fetch_weights(model, library, allow_pickle)
     about |= {part: model.name, f"{part}_sha256": opened.sha256}
     if model.commit is not None:
@@ -396,7 +456,10 @@ class FineTune:
     def over(cls, base: Model, reference: ModelReference, what: str, hub: Hub, allow_pickle: bool) -> FineTune:
         """Open and download a model or adapter; `what` names it in errors."""
         source = locate(reference, what, hub) if isinstance(reference, str | Path) else reference
-        tuned = open_source(source, base.family.library, hub, allow_pickle).fetched()
+        if isinstance(source, Mapping):
+            tuned: Model | Adapter = Model.of_state_dict(source, base)
+        else:
+            tuned = open_source(source, base.family.library, hub, allow_pickle).fetched()
         try:
             vector = TaskVector.over(tuned, base)
             found = config_differences(tuned, base) if isinstance(tuned, Model) else []

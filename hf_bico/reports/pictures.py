@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib.util import find_spec
 from io import BytesIO
 from math import ceil, inf, isfinite, isnan
@@ -45,9 +46,51 @@ def frame(axes: Axes) -> None:
 
 def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
     """Render a figure as PNG: the same bytes each time, whatever the user's own style."""
-    import matplotlib
+    return rendered(styled(draw), dpi)
+
+
+def styled(draw: Callable[[], Figure]) -> Figure:
+    """Draw a figure in our style, whatever the user's own; it shows itself in a notebook."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
+
+    with _style():
+        figure = draw()
+        for text in figure.findobj(Text):
+            text.set_parse_math(False)  # a dollar in a name is a dollar
+        FigureCanvasAgg(figure)
+    # IPython itself shows only the figures of pyplot
+    figure._repr_png_ = partial(rendered, figure, 100)  # type: ignore[attr-defined]
+    return figure
+
+
+def rendered(figure: Figure, dpi: int = 200) -> bytes:
+    """Return a figure as PNG."""
+    stream = BytesIO()
+    with _style():
+        figure.savefig(stream, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def picture_figure(content: bytes) -> Figure:
+    """Return a figure that shows a PNG."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    def draw() -> Figure:
+        with Image.open(BytesIO(content)) as image:
+            figure = Figure(figsize=(image.width / 200, image.height / 200))
+            axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+            axes.imshow(image.convert("RGB"))
+        axes.set_axis_off()
+        return figure
+
+    return styled(draw)
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
 
     with library_turn(), matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
@@ -55,13 +98,7 @@ def png(draw: Callable[[], Figure], dpi: int = 200) -> bytes:
         matplotlib.rc("axes", labelcolor=INK, labelsize=9, titlecolor=INK, titlesize=9, titlelocation="left")
         matplotlib.rc("legend", frameon=False)
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure = draw()
-        for text in figure.findobj(Text):
-            text.set_parse_math(False)  # a dollar in a name is a dollar
-        FigureCanvasAgg(figure)
-        stream = BytesIO()
-        figure.savefig(stream, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
-    return stream.getvalue()
+        yield
 
 
 ALIGNMENT_FILE = "alignment.png"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_bico.models.layout import ROLES
 from hf_bico.reports.record import (
@@ -24,6 +24,9 @@ from hf_bico.reports.record import (
 from hf_bico.reports.verdict import lead_sentence
 from hf_bico.settings import PROBE, method_info
 from hf_bico.utils.text import count_text, format_table, markdown_table, plain
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 PERPLEXITY, MAX_EXPONENT = "perplexity per byte", 700.0
 VALUE_NAMES = {
@@ -411,6 +414,15 @@ class Report:
     def table(self) -> str:
         """Format one line per role: sites, energy, scores, ranks and unseen energy, as far as they are known."""
         return format_table(self.rows())
+
+    def to_pandas(self) -> DataFrame:
+        """Return a DataFrame with a row for each site: its role, score, ranks and energies.
+
+        >>> ported.report.to_pandas().groupby("role").score_in.mean()  # doctest: +SKIP
+        """
+        import pandas
+
+        return pandas.DataFrame([vars(site) for site in self.sites])
 
     def rows(self) -> list[list[str]]:
         """Return the table's header, then one row per role."""

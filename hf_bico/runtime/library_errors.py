@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_bico.arguments import as_written
 from hf_bico.errors import (
     AccessError,
     AdapterError,
@@ -113,19 +114,23 @@ _BY_CLASS: dict[str, Translation] = {
 def translate_errors() -> Iterator[None]:
     """Raise library errors as ours, and unexpected ones as a bug with a short id.
 
+    Unless a command line was typed, the errors name arguments and not options.
     Errors of the caller's own callbacks and of a wrong call pass unchanged.
     """
     try:
         yield
     except BicoError as error:
         known = as_bico_error(error)
+        known.reword(as_written)
         if known is error:
             raise
         raise known from error
     except BaseException as error:
         if not is_failure(error) or is_debugging() or _is_callers(error):
             raise
-        raise as_bico_error(error) from error
+        known = as_bico_error(error)
+        known.reword(as_written)
+        raise known from error
 
 
 def is_failure(error: BaseException) -> bool:

@@ -9,14 +9,29 @@ Progress = Callable[[str, int, int], None]
 """Called with (stage, steps done, steps in all)."""
 
 
+ShownProgress = Progress | bool | None
+"""What jobs take as `progress`: a callback, True for bars, or False or None for nothing."""
+
+
 def silent(stage: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
-def show_progress() -> Progress:
-    """Return a callback, to pass as `progress`, that draws a bar per stage in a notebook or terminal.
+def callback_of(progress: ShownProgress) -> Progress:
+    """Return the callback that a caller's `progress` stands for.
 
-    >>> hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", progress=show_progress())  # doctest: +SKIP
+    >>> callback_of(None) is silent and callback_of(False) is silent and callback_of(print) is print
+    True
+    """
+    if progress is True:
+        return show_progress()
+    return progress if callable(progress) else silent
+
+
+def show_progress() -> Progress:
+    """Return a callback that draws a bar per stage in a notebook or terminal, as `progress=True` does.
+
+    >>> hf_bico.port("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", progress=True)  # doctest: +SKIP
     """
     from tqdm.auto import tqdm
 

@@ -419,7 +419,7 @@ def run(*arguments: object) -> Result:
 )
 def test_too_little_memory_is_said_in_two_lines(library: str, remedy: str, tmp_path: Path) -> None:
     scene = make_scene(tmp_path / "scene", (library, library))
-    with pytest.raises(MemoryExhaustedError, match=r"takes about \d+ kB in the leanest way, and --memory is 1 kB"):
+    with pytest.raises(MemoryExhaustedError, match=r"takes about \d+ kB in the leanest way, and memory is 1 kB"):
         hf_bico.port(scene.tuned, to=scene.target, base=scene.base, data=scene.data, n=8, memory=1000)
     result = run("port", *scene.arguments, "--memory", "1kB", "-o", tmp_path / "out")
     assert result.exit_code == 1

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.quick
 
 FLOORS = (
     ("utils", "errors"),
-    ("hub", "settings", "runtime"),
+    ("settings",),
+    ("arguments",),
+    ("hub", "runtime"),
     ("data", "models"),
     ("alignment", "reports"),
     ("porting",),

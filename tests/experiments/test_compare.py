@@ -817,7 +817,7 @@ def test_what_only_python_can_get_wrong(scene: Scene) -> None:
         compared(scene, methods=["bico@"])
     with pytest.raises(UsageError, match="there is no method 'None'"):
         compared(scene, methods=[None])
-    with pytest.raises(UsageError, match="there is no option 'colour'"):
+    with pytest.raises(UsageError, match="unexpected keyword argument 'colour'"):
         compared(scene, colour="red")
     with pytest.raises(hf_bico.BicoError, match="has no rows"):
         hf_bico.compare(scene.tuned, to=scene.target, base=scene.base, data=[], n=8)

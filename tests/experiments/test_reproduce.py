@@ -237,18 +237,18 @@ def test_what_is_asked_for_wrongly(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no table '9'"):
         hf_bico.reproduce("9", folder=tmp_path)
     for seeds in (0, -1, []):
-        with pytest.raises(UsageError, match="--seeds is"):
+        with pytest.raises(UsageError, match="seeds is"):
             hf_bico.reproduce("1", seeds=seeds, folder=tmp_path)
-    with pytest.raises(UsageError, match="--tasks names 'eurosat', and table 2 has no such task"):
+    with pytest.raises(UsageError, match="tasks names 'eurosat', and table 2 has no such task"):
         hf_bico.reproduce("2", ["eurosat"], folder=tmp_path)
-    with pytest.raises(UsageError, match="--source-of names 'rte', and table 1 has no such task"):
+    with pytest.raises(UsageError, match="source_of names 'rte', and table 1 has no such task"):
         hf_bico.reproduce("1", source_of={"rte": "user/model"}, folder=tmp_path)
     with pytest.raises(UsageError, match="table 5 has no line of the fine-tuned target"):
         hf_bico.reproduce("5", train_target=True, folder=tmp_path)
-    with pytest.raises(UsageError, match="table B has no line of the fine-tuned target\nRemedy: leave --target-of out"):
+    with pytest.raises(UsageError, match="table B has no line of the fine-tuned target\nRemedy: leave target_of out"):
         hf_bico.reproduce("B", target_of={"mnist": "user/model"}, folder=tmp_path)
     for option in ({"alpha": 0.5}, {"n": 50}, {"completion": "drop"}):
-        with pytest.raises(UsageError, match="is the table's own"):
+        with pytest.raises(UsageError, match="got an unexpected keyword argument"):
             hf_bico.reproduce("1", folder=tmp_path, **option)
     assert list(tmp_path.iterdir()) == []
 

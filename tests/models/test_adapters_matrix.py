@@ -307,7 +307,7 @@ def test_towers_that_neither_shape_nor_class_tells_apart_are_an_error(
     folder, _ = tower_adapter(twins, "CLIPVisionModel", tmp_path)
     with pytest.raises(BaseMismatchError, match="several parts of its base") as caught:
         TaskVector.from_adapter(rewritten(folder, auto_mapping=None), base=twins.folder)
-    assert "--base" in caught.value.remedy
+    assert "base=" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

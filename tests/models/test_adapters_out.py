@@ -661,7 +661,7 @@ def test_a_base_may_be_named_when_it_is_saved(folders: Folders, tmp_path: Path) 
     kind, base = CLIPS["open_clip"], folders("open_clip")
     state = kind.state(base)
     vector = TaskVector({f"{BLOCK}mlp.c_fc.weight": torch.ones(32, 16)})
-    with pytest.raises(BaseUnknownError, match="--base"):
+    with pytest.raises(BaseUnknownError, match="base="):
         vector.save_adapter(tmp_path / "unknown")
     fitted = vector.save_adapter(tmp_path / "named", 1, base=base)
     assert fitted.ranks == {f"{BLOCK}mlp.c_fc.weight": 1}

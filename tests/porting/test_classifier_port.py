@@ -397,7 +397,7 @@ def test_a_fitted_head_is_a_logistic_regression(name: str, case: Callable[[str],
     from sklearn.preprocessing import StandardScaler
 
     found = case(name)
-    ported = found.port(fit_head=True)
+    ported = found.port(probe=True)
     assert ported.record.objective.head == "fitted"
     assert case(name).ported.record.objective.head == "carried"
     model = ported.model()
@@ -459,8 +459,8 @@ def test_a_hidden_layer_that_the_target_has_no_room_for_is_refused(
         UnsuitableMethodError, match="has 8 units, and one of the target's class has room for 6"
     ) as told:
         found.port(to=narrow)
-    assert "--probe" in told.value.remedy
-    assert found.port(to=narrow, fit_head=True).record.objective.head == "fitted"
+    assert "probe=True" in told.value.remedy
+    assert found.port(to=narrow, probe=True).record.objective.head == "fitted"
 
 
 def test_a_fitted_head_that_has_no_room_asks_for_a_wider_target(case: Callable[[str], Case], tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_a_fitted_head_that_has_no_room_asks_for_a_wider_target(case: Callable[[
     found = case("distilbert")
     narrow = found.kind.write(tmp_path / "narrow", width=4, heads=2, seed=1)
     with pytest.raises(UnsuitableMethodError, match="has 6 units, .* room for 4") as told:
-        found.port(to=narrow, fit_head=True)
+        found.port(to=narrow, probe=True)
     assert told.value.remedy == "choose a wider target"
 
 

@@ -72,7 +72,7 @@ def test_a_folder_of_that_name_is_named_with_its_path(tmp_path: Path, monkeypatc
 
 def test_prompts_alone_are_refused() -> None:
     world = decoders(0)
-    with pytest.raises(UsageError, match="--prompts is for texts that the source writes"):
+    with pytest.raises(UsageError, match="prompts is for texts that the source writes"):
         hf_bico.port(world.adapter, to=world.target, base=world.source, data=world.calibration(8), prompts=["a"], n=8)
 
 

@@ -73,7 +73,7 @@ def test_what_the_samples_do_not_speak_for_is_held_back(
     for write in (lambda: ported.save(tmp_path / "out"), lambda: ported.push_to_hub("user/port", force=True)):
         with pytest.raises(HeldBackError, match="Held back: ") as told:
             write()
-        assert "--alpha 1" in told.value.remedy
+        assert "alpha=1" in told.value.remedy
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,7 +106,7 @@ def test_alpha_is_not_chosen_without_data(data: str, scene: Scene) -> None:
         return
     with pytest.raises(DataUnknownError, match="alpha is chosen by calibration samples, and no data was given") as told:
         port(scene, method="naive", data=None)
-    assert told.value.remedy == "name it with --data, or use --alpha 1"
+    assert told.value.remedy == "name it with data=..., or use alpha=1"
     assert not port(scene, method="naive", data=None, alpha=1.0).held_back
 
 

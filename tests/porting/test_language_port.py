@@ -354,7 +354,7 @@ def test_texts_are_cut_to_a_length(case: Callable[[str], Case]) -> None:
 def test_texts_that_are_cut_to_nothing_to_predict_are_not_measured(case: Callable[[str], Case]) -> None:
     with pytest.raises(UnreadableSampleError, match="is predicted from another") as told:
         case("llama").port(n=5, max_length=1, evaluate=True)
-    assert "a longer --max-length" in told.value.remedy
+    assert "a longer max_length" in told.value.remedy
 
 
 @pytest.fixture
@@ -410,7 +410,7 @@ def test_a_row_whose_answer_is_cut_away_is_named_before_anything_is_calibrated(
             **{"base": base, "to": base_of(found, base), "data": data, "evaluate": True, "max_length": 60},
             progress=lambda stage, *_: stages.add(stage),
         )
-    assert "a longer --max-length" in raised.value.remedy
+    assert "a longer max_length" in raised.value.remedy
     assert "calibrate" not in stages
     how: dict[str, Any] = {"base": base, "to": base_of(found, base), "data": data, "n": 8, "max_length": 60}
     with pytest.raises(UnreadableSampleError, match=f"row {row} of split '{split}'"):
@@ -454,7 +454,7 @@ def test_methods_are_compared_by_probes_where_there_are_labels(case: Callable[[s
     how: dict[str, Any] = {"to": found.target, "base": found.base, "n": 4, "methods": ["bico"], "seeds": 1}
     with pytest.raises(UsageError, match="a linear probe is fitted to labels, and 'data' has none") as told:
         hf_bico.compare(found.tuned, data=answered_rows(10), **how)
-    assert "--evaluation zero-shot" in told.value.remedy
+    assert 'evaluation="zero-shot"' in told.value.remedy
     compared = hf_bico.compare(found.tuned, data=answered_rows(10), evaluation="zero-shot", **how)
     assert {row.protocol for row in compared.rows()} == {"loss"}
 
@@ -589,11 +589,11 @@ def test_an_adapter_of_a_lower_rank_holds_what_its_form_says(case: Callable[[str
     ("options", "kind", "cause"),
     [
         ({"method": "bico-fisher"}, UnsuitableMethodError, "bico-fisher needs an objective that predicts classes"),
-        ({"readout": True}, UnsuitableMethodError, "--readout needs an objective that predicts classes"),
+        ({"readout": True}, UnsuitableMethodError, "readout=True needs an objective that predicts classes"),
         ({"control": True, "evaluate": True}, UnsuitableMethodError, "texts of different lengths"),
         ({"labels": "pseudo"}, UsageError, "pseudo-labels"),
-        ({"tower": "text"}, UsageError, "--tower chooses between the towers of a CLIP"),
-        ({"fit_head": True}, UsageError, "--probe fits a classifier's head, .* asked by language-modelling"),
+        ({"tower": "text"}, UsageError, "tower chooses between the towers of a CLIP"),
+        ({"probe": True}, UsageError, "probe=True fits a classifier's head, .* asked by language-modelling"),
         ({"objective": "zero-shot"}, UnsupportedModelError, "cannot be asked by the objective 'zero-shot'"),
         ({"objective": "classification"}, UnsupportedModelError, "'classification'"),
     ],

@@ -183,4 +183,4 @@ def test_a_row_of_which_both_read_nothing_in_common_is_named(tmp_path: Path) -> 
             evaluate=False,
             **PAPER,
         )
-    assert "a longer --max-length" in raised.value.remedy
+    assert "a longer max_length" in raised.value.remedy

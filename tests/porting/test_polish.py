@@ -320,8 +320,8 @@ def test_without_labels_distilling_works_and_training_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"method": "train", "polish": True}, "--polish trains what was carried"),
-        ({"method": "readout", "polish": True}, "--polish trains what was carried"),
+        ({"method": "train", "polish": True}, "polish=True trains what was carried"),
+        ({"method": "readout", "polish": True}, "polish=True trains what was carried"),
         ({"polish": True, "objective": lambda model, batch: model(batch.pixels).sum()}, "classes or tokens"),
     ],
 )

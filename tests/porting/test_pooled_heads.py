@@ -122,7 +122,7 @@ def test_a_head_whose_base_has_no_pooler_is_carried_with_it(
 def test_the_sources_accuracy_is_one_number(scene: Scene, tmp_path: Path) -> None:
     expected = source_accuracy(scene)
     assert values(scene.port(scene.bare))["source"] == expected
-    assert values(scene.port(scene.bare, fit_head=True))["source"] == expected
+    assert values(scene.port(scene.bare, probe=True))["source"] == expected
     assert evaluate_model(scene.tuned, DATA).value == expected
     assert evaluate_model(scene.tuned, DATA, base=scene.base).value == expected
     compared = hf_bico.compare(
@@ -145,7 +145,7 @@ def test_a_head_without_its_pooler_is_no_head(scene: Scene, tmp_path: Path) -> N
     adapted.save_pretrained(tmp_path / "lora")
     with pytest.raises(UnsuitableMethodError, match="reads a pooler, which neither it nor its base 'base' holds"):
         scene.port(scene.bare, tmp_path / "lora")
-    ported = scene.port(scene.bare, tmp_path / "lora", fit_head=True)
+    ported = scene.port(scene.bare, tmp_path / "lora", probe=True)
     [entry] = [entry for entry in ported.record.evaluation if entry.model == "source"]
     assert entry.trained_on == N
     rows = [row[0] for row in result_rows(ported.record)]

@@ -214,8 +214,8 @@ def test_what_was_passed_from_python_cannot_be_repeated(hub: Hub, tmp_path: Path
         (lambda record: {**record, "evaluation": [{"model": 3}]}, "'model' is '3'"),
         (lambda record: {**record, "method": {**record["method"], "alpha": "1"}}, "'alpha' is '1'"),
         (lambda record: {**record, "method": {**record["method"], "alpha": None}}, "alpha'? is '?None"),
-        (lambda record: {**record, "method": {**record["method"], "alpha": [1.0, 0.5]}}, r"--alpha is \[1.0, 0.5\]"),
-        (lambda record: {**record, "method": {**record["method"], "bold": True}}, "--bold lets the samples choose"),
+        (lambda record: {**record, "method": {**record["method"], "alpha": [1.0, 0.5]}}, r"alpha is \[1.0, 0.5\]"),
+        (lambda record: {**record, "method": {**record["method"], "bold": True}}, "bold=True lets the samples choose"),
         (lambda record: {**record, "source": "org/x"}, "'source' is 'org/x'"),
         (lambda record: {key: value for key, value in record.items() if key != "target"}, "target"),
         (lambda record: {key: value for key, value in record.items() if key != "output"}, "does not say what"),
@@ -236,20 +236,20 @@ def test_a_record_that_was_tampered_with_is_refused(hub: Hub, tmp_path: Path, ch
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("data", "max_download"), 2**62, "allow it with --max-download 4611686018427387904"),
+        (("data", "max_download"), 2**62, "allow it with max_download=4611686018427387904"),
         (("data", "n"), 10**12, "speaks of 1,000,000,000,000 samples and lists 9"),
         (("data", "per_class"), 10**12, "1,000,000,000,000 of each class, and lists 9"),
         (("data", "indices"), [], "speaks of 9 samples and lists 0"),
-        (("data", "max_length"), 10**12, "asks for 1,000,000,000,000 as --max-length"),
-        (("data", "class_names"), ["a"] * 900_000, "asks for 2,700,000 as --class-names"),
-        (("method", "steps"), 10**9, "asks for 1,000,000,000 as --path-steps"),
-        (("method", "copies"), 10**9, "asks for 1,000,000,000 as --augment"),
+        (("data", "max_length"), 10**12, "asks for 1,000,000,000,000 as max_length"),
+        (("data", "class_names"), ["a"] * 900_000, "asks for 2,700,000 as class_names"),
+        (("method", "steps"), 10**9, "asks for 1,000,000,000 as path_steps"),
+        (("method", "copies"), 10**9, "asks for 1,000,000,000 as augment"),
         (("run", "batch_size"), 999_999_999, "asks for 999,999,999 as calibration_batch"),
-        (("command",), "hf-bico port a --batch-size 999999999", "asks for 999,999,999 as --batch-size"),
-        (("output", "rank"), 10**9, "asks for 1,000,000,000 as --rank"),
-        (("evaluation", 0, "n"), 10**12, "asks for 1,000,000,000,000 as --eval-samples"),
-        (("method", "training", "steps"), 10**9, "asks for 1,000,000,000 as --train-steps"),
-        (("method", "training", "batch"), 10**9, "asks for 1,000,000,000 as --train-batch"),
+        (("command",), "hf-bico port a --batch-size 999999999", "asks for 999,999,999 as batch_size"),
+        (("output", "rank"), 10**9, "asks for 1,000,000,000 as rank"),
+        (("evaluation", 0, "n"), 10**12, "asks for 1,000,000,000,000 as eval_samples"),
+        (("method", "training", "steps"), 10**9, "asks for 1,000,000,000 as train_steps"),
+        (("method", "training", "batch"), 10**9, "asks for 1,000,000,000 as train_batch"),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else None,
 )
@@ -279,7 +279,7 @@ def test_a_record_cannot_ask_for_work_without_bound(
 def test_a_larger_download_than_usual_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:
     publish(hub, tmp_path / "scene")
     folder = port(n=9, max_download=3_000_000_000).save(tmp_path / "out")
-    with pytest.raises(RecordError, match=r"up to 3 GB of its data set, and --max-download is 2 GB"):
+    with pytest.raises(RecordError, match=r"up to 3 GB of its data set, and max_download is 2 GB"):
         hf_bico.rerun(folder, device="cpu")
     assert hf_bico.rerun(folder, device="cpu", max_download="3GB").same
 
@@ -294,7 +294,7 @@ def test_what_force_let_through_is_not_let_through_again_unasked(hub: Hub, tmp_p
     save_file(state | alien, scene.tuned / weights)
     hub.repo(SOURCE).commit({weights: (scene.tuned / weights).read_bytes()})
     folder = port(n=9, force=True, evaluate=False).save(tmp_path / "out")
-    with pytest.raises(ImplausibleTaskVectorError, match="insist with --force"):
+    with pytest.raises(ImplausibleTaskVectorError, match="insist with force=True"):
         hf_bico.rerun(folder, device="cpu")
     assert hf_bico.rerun(folder, device="cpu", force=True).same
     refused = CliRunner().invoke(main, ["rerun", str(folder), "--device", "cpu"])

@@ -285,8 +285,8 @@ def test_other_samples_are_told(scene: Scene, tmp_path: Path) -> None:
         ),
         (lambda record: record["data"]["unlabelled"].update(n=-1), "'n' is -1"),
         (lambda record: record["data"].update(unlabelled="user/x"), "'unlabelled' is 'user/x'"),
-        (lambda record: record["settings"].update(unlabelled_samples=10**9), "1,000,000,000 as --unlabelled-samples"),
-        (lambda record: record["settings"].update(unlabelled_samples="20"), "--unlabelled-samples is 20"),
+        (lambda record: record["settings"].update(unlabelled_samples=10**9), "1,000,000,000 as unlabelled_samples"),
+        (lambda record: record["settings"].update(unlabelled_samples="20"), "unlabelled_samples is 20"),
     ],
 )
 def test_a_record_cannot_ask_for_work_without_bound(scene: Scene, tmp_path: Path, change: Any, message: str) -> None:

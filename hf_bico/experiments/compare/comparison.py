@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hf_bico.errors import RecordError, UsageError
 from hf_bico.experiments.compare.cells import (
@@ -27,11 +27,17 @@ from hf_bico.experiments.compare.cells import (
     method_label,
     row_method,
 )
-from hf_bico.experiments.compare.picture import picture
+from hf_bico.experiments.compare.picture import drawn, picture
+from hf_bico.reports.pictures import rendered
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import read_text, write_file, write_files
 from hf_bico.utils.files import Within, from_plain, parse_json
+from hf_bico.utils.html import html_page
 from hf_bico.utils.text import BEST, WORSE, Line, Markdown, Table, clean, fenced, format_table, markdown_table, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 CSV_COLUMNS = ("data", "method", "n", "per_class", "seed", "control", "readout", "protocol", "value", "held_back")
 _LONGEST_NAME = 60
@@ -121,7 +127,25 @@ class Comparison:
         return "\n".join(f"not measured: {refusal_line(refusal)}" for refusal in self.refusals)
 
     def __repr__(self) -> str:
-        return f"Comparison of {len(self.methods)} models and methods, {self.title}: {len(self.cells)} numbers"
+        rows = self.rows()
+        best = max((row for row in rows if row.gain is not None and not row.is_reference), key=_goodness, default=None)
+        found = "" if best is None else f"; best {best.label}, {_line(best, self.data_sets)[-1]}"
+        return f"Comparison of {len(self.methods)} models and methods, {self.title}: {len(self.cells)} numbers{found}"
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        refused = [f"Not measured: {refusal_line(refusal)}" for refusal in self.refusals]
+        return html_page(self.title, _texts(rows, self.data_sets), below=[caption(rows), *refused])
+
+    def to_pandas(self) -> DataFrame:
+        """Return a DataFrame with a row for each number, in full precision, as in `to_csv`.
+
+        >>> comparison.to_pandas().groupby("method").value.mean()  # doctest: +SKIP
+        """
+        import pandas
+
+        cells = [{column: getattr(cell, column) for column in CSV_COLUMNS} for cell in self.cells]
+        return pandas.DataFrame(cells, columns=list(CSV_COLUMNS))
 
     def _repr_markdown_(self) -> str:
         return "\n\n".join(self._markdown_parts())
@@ -182,14 +206,14 @@ class Comparison:
             raise RecordError(f"the comparison cannot be read: {error!r}", "compare again") from error
 
     @translate_errors()
-    def draw(self, path: Path | str) -> bool:
-        """Write a PNG of accuracy against the number of samples; return False if there is nothing to draw."""
-        content = picture(self.rows(), self.data_sets, self.title)
-        if content is None:
+    def draw(self, path: Path | str | None = None) -> Figure | None:
+        """Draw accuracy against the number of samples, into a PNG if a path is given; None without numbers."""
+        figure = drawn(self.rows(), self.data_sets, self.title)
+        if path is not None and figure is None:
             Path(path).unlink(missing_ok=True)  # that of an earlier comparison would be taken for this one's
-            return False
-        write_file(Path(path), content)
-        return True
+        elif path is not None and figure is not None:
+            write_file(Path(path), rendered(figure))
+        return figure
 
     @translate_errors()
     def save(self, folder: Path | str) -> tuple[Path, ...]:
@@ -298,6 +322,10 @@ def _value(row: Row, value: MeanAndError | None) -> str:
     scale, digits = (1, 3) if row.is_loss else (100, 1)
     numbers = [value.mean] if value.std is None else [value.mean, value.std]
     return " ± ".join(f"{scale * number:.{digits}f}" for number in numbers)
+
+
+def _goodness(row: Row) -> float:
+    return (row.gain or 0.0) * (-1 if row.is_loss else 1)
 
 
 def _best(rows: Sequence[Row]) -> Iterable[Row]:

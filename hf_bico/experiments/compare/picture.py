@@ -13,7 +13,7 @@ from math import exp, log
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import CellKey, Row, split_method
-from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, frame, png
+from hf_bico.reports.pictures import BLUE, GREEN, INK, ORANGE, PINK, frame, rendered, styled
 from hf_bico.settings import method_info
 from hf_bico.utils.text import clean
 
@@ -109,8 +109,14 @@ def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes 
 
     The same rows give the same bytes.
     """
+    figure = drawn(rows, data_sets, title)
+    return None if figure is None else rendered(figure)
+
+
+def drawn(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> Figure | None:
+    """Draw the same as a figure."""
     panels = _panels([row for row in rows if row.average is not None])
-    return png(lambda: _draw(panels, data_sets, title)) if panels else None
+    return styled(lambda: _draw(panels, data_sets, title)) if panels else None
 
 
 def _panels(rows: Sequence[Row]) -> list[_Panel]:

@@ -13,13 +13,14 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from hf_bico.alignment.methods import make_method
 from hf_bico.alignment.methods.base import Trainer
 from hf_bico.alignment.methods.saved_training import remove_checkpoint
+from hf_bico.arguments import CompareOptions, settings_of, takes
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.experiments.compare.cells import CellKey, Refusal, row_method, split_method
 from hf_bico.experiments.compare.comparison import Comparison
@@ -62,10 +63,12 @@ from hf_bico.settings import (
 )
 from hf_bico.utils import __version__
 from hf_bico.utils.files import expanded
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import Progress, ShownProgress, callback_of
 
 OnNumber = Callable[[Comparison], None]
 """Called with the numbers so far, after every number."""
+_VARIANTS = ("readout", "polish", "polish_on", "control")
+"""The options that add variants of the methods."""
 CHECKPOINT_PREFIX = "training-"
 """Prefix of the folders with checkpoints of an interrupted fine-tuning."""
 
@@ -74,6 +77,7 @@ CHECKPOINT_PREFIX = "training-"
 @enough_memory()
 @exact_float32()
 @translate_errors()
+@takes(*("split", "data", "limits", "aligning", "tower", "force", "training", "measuring"), *_VARIANTS)
 def compare(
     source: ModelReference,
     to: ModelReference,
@@ -85,15 +89,17 @@ def compare(
     n: int | Sequence[int] | None = None,
     per_class: int | Sequence[int] | None = None,
     seeds: int | Sequence[int] = USUAL_SEEDS,
+    train_steps: int | Sequence[int] | None = None,
+    polish_steps: int | Sequence[int] | None = None,
     fine_tuned: ModelReference | None = None,
     with_base: bool = False,
     folder: str | Path | None = None,
     overwrite: bool = False,
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
     shown: OnNumber = lambda comparison: None,
-    **options: Any,
+    **options: Unpack[CompareOptions],
 ) -> Comparison:
     """Measure methods side by side: each with `n` samples (or `per_class` of each class), several draws each.
 
@@ -112,9 +118,9 @@ def compare(
     """
     if "method" in options:
         raise UsageError("'method' is an option of a port", "give 'methods', a list")
-    training, polishing = _as_list(options.pop("train_steps", None)), _as_list(options.pop("polish_steps", None))
-    options |= {"train_steps": training[0]} if len(training) == 1 else {}
-    settings, hub = Settings.of(options), Hub(token)
+    training, polishing = _as_list(train_steps), _as_list(polish_steps)
+    one = {"train_steps": training[0]} if len(training) == 1 else {}
+    settings, hub, report = settings_of(compare, {**options, **one}), Hub(token), callback_of(progress)
     if settings.own_objective:
         raise UsageError("methods are compared by an objective of the models' own", "leave the objective out")
     several = isinstance(data, list | tuple) and bool(data) and all(isinstance(one, str | Path) for one in data)
@@ -133,11 +139,11 @@ def compare(
     rows = _usual_rows(settings) if methods is None else methods
     grid = Grid.of(rows, n, per_class, seeds, settings, training=training, polishing=polishing)
     if settings.objective == "classification":
-        plans[0].with_fitted_head(settings.fit_head).require_head()
+        plans[0].with_fitted_head(settings.probe).require_head()
         grid = replace(grid, own_head=has_usable_head(plans[0].lineage))
     with ExitStack() as stack:
         output = expanded(folder) if folder is not None else Path(stack.enter_context(TemporaryDirectory()))
-        work = _Work.of(plans, grid, hub, progress)
+        work = _Work.of(plans, grid, hub, report)
         work.with_base = with_base
         if fine_tuned is not None:
             target = work.models.lineage.target
@@ -146,7 +152,7 @@ def compare(
         if work.tuned is not None:
             log.add_reference("fine_tuned", {"id": work.tuned.name, "sha256": work.tuned.sha256})
         for _ in work.measure(log):
-            progress("compare", len(log.chosen(work.keys)), len(work.keys))
+            report("compare", len(log.chosen(work.keys)), len(work.keys))
             shown(work.comparison(log))
         comparison = work.comparison(log)
         if folder is not None:
@@ -319,7 +325,7 @@ def _identifying(settings: Settings) -> dict[str, Any]:
     """Return the settings that change a number, as logs had them before some of them could be chosen."""
     values = _decisive(settings)
     added: dict[str, Any] = {"eval_samples": DEFAULT_MEASURED, "bold": False, "special_tokens": True}
-    added |= {"fit_head": False, "polish_on": "source", "chosen rate": None, "unlabelled_samples": DEFAULT_UNLABELLED}
+    added |= {"probe": False, "polish_on": "source", "chosen rate": None, "unlabelled_samples": DEFAULT_UNLABELLED}
     for name in ("polish", "polish_steps"):  # rows of their own
         del values[name]
     values["chosen rate"] = settings.learning_rate  # of train, distill and a polish

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_bico.errors import OutputExistsError, RecordError, UsageError
 from hf_bico.experiments.compare.cells import method_label
@@ -20,11 +20,15 @@ from hf_bico.experiments.diagnose.findings import (
     by_place,
 )
 from hf_bico.models.layout import TEXT_SIDE
-from hf_bico.reports.pictures import block_of, is_of_text_tower
+from hf_bico.reports.pictures import block_of, is_of_text_tower, picture_figure
 from hf_bico.runtime.library_errors import translate_errors
-from hf_bico.runtime.output import atomic_folder, locked_folder, read_text, require_free, write_files
+from hf_bico.runtime.output import atomic_folder, locked_folder, read_text, require_free, write_file, write_files
 from hf_bico.utils.files import from_plain, parse_json, to_plain
-from hf_bico.utils.text import format_table, markdown_table, plain
+from hf_bico.utils.html import html_page
+from hf_bico.utils.text import did_you_mean, format_table, markdown_table, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ItemT = TypeVar("ItemT")
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -102,7 +106,26 @@ class Diagnosis(DiagnosisData):
         return "\n\n".join([*tables, "\n".join(cost_lines(self.cost))])
 
     def __repr__(self) -> str:
-        return f"Diagnosis of {self.title} on {self.samples} samples of {self.data}"
+        aligned = [_mean_text(getattr(one, name) for one in self.inputs) for name in ("cka", "cka_aligned")]
+        similar = f"CKA {aligned[0]}, aligned {aligned[1]}"
+        return f"Diagnosis of {self.title} on {self.samples} samples of {self.data}: {similar}"
+
+    def _repr_html_(self) -> str:
+        lines = [*cost_lines(self.cost), seconds_line(self.cost)]
+        return html_page(self.title, block_rows(self), output_rows(self), below=lines)
+
+    @translate_errors()
+    def draw(self, path: Path | str | None = None, picture: str = "similarity") -> Figure | None:
+        """Draw "similarity", "outputs", "drift" or "sites", into a PNG if a path is given; None without its numbers."""
+        if f"{picture}.png" not in PICTURES:
+            known = [name.removesuffix(".png") for name in PICTURES]
+            raise UsageError(f"picture is '{picture}'", did_you_mean(picture, known, f"use one of: {', '.join(known)}"))
+        content = PICTURES[f"{picture}.png"](self)
+        if content is None:
+            return None
+        if path is not None:
+            write_file(Path(path), content)
+        return picture_figure(content)
 
     def _repr_markdown_(self) -> str:
         return "\n\n".join(self._markdown_parts())

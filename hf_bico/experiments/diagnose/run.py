@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from hf_bico.alignment.objectives.base import Head, LossBatch
 from hf_bico.alignment.procrustes import polar
 from hf_bico.alignment.similarity import ActivationDrift, Likeness, RunningMean, cosine_distances
 from hf_bico.alignment.statistics import Kind, key_of
+from hf_bico.arguments import DiagnoseOptions, settings_of, takes
 from hf_bico.errors import UnsuitableMethodError, UsageError
 from hf_bico.experiments.diagnose.diagnosis import Diagnosis
 from hf_bico.experiments.diagnose.findings import UNTOUCHED_TARGET, Drift, InputLikeness, OutputLikeness, cost_of
@@ -51,7 +52,7 @@ from hf_bico.runtime.environment import (
 from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.settings import AUTO, METHODS, Settings
 from hf_bico.utils import __version__
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import ShownProgress, callback_of
 
 COMPARED = ("input-only", "theseus", "bico")
 """The methods whose outputs are compared with the fine-tuned target's by default."""
@@ -64,6 +65,7 @@ Sums = TypeVar("Sums")
 @enough_memory()
 @exact_float32()
 @translate_errors()
+@takes("split", "data", "limits", "aligning", "tower", "force", "n", "per_class", "method")
 def diagnose(
     source: ModelReference,
     to: ModelReference,
@@ -75,8 +77,8 @@ def diagnose(
     checkpoints: Sequence[ModelReference] = (),
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
-    **options: Any,
+    progress: ShownProgress = None,
+    **options: Unpack[DiagnoseOptions],
 ) -> Diagnosis:
     """Compare `base` and `to` layer by layer on some samples, and diagnose the transport of the task vector.
 
@@ -88,7 +90,7 @@ def diagnose(
 
     >>> hf_bico.diagnose("user/vit-b16-eurosat", to="laion/ViT-B-16-plus", n=100).table()  # doctest: +SKIP
     """
-    settings, hub = _at_given_alpha(Settings.of({**options, "evaluate": False})), Hub(token)
+    settings, hub = _at_given_alpha(replace(settings_of(diagnose, options), evaluate=False)), Hub(token)
     if not issubclass(method_class(settings.method), Aligner):
         raise UsageError(f"{settings.method} finds no maps to diagnose", "use a method that aligns, such as bico")
     methods = [methods] if isinstance(methods, str) else methods
@@ -100,7 +102,7 @@ def diagnose(
         for reference in references:
             if isinstance(reference, str | Path):  # a missing model is refused before any large download
                 locate(reference, role, hub)
-    watch, device = Stopwatch(progress), choose_device(settings.device)
+    watch, device = Stopwatch(callback_of(progress)), choose_device(settings.device)
     ready = prepare(planned, settings, hub, watch, device, allow_unchanged=True)
     measurement, lineage = _Measurement(ready, watch), ready.models.lineage
     tuned = None

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from hf_bico.alignment.methods.finetuning import training_recipe
 from hf_bico.alignment.methods.saved_training import remove_checkpoint
+from hf_bico.arguments import ReproduceOptions, settings_of, takes
 from hf_bico.data.draw import open_data
 from hf_bico.errors import ClassNamesError, OutputExistsError, RecordError, SampleCountError, UsageError
 from hf_bico.experiments.compare.cells import Refusal
@@ -38,7 +39,7 @@ from hf_bico.runtime.library_errors import translate_errors
 from hf_bico.runtime.output import RECORD_FILE, locked_folder
 from hf_bico.settings import METHODS, PROBE, Settings
 from hf_bico.utils.files import expanded
-from hf_bico.utils.progress import Progress, silent
+from hf_bico.utils.progress import Progress, ShownProgress, callback_of, silent
 from hf_bico.utils.text import did_you_mean, size_text
 
 LITERAL: dict[str, Any] = {"completion": "svd", "labels": "dataset", "alpha": 1.0}
@@ -160,6 +161,7 @@ def _task_name(written: str, paper: PaperTable, option: str) -> str:
 
 
 @translate_errors()
+@takes(*RUN_SETTINGS, *RECIPE_SETTINGS)
 def reproduce(
     name: str,
     tasks: Sequence[str] | None = None,
@@ -172,9 +174,9 @@ def reproduce(
     folder: str | Path = "reproduced",
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress = silent,
+    progress: ShownProgress = None,
     shown: OnPartNumber = lambda part, comparison: None,
-    **options: Any,
+    **options: Unpack[ReproduceOptions],
 ) -> Reproduction:
     """Repeat one of the paper's tables on its own models and data sets, with its settings, beside its own numbers.
 
@@ -187,12 +189,8 @@ def reproduce(
     """
     given = {"source_of": source_of, "target_of": target_of, "data_of": data_of}
     job = Job.of(name, tasks, folder, **given, seeds=seeds, train_target=train_target)
-    settings = Settings.of({"max_download": MOST_DOWNLOAD, **options})
-    known = (*RUN_SETTINGS, *RECIPE_SETTINGS)
-    for option in options:
-        if option not in known:
-            raise UsageError(f"'{option}' is the table's own", f"the options are: {', '.join(known)}")
-    return run_job(job, settings, token, allow_pickle, progress, shown)
+    settings = settings_of(reproduce, {"max_download": MOST_DOWNLOAD, **options})
+    return run_job(job, settings, token, allow_pickle, callback_of(progress), shown)
 
 
 def run_job(
