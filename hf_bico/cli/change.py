@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hf_bico.cli.completion import complete_model
-from hf_bico.cli.console import echo, echo_json, print_change, progress_bars
+from hf_bico.cli.console import echo, echo_json, print_change
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     METHOD,
@@ -25,6 +25,7 @@ from hf_bico.cli.options import (
     output_options,
     setting,
 )
+from hf_bico.cli.progress import progress_bars
 from hf_bico.errors import UsageError
 from hf_bico.reports.record import read_change_record
 from hf_bico.runtime.output import reserved

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -42,13 +42,11 @@ from hf_bico.reports.verdict import (
     lead_sentence,
     outlook_sentence,
 )
-from hf_bico.utils.progress import Progress, silent
 from hf_bico.utils.text import BETTER, WORSE, Line, Table, command_line, format_table, size_text, typed_path, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_bico.experiments.compare.cells import CellKey
     from hf_bico.hub.push import Pushed
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.rerun import Rerun
@@ -160,7 +158,8 @@ def print_ported(record: Record, report: Report, folder: Path, pushing: bool) ->
     if situation := situation_sentence(record):
         echo("", situation)
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in record.run.seconds.items() if value >= 0.05)
-    echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
+    if not is_screen(sys.stderr):  # there, each stage has shown them
+        echo(f"seconds: {seconds}", err=True)  # what is on stdout is the same every time
     if cost := cost_sentence(record):
         echo(cost, err=True)
     echo("", f"Written to {folder}")
@@ -247,111 +246,3 @@ def print_rerun(again: Rerun) -> None:
         echo(f"But the '{name}' beside the record is another file.")
     for difference in again.differences:
         echo(f"Note: {difference}")
-
-
-@contextmanager
-def progress_bars(off: bool) -> Iterator[Progress]:
-    """Show bars on stderr if it is a terminal; otherwise announce downloads only."""
-    with progress_bars_and_text(off) as (progress, _):
-        yield progress
-
-
-@contextmanager
-def progress_bars_and_text(off: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Show progress, and yield a function that prints on stdout above the bars."""
-    if off:
-        yield silent, lambda text: None
-    elif not is_screen(sys.stderr):
-        yield _announce_download, echo
-    else:
-        one_screen = is_screen(sys.stdout)
-        with _bars() as bars:
-
-            def above(text: str) -> None:
-                bars.print(visible(text), markup=False, highlight=False, soft_wrap=True)
-
-            yield _update_of(bars), above if one_screen else echo
-
-
-@contextmanager
-def show_stages(off: bool) -> Iterator[Progress]:
-    """Show bars on a terminal, otherwise a line when each stage begins."""
-    if off or is_screen(sys.stderr):
-        with progress_bars(off) as progress:
-            yield progress
-        return
-    begun: set[str] = set()
-
-    def announce(stage: str, done: int, total: int) -> None:
-        if stage not in begun:
-            begun.add(stage)
-            echo(f"  {stage}", err=True)
-
-    yield announce
-
-
-@contextmanager
-def show_comparison(off: bool) -> Iterator[tuple[Progress, Callable[[Comparison, str | None], None]]]:
-    """Show a growing table and bars on stderr, or a line for every number if it is no terminal.
-
-    The second function takes the numbers so far, and the name of their part if several comparisons are run.
-    """
-    if off:
-        yield silent, lambda comparison, part: None
-        return
-    if not is_screen(sys.stderr):
-        known: set[tuple[str | None, CellKey]] = set()
-
-        def print_new(comparison: Comparison, part: str | None) -> None:
-            for cell in comparison.cells:
-                if (part, cell.key) not in known:
-                    known.add((part, cell.key))
-                    echo(str(cell) if part is None else f"{part}: {cell}", err=True)
-
-        yield _announce_download, print_new
-        return
-    from rich.console import Group
-    from rich.live import Live
-
-    bars = _bars()
-    with Live(bars, console=console_of(sys.stderr), transient=True) as live:
-
-        def update_table(comparison: Comparison, part: str | None) -> None:
-            table = live_table(comparison.rows(), comparison.data_sets)
-            live.update(Group(*([] if part is None else [visible(part)]), table, bars))
-
-        yield _update_of(bars), update_table
-
-
-def _bars() -> Any:
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[count]}", justify="right"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Bars(*columns, console=console_of(sys.stderr), transient=True)
-
-
-def _update_of(bars: Any) -> Progress:
-    tasks: dict[str, Any] = {}
-
-    def update(stage: str, done: int, total: int) -> None:
-        count = f"{size_text(done)}/{size_text(total)}" if stage == "download" else f"{done}/{total}"
-        count = count if total > 1 else ""  # the bar says it
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(visible(stage), count=count)
-        bars.update(tasks[stage], completed=done, total=total, count=count)
-
-    return update
-
-
-def _announce_download(stage: str, done: int, total: int) -> None:
-    if stage == "download" and done == 0 and total > 1:
-        echo(f"Downloading {size_text(total)} of models", err=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import click
 
-from hf_bico.cli.console import echo, echo_json, show_stages
+from hf_bico.cli.console import echo, echo_json
 from hf_bico.cli.exit import HELD_BACK, exit_on_error
 from hf_bico.cli.options import RUNNING, Choice, SectionedHelp, output_folder, output_options
+from hf_bico.cli.progress import show_stages
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.cells import method_label
 from hf_bico.experiments.compare.comparison import Comparison

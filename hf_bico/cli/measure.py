@@ -9,7 +9,7 @@ import click
 
 from hf_bico.arguments import options_of
 from hf_bico.cli.completion import complete_data, complete_folder, complete_methods, complete_model
-from hf_bico.cli.console import echo, echo_json, print_compared, progress_bars, show_comparison
+from hf_bico.cli.console import echo, echo_json, print_compared
 from hf_bico.cli.exit import exit_on_error
 from hf_bico.cli.options import (
     MEASURING,
@@ -37,6 +37,7 @@ from hf_bico.cli.options import (
     target_option,
     unlabelled_option,
 )
+from hf_bico.cli.progress import EVALUATION_SHARES, progress_bars, progress_bars_and_text, show_comparison
 from hf_bico.errors import UsageError
 from hf_bico.experiments.compare.comparison import Comparison
 from hf_bico.reports.results import value_text
@@ -385,9 +386,12 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
     job = {name: options.pop(name) for name in ("data", "base", "eval_samples", "probe", "token", "allow_pickle")}
     with exit_on_error():
         settings = read_settings(options)
-        from hf_bico.porting.evaluate import evaluate_model
+        with progress_bars_and_text(quiet or as_json, EVALUATION_SHARES) as (progress, _):
+            progress("import", 0, 1)
+            from hf_bico.porting.evaluate import evaluate_model
 
-        result = evaluate_model(model, **options_of(evaluate_model, settings) | job)
+            progress("import", 1, 1)
+            result = evaluate_model(model, progress=progress, **options_of(evaluate_model, settings) | job)
         if as_json:
             echo_json({name: value for name, value in vars(result).items() if value not in (None, ())})
         elif not quiet:

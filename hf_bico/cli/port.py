@@ -44,6 +44,7 @@ from hf_bico.cli.options import (
     typed_line,
     unlabelled_option,
 )
+from hf_bico.cli.progress import PORT_SHARES, progress_bars, progress_bars_and_text, status
 from hf_bico.errors import LineageError
 from hf_bico.models.families.base import FIT_INSTEAD
 from hf_bico.reports.record import ModelRecord, Record, read_record
@@ -103,15 +104,21 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         push = read_push(options)
         settings = read_settings(options)
         require_used(settings)
-        from hf_bico.hub.client import Hub
-        from hf_bico.hub.push import require_hidden, require_pushable
-        from hf_bico.porting.planned_tokens import with_tokenizers
-        from hf_bico.porting.planner import plan_port
+        with status(as_json or quiet or not is_first_process(), "reading configurations"):
+            from hf_bico.hub.client import Hub
+            from hf_bico.hub.push import require_hidden, require_pushable
+            from hf_bico.porting.planned_tokens import with_tokenizers
+            from hf_bico.porting.planner import plan_port
 
         hub = where["hub"] = Hub(token)
         command = typed_line("port", leave_out=("dry_run", "token", "as_json", "quiet"))
+
+        def planned_port() -> Plan:
+            with status(as_json or quiet or not is_first_process(), "reading configurations"):
+                return plan_port(source, target, **where)
+
         if dry_run:
-            planned, needs_data = _plan_for_settings(plan_port(source, target, **where), settings)
+            planned, needs_data = _plan_for_settings(planned_port(), settings)
             planned = with_tokenizers(planned, settings, hub)
             _print_plan(planned, as_json, quiet, command, needs_data)
             return
@@ -121,7 +128,7 @@ def port(source: str, target: str, as_json: bool, quiet: bool, **options: Any) -
         digest = None if push_to is None or push.overwrite else _written_digest(folder)
         if push_to is not None and digest is None:
             push_to = require_pushable(push_to, push, hub)
-        planned = plan_port(source, target, **where)
+        planned = planned_port()
         if digest is not None and digest == _digest(command, planned.lineage.models):
             ending.interrupted = f"the result is in {folder}"
             if not (as_json or quiet):
@@ -182,10 +189,16 @@ def _port(
         ending.interrupted = "the same command goes on with the training"
     if settings.checkpoint is not None and not os.path.exists(settings.checkpoint):
         require_writable(Path(settings.checkpoint))
-    from hf_bico.porting.port import run_port  # slow: it comes after the checks of what was typed
+    from hf_bico.porting.planner import draw_early
 
-    with console.progress_bars_and_text(silent) as (progress, write):
-        ported = run_port(planned, settings, hub, progress, partial(console.print_outlook, write=write))
+    with progress_bars_and_text(silent, PORT_SHARES) as (progress, write):
+        early = draw_early(planned, settings, hub)
+        progress("import", 0, 1)
+        from hf_bico.porting.port import run_port  # slow: it comes after the checks of what was typed
+
+        progress("import", 1, 1)
+        on_outlook = partial(console.print_outlook, write=write)
+        ported = run_port(planned, settings, hub, progress, on_outlook, early)
         if not is_first_process():
             return ported
         finish_alone()
@@ -293,7 +306,7 @@ def rerun(ported: str, output: str | None, overwrite: bool, as_json: bool, quiet
 
         folder = None if output is None else output_folder(output, output)
         reservation = nullcontext() if folder is None else reserved(folder, overwrite)
-        with reservation, console.progress_bars(quiet or as_json) as progress:
+        with reservation, progress_bars(quiet or as_json) as progress:
             again = run(ported, folder=folder, overwrite=overwrite, progress=progress, **options)
         if as_json:
             console.echo_json({"same": again.same, **vars(again)})

@@ -291,14 +291,17 @@ class HeldOutEvaluation:
     evaluation: str
     """ "zero-shot", for the heads' own metric, "probe" or "both", as in the settings."""
     batch_size: int
+    report: Callable[[int, int], None] = lambda taken, of: None
+    """Called with the samples that a model was measured on so far, and their number."""
 
     def measure(self, name: str, model: LiveModel, head: Head) -> list[EvaluationRecord]:
         """Evaluate a model by every requested protocol."""
         record, records = partial(EvaluationRecord, name, self.data, self.split, len(self.samples)), []
+        samples = ReportedSamples(self.samples, self.report)
         if self.evaluation != PROBE and not isinstance(head, OwnHead):
-            records.append(record(head.metric, head.measure(model, self.samples, self.batch_size), per=head.per))
+            records.append(record(head.metric, head.measure(model, samples, self.batch_size), per=head.per))
         if self.evaluation != "zero-shot":
-            value = probe_accuracy(model, self.probed_on, self.samples, self.batch_size)
+            value = probe_accuracy(model, self.probed_on, samples, self.batch_size)
             records.append(record("accuracy", value, PROBE, trained_on=len(self.probed_on)))
         return records
 

@@ -6,11 +6,14 @@ Reads no weights and imports no torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from hf_bico.alignment.matching import blocks_by_index, pair_sites, require_blocks
 from hf_bico.alignment.memory import FLOAT32, FLOAT64, MemoryLimits
+from hf_bico.data.draw import CalibrationDraw, draw
 from hf_bico.errors import (
     BaseMismatchError,
     EmptyTaskVectorError,
@@ -219,6 +222,29 @@ def with_model_defaults(settings: Settings, source: Layout, target: Layout) -> S
         return settings
     # the paper measures an encoder by a probe of its features
     return replace(settings, evaluation=PROBE if settings.objective == TEXT_TO_TEXT else "zero-shot")
+
+
+@dataclass(frozen=True)
+class EarlyDraw:
+    """Calibration samples that were drawn before a port began, and the seconds that it took."""
+
+    samples: CalibrationDraw
+    seconds: float
+
+
+def draw_early(planned: Plan, settings: Settings, hub: Hub) -> EarlyDraw | None:
+    """Draw samples from a local folder before torch is imported, so that mistakes about them are said at once."""
+    lineage, started = planned.lineage, perf_counter()
+    if not isinstance(lineage.data, Path):
+        return None
+    return EarlyDraw(
+        draw_samples(lineage, with_model_defaults(settings, *lineage.layouts), hub), perf_counter() - started
+    )
+
+
+def draw_samples(lineage: Lineage, settings: Settings, hub: Hub) -> CalibrationDraw:
+    """Draw the calibration samples of a port."""
+    return draw(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
 
 
 def without_labels(settings: Settings, requested_evaluation: str) -> Settings:

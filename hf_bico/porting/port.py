@@ -25,7 +25,7 @@ from hf_bico.porting.evaluate import HeldOutEvaluation
 from hf_bico.porting.formats import WrittenChange, format_change
 from hf_bico.porting.heads import TargetHead, target_head
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import plan_port
+from hf_bico.porting.planner import EarlyDraw, plan_port
 from hf_bico.porting.prepare import PreparedPort, prepare
 from hf_bico.porting.recording import make_record, method_record, outlook_record
 from hf_bico.porting.result import Ported, with_adapter_ranks
@@ -105,16 +105,18 @@ def run_port(
     hub: Hub,
     progress: Progress = silent,
     on_outlook: OnOutlook = lambda method, outlook, lead: None,
+    early: EarlyDraw | None = None,
 ) -> Ported:
     """Run a planned port: prepare, calibrate and transfer, write and evaluate, record.
 
-    `on_outlook` is called with what the samples say, before anything is evaluated. If the samples choose alpha and
-    speak against the change, the result is held back: the target as it is, without an evaluation.
+    Samples that were drawn `early` are not drawn again. `on_outlook` is called with what the samples say, before
+    anything is evaluated. If the samples choose alpha and speak against the change, the result is held back: the target
+    as it is, without an evaluation.
     """
     started, watch = datetime.now(UTC), Stopwatch(progress)
     device = choose_device(local_device(settings.device))
     team = join(device)
-    prepared = prepare(planned, settings, hub, watch, device, team)
+    prepared = prepare(planned, settings, hub, watch, device, team, early=early)
 
     attempt, tried = _best_attempt(prepared, watch)
     prepared, calibration, result = attempt.prepared, attempt.calibration, attempt.result
@@ -268,22 +270,30 @@ def _evaluate(
         of_source = of_source.read_once()
         of_target = of_source.prepared_by(prepared.models.target)
         of_source = of_target if prepare_alike(prepared.models.source, prepared.models.target) else of_source
-    progress = calibration.watch.progress
+    models, measured = 3, 0
+
+    def count(taken: int, of: int) -> None:
+        calibration.watch.progress("evaluate", measured * of + taken, max(models, measured + 1) * of)
+
+    of_source, of_target = replace(of_source, report=count), replace(of_target, report=count)
 
     def measure(
         name: str, changes: Deltas, head: TargetHead | WrittenHead | SentenceHead | None
     ) -> list[EvaluationRecord]:
-        return of_target.measure_target(name, calibration, changes, None if head is None else head.head)
+        nonlocal measured
+        found = of_target.measure_target(name, calibration, changes, None if head is None else head.head)
+        measured += 1
+        return found
 
     records = measure("target", UNTOUCHED.changes, target_head(calibration, UNTOUCHED.changes))
-    steps = 4 if any(entry.metric == LOSS for entry in records) else 3
-    progress("evaluate", 1, steps)
+    by_loss = any(entry.metric == LOSS for entry in records)
+    models += by_loss
     records += measure("ported", written.changes, written.head or output.head)
-    progress("evaluate", 2, steps)
-    if steps == 4:  # a port is compared with what fine-tuning did for its own base
+    if by_loss:  # a port is compared with what fine-tuning did for its own base
         records += of_source.measure_base("base", calibration)
-        progress("evaluate", 3, steps)
+        measured += 1
     records += of_source.measure_source("source", calibration)
+    measured += 1
     for name, changes in _variants(prepared, calibration, result):
         head = output.head if result.trained else target_head(calibration, changes)
         records += measure(name, output.formatted(changes).changes, head)

@@ -20,7 +20,7 @@ from hf_bico.alignment.methods.brief import BriefTrainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.data.classes import folded
 from hf_bico.data.dataset import Samples
-from hf_bico.data.draw import CalibrationDraw, Unlabelled, draw, draw_unlabelled, evaluation_samples
+from hf_bico.data.draw import CalibrationDraw, Unlabelled, draw_unlabelled, evaluation_samples
 from hf_bico.errors import (
     ColumnError,
     DataUnknownError,
@@ -45,7 +45,15 @@ from hf_bico.porting.heads import make_heads
 from hf_bico.porting.lineage import Lineage
 from hf_bico.porting.model_pair import ModelPair
 from hf_bico.porting.plan import Plan
-from hf_bico.porting.planner import TEXT_TO_TEXT, towers_to_carry, with_blocks, with_model_defaults, without_labels
+from hf_bico.porting.planner import (
+    TEXT_TO_TEXT,
+    EarlyDraw,
+    draw_samples,
+    towers_to_carry,
+    with_blocks,
+    with_model_defaults,
+    without_labels,
+)
 from hf_bico.porting.reading import chance_notices, require_readable
 from hf_bico.porting.special_tokens import LANGUAGE, require_no_chats, require_unneeded, special_token_notices
 from hf_bico.porting.training_tasks import LABELS, SOURCE, require_common_tokens
@@ -139,10 +147,12 @@ def prepare(
     device: torch.device,
     team: ProcessGroup = ALONE,
     allow_unchanged: bool = False,
+    early: EarlyDraw | None = None,
 ) -> PreparedPort:
     """Check, draw, download, load, and make the models' heads.
 
-    A source that equals its base is refused, unless `allow_unchanged` or the target is trained.
+    A source that equals its base is refused, unless `allow_unchanged` or the target is trained. Samples that were drawn
+    `early` are not drawn again.
     """
     requested, lineage = settings, planned.lineage
     planned = with_blocks(planned, settings.layers)
@@ -152,9 +162,11 @@ def prepare(
     require_possible(planned, settings, method)
     require_device_map(settings, device, team.size)
     drawn: CalibrationDraw | None = None
+    if early is not None:
+        watch.seconds["sample"] = early.seconds
     with watch("sample"):
         if lineage.data is not None and not lineage.writes_data:
-            drawn = draw(lineage.data, settings, hub, known_names=lineage.class_names or None, reads=lineage.reads)
+            drawn = draw_samples(lineage, settings, hub) if early is None else early.samples
             _require_labels(drawn, settings)
             if _only_captions(drawn):
                 settings = without_labels(settings, requested.evaluation)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import hf_bico
-from hf_bico.cli.console import show_comparison
+from hf_bico.cli.progress import show_comparison
 from hf_bico.errors import ClassNamesError, OutputExistsError, UsageError
 from hf_bico.experiments.compare.cells import Cell
 from hf_bico.experiments.compare.comparison import Comparison

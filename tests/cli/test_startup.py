@@ -1,0 +1,72 @@
+"""What each command imports: a library that a run does not need costs its user seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.worlds import small_world
+
+COMPILER = "torch._dynamo.eval_frame"
+"""A module of torch's compiler that its stand-in does not have."""
+WATCHED = (COMPILER, "torch", "torchvision", "open_clip", "timm", "transformers", "peft")
+WATCHED += ("datasets", "pandas", "evaluate", "sklearn", "matplotlib")
+
+
+def imported(*words: str) -> set[str]:
+    """The watched modules that a process has imported after this command."""
+    code = (
+        f"import sys\nfrom hf_bico.cli.main import main\nsys.argv = ['hf-bico', *{list(words)!r}]\n"
+        f"try:\n    main()\nexcept SystemExit as ending:\n    assert not ending.code, ending.code\n"
+        f"print('IMPORTED', *[name for name in {WATCHED!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("IMPORTED")[2].split())
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    return small_world(0).folder / "models"
+
+
+@pytest.fixture(scope="module")
+def data() -> str:
+    return str(small_world(0).folder / "data" / "inverted")
+
+
+def test_a_port_of_open_clip_models(models: Path, data: str, tmp_path: Path) -> None:
+    source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
+    words = ["port", source, "--base", base, "--to", target, "--data", data, "--method", "bico", "--alpha", "1"]
+    found = imported(*words, "-o", str(tmp_path / "out"))
+    # open_clip brings torchvision, timm and transformers; the card has pictures
+    assert found == {"torch", "torchvision", "open_clip", "timm", "transformers", "matplotlib"}
+
+
+def test_an_evaluation(models: Path, data: str) -> None:
+    found = imported("eval", str(models / "wide"), "--data", data, "-n", "20", "-q")
+    assert found == {"torch", "torchvision", "open_clip", "timm", "transformers"}
+
+
+def test_a_plan(models: Path) -> None:
+    source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
+    assert imported("plan", source, "--base", base, "--to", target) == set()
+
+
+def test_torch_compile_works_after_its_import_was_postponed() -> None:
+    code = (
+        "import sys\nfrom hf_bico.runtime.late_compiler import postpone_compiler\npostpone_compiler()\n"
+        "import open_clip, torch\n"
+        f"assert {COMPILER!r} not in sys.modules\n"
+        "step = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step\nstep()\n"
+        f"assert {COMPILER!r} not in sys.modules\n"
+        "compiled = torch.compile(torch.nn.Linear(2, 1), backend='eager')\n"
+        "assert compiled(torch.ones(3, 2)).shape == (3, 1)\n"
+        f"assert {COMPILER!r} in sys.modules\n"
+        "assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
