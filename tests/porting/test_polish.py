@@ -179,7 +179,7 @@ def test_a_polish_of_what_was_held_back_is_called_a_training(tmp_path: Path) -> 
     assert values(ported.record).keys() == {"target", "ported", "source", "target, readout"}
     card = (ported.save(tmp_path / "out") / "README.md").read_text(encoding="utf-8")
     head = card.partition("## Lineage")[0]
-    assert f" on 10 samples of {TASK} for {training.steps} steps" in head
+    assert f" on 10 samples of `{TASK}` for {training.steps} steps" in head
     assert "The samples spoke against the ported change" in head
     for word in ("ported to", "ported without", "task-vector", "training-free", "## Citation"):
         assert word not in card
