@@ -11,7 +11,15 @@ import click
 from hf_bico.arguments import on_the_command_line
 from hf_bico.cli.change import apply, extract
 from hf_bico.cli.console import is_plain
-from hf_bico.cli.exit import FAILED, STOPPED, TERMINATED, WRONG, exit_process_on_error, require_single_process
+from hf_bico.cli.exit import (
+    FAILED,
+    HELD_BACK,
+    STOPPED,
+    TERMINATED,
+    WRONG,
+    exit_process_on_error,
+    require_single_process,
+)
 from hf_bico.cli.first_steps import completion, demo
 from hf_bico.cli.measure import compare, diagnose, evaluate, reproduce
 from hf_bico.cli.options import SectionedHelp
@@ -32,6 +40,7 @@ EXIT_CODES = {
     0: "success",
     FAILED: "the job failed: one line of cause and one of remedy, on stderr",
     WRONG: "a wrong command line",
+    HELD_BACK: "a port that the samples held back",
     STOPPED: "stopped by Ctrl-C",
     TERMINATED: "stopped by SIGTERM",
 }

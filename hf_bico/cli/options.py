@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_bico.cli.completion import complete_data, complete_folder, complete_model
+from hf_bico.cli.console import echo
 from hf_bico.errors import OutputError, UsageError
 from hf_bico.experiments.compare.cells import ALL, STANDARD, is_polished, read_row, split_method
 from hf_bico.runtime.output import require_writable
@@ -64,7 +65,7 @@ COMMON = {
     *("target", "base", "data", "n", "per_class", "unlabelled"),
     *("method", "methods", "alpha", "polish", "no_eval", "seeds", "fine_tuned"),
     *("device", "memory", "dry_run", "format", "rank", "output", "overwrite"),
-    *("push_to", "private", "token", "quiet", "as_json"),
+    *("push_to", "private", "token", "quiet", "as_json", "help_all"),
 }
 """The options in the short help of a command that has many."""
 _MANY = 30
@@ -73,14 +74,9 @@ _ALL, _HELP_ALL = "hf_bico.all_options", "Show every option and exit."
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        click.echo(full_help(ctx), color=ctx.color)
+        ctx.meta[_ALL] = True
+        echo(*ctx.get_help().split("\n"))
         ctx.exit()
-
-
-def full_help(ctx: click.Context) -> str:
-    """Return the help with every option."""
-    ctx.meta[_ALL] = True
-    return ctx.get_help()
 
 
 class _Formatter(click.HelpFormatter):
@@ -115,7 +111,7 @@ class SectionedHelp(click.Command):
         super().__init__(*arguments, **settings)
         self.has_many = len(self.params) > _MANY
         if self.has_many:
-            show = click.option(
+            show = GENERAL.option(
                 "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=_HELP_ALL
             )
             show(self)
@@ -375,9 +371,10 @@ def typed_line(command: str, leave_out: Sequence[str]) -> str:
     context = click.get_current_context()
     words = ["hf-bico", command]
     for parameter in context.command.params:
-        name, value = str(parameter.name), context.params[str(parameter.name)]
+        name = str(parameter.name)
         if not _is_typed(context, name) or name in leave_out:
             continue
+        value = context.params[name]
         if isinstance(value, bool):
             words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
         else:

@@ -42,10 +42,26 @@ def by_title(text: str) -> dict[str, list[str]]:
     return found
 
 
+def everything(name: str) -> str:
+    """The option that shows all options of a command."""
+    return "--help-all" if getattr(main.commands[name], "has_many", False) else "--help"
+
+
+def test_a_command_with_many_options_shows_the_common_ones_on_two_screens() -> None:
+    for name in ("port", "compare", "diagnose"):
+        short, whole = (run(name, option).output for option in ("--help", "--help-all"))
+        assert short.count("\n") <= 80 < whole.count("\n")
+        known = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, re.MULTILINE))
+        common = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", short, re.MULTILINE))
+        assert {"--to", "--data", "--base", "--help-all"} <= common < known
+        assert f"{len(known) - len(common)} more options: 'hf-bico {name} --help-all'" in short
+    assert "--help-all" not in run("extract", "--help").output
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_option_is_in_exactly_one_section(name: str) -> None:
     command = main.commands[name]
-    sections = by_title(run(name, "--help").output)
+    sections = by_title(run(name, everything(name)).output)
     shown = [line.split()[0].strip(",") for title in TITLES for line in sections.get(title, []) if line[2:3] == "-"]
     wanted = [parameter.opts[0] for parameter in command.params if isinstance(parameter, click.Option)]
     assert sorted(shown) == sorted([*wanted, "-h"])
@@ -77,7 +93,7 @@ def test_the_first_help_shows_groups_exit_codes_and_where_to_go() -> None:
         assert [line.split()[0] for line in sections[title] if line[:3].strip()] == [one.name for one in commands]
     listed = [command for commands in GROUPS.values() for command in commands]
     assert sorted(str(command.name) for command in listed) == sorted(main.commands)
-    assert [line.split()[0] for line in sections["Exit codes"] if line] == ["0", "1", "2", "130", "143"]
+    assert [line.split()[0] for line in sections["Exit codes"] if line] == ["0", "1", "2", "3", "130", "143"]
     assert any("hf-bico COMMAND --help" in line for line in sections["Where to look next"])
 
 

@@ -12,6 +12,8 @@ from support.worlds import small_world
 
 COMPILER = "torch._dynamo.eval_frame"
 """A module of torch's compiler that its stand-in does not have."""
+OPEN_CLIP = ("open_clip", "torchvision", "timm", "transformers")
+"""What the import of open_clip brings with it."""
 WATCHED = (COMPILER, "torch", "torchvision", "open_clip", "timm", "transformers", "peft")
 WATCHED += ("datasets", "pandas", "evaluate", "sklearn", "matplotlib")
 
@@ -42,13 +44,12 @@ def test_a_port_of_open_clip_models(models: Path, data: str, tmp_path: Path) -> 
     source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
     words = ["port", source, "--base", base, "--to", target, "--data", data, "--method", "bico", "--alpha", "1"]
     found = imported(*words, "-o", str(tmp_path / "out"))
-    # open_clip brings torchvision, timm and transformers; the card has pictures
-    assert found == {"torch", "torchvision", "open_clip", "timm", "transformers", "matplotlib"}
+    assert found == {"torch", *OPEN_CLIP}
 
 
 def test_an_evaluation(models: Path, data: str) -> None:
     found = imported("eval", str(models / "wide"), "--data", data, "-n", "20", "-q")
-    assert found == {"torch", "torchvision", "open_clip", "timm", "transformers"}
+    assert found == {"torch", *OPEN_CLIP}
 
 
 def test_a_plan(models: Path) -> None:

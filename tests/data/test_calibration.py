@@ -358,15 +358,21 @@ def test_images_given_as_labels_are_refused() -> None:
         open_data(table(), Settings(label_column="image"))
 
 
-@pytest.mark.parametrize("data", [{}, [], 7, iter(())])
+@pytest.mark.parametrize("data", [{}, [], 7])
 def test_data_without_rows(data: object) -> None:
     with pytest.raises(DataNotFoundError, match="no rows"):
         open_data(data)
 
 
+def test_a_stream_has_no_numbered_rows() -> None:
+    with pytest.raises(DataNotFoundError, match="is a stream") as caught:
+        open_data(iter(()))
+    assert "itertools.islice" in caught.value.remedy
+
+
 def test_rows_without_names() -> None:
-    with pytest.raises(ColumnError, match="without named columns"):
-        open_data([(picture(1), 0)])
+    with pytest.raises(DataNotFoundError, match="no \\(image, label\\) pairs"):
+        open_data([[picture(1), 0, "more"]])
 
 
 def plain_images(folder: Path, *splits: str) -> Path:
