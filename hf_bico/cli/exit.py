@@ -34,7 +34,7 @@ from hf_bico.runtime.limits import require_address_space
 from hf_bico.utils.text import visible
 
 FAILED, WRONG, HELD_BACK, STOPPED, TERMINATED = 1, 2, 3, 130, 143
-LIGHT_COMMANDS = ("plan", "card", "push", "completion")
+LIGHT_COMMANDS = ("plan", "card", "push", "completion", "skill")
 """The commands that load no model."""
 DISTRIBUTED_COMMANDS = ("port", "plan")
 """The commands that several processes can run together."""

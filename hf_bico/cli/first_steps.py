@@ -30,17 +30,18 @@ PORTS_BY = AUTO_METHODS[0]
 """The method of a port by default: the small world's models predict classes."""
 
 
-@click.command(cls=SectionedHelp, short_help="The whole job on two small models, made on the spot.")
+@click.command(cls=SectionedHelp, short_help="Run the whole job on two small models.")
 @click.argument("folder", default="hf-bico-demo", type=click.Path(file_okay=False))
-@RUNNING.option("--seed", default=0, show_default=True, help="Of the models' training, and of the data's order.")
+@RUNNING.option("--seed", default=0, show_default=True, help="Seed of the training and of the order of the data.")
 @output_options
 def demo(folder: str, seed: int, as_json: bool, quiet: bool) -> None:
-    """Show the whole job on two small models, made on the spot: no account, no download, one or two minutes.
+    """Run the whole job on two small models that are trained on your machine: no account and no download.
 
-    Trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
-    digits, and carries that to the wide one by the commands that you would type, in FOLDER (./hf-bico-demo by default).
-    Then the same for plain digits, which the wide model reads well already: there, little is gained, or the port is
-    held back. A second time, models and numbers that are there are kept, and the folder ported is written anew.
+    It trains two CLIPs of different width on captions of scikit-learn's digits, fine-tunes the narrow one on inverted
+    digits, and ports that to the wide one with the commands that you would type, in FOLDER (./hf-bico-demo by default).
+    Then it does the same for plain digits, which the wide model reads well already: there is little to gain, or the
+    port is held back. It takes one or two minutes. If you run it again, existing models and numbers are reused, and the
+    folder 'ported' is written again.
 
     \b
     Examples:
@@ -159,10 +160,10 @@ SHELLS = ("bash", "zsh", "fish")
 @click.argument("shell", required=False, type=Choice(SHELLS))
 @output_options
 def completion(shell: str | None, as_json: bool, quiet: bool) -> None:
-    """Print the script by which SHELL completes commands, options, methods, folders and repos of the Hub cache.
+    """Print the script that completes commands, options, methods, folders and cached repos in your shell.
 
     SHELL is bash, zsh or fish; by default the one of $SHELL. Put the line below into your ~/.bashrc or ~/.zshrc; for
-    fish, write the script into a file once.
+    fish, write the script to a file once.
 
     \b
     Examples:

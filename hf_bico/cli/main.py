@@ -25,11 +25,12 @@ from hf_bico.cli.measure import compare, diagnose, evaluate, reproduce
 from hf_bico.cli.options import SectionedHelp
 from hf_bico.cli.port import plan, port, rerun
 from hf_bico.cli.publish import card, push
+from hf_bico.cli.skill import skill
 from hf_bico.utils import __version__
 from hf_bico.utils.text import near
 
 GROUPS: dict[str, Sequence[click.Command]] = {
-    "First steps": (demo, completion),
+    "First steps": (demo, completion, skill),
     "Carry a task vector": (port, plan, rerun, compare),
     "Change models": (extract, apply),
     "Measure": (evaluate, diagnose, reproduce),
@@ -54,7 +55,7 @@ class _Interrupted(BaseException):
     """Ctrl-C inside of a command: on KeyboardInterrupt click would print a line of its own."""
 
 
-class _Commands(SectionedHelp, click.Group):
+class Commands(SectionedHelp, click.Group):
     """Lists commands in the order of use, under headings, and suggests a command for a mistyped one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -112,7 +113,7 @@ class _Commands(SectionedHelp, click.Group):
 
 
 @click.group(
-    cls=_Commands,
+    cls=Commands,
     commands=[command for commands in GROUPS.values() for command in commands],
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -119,7 +119,7 @@ class SectionedHelp(click.Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.indentation():
             formatter.write_paragraph()
-            formatter.write_text(self._parts()[0])
+            formatter.write_text(self.parts()[0])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found: dict[str, list[tuple[str, str]]] = {section.title: [] for section in SECTIONS}
@@ -144,13 +144,13 @@ class SectionedHelp(click.Command):
             formatter.write_text(f"{left_out} more options: '{ctx.command_path} --help-all'.")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        title, examples = self._parts()[1]
+        title, examples = self.parts()[1]
         if examples:
             with formatter.section(title):
                 formatter.write_text(f"\b\n{examples}")
         super().format_epilog(ctx, formatter)
 
-    def _parts(self) -> tuple[str, tuple[str, str]]:
+    def parts(self) -> tuple[str, tuple[str, str]]:
         """Return the description, and the examples with their heading."""
         text, found, rest = inspect.cleandoc(self.help or "").partition(_EXAMPLES)
         first, _, lines = rest.partition(":\n")

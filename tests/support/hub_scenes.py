@@ -8,6 +8,7 @@ from pathlib import Path
 from hf_bico.experiments.demo.world import World
 from support.hub import Hub
 from support.scenes import Scene, make_scene
+from support.transformers_world import as_transformers
 
 SOURCE, BASE, TARGET, DATA = "user/vit-b16-eurosat", "laion/vit-b16", "laion/ViT-B-16-plus", "user/eurosat"
 
@@ -61,3 +62,28 @@ def publish_world(hub: Hub, world: World, task: str = "inverted") -> None:
     upload(hub, BASE, world.base("narrow"), BASE_CARD)
     upload(hub, TARGET, world.base("wide"), TARGET_CARD)
     upload(hub, DATA, world.data(task), DATA_CARD, type="dataset")
+
+
+PUBLISHED = ("tanganke/clip-vit-base-patch16_eurosat", "openai/clip-vit-base-patch16")
+"""A fine-tune that is on the Hub, and its base."""
+NEWER, TANGANKE_DATA = "laion/CLIP-ViT-B-16-laion2B-s34B-b88K", "tanganke/eurosat"
+
+
+def publish_real_ids(hub: Hub, world: World, scratch: Path, task: str = "inverted") -> None:
+    """The small world under ids of the Hub, in the layouts that these have.
+
+    The fine-tune is a vision tower alone, its base a whole transformers CLIP, and the target open_clip's.
+    """
+    from transformers import CLIPModel, CLIPVisionModel
+
+    tuned, base = PUBLISHED
+    whole = as_transformers(world.base("narrow"), scratch / "base")
+    clip = CLIPModel.from_pretrained(as_transformers(world.fine_tuned("narrow", task), scratch / "whole"))
+    vision = CLIPVisionModel(clip.config.vision_config)
+    vision.vision_model.load_state_dict(clip.vision_model.state_dict())
+    vision.save_pretrained(scratch / "tuned")
+    upload(hub, base, whole, "---\ntags:\n- vision\n---\n# CLIP\n")
+    card = f"---\nbase_model:\n- {base}\ndatasets:\n- {TANGANKE_DATA}\nmetrics:\n- accuracy\n---\n# EuroSAT\n"
+    upload(hub, tuned, scratch / "tuned", card)
+    upload(hub, NEWER, world.base("wide"), "---\nlicense: mit\nlibrary_name: open_clip\n---\n# CLIP\n")
+    upload(hub, TANGANKE_DATA, world.data(task), DATA_CARD, type="dataset")

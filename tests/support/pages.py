@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 100
 """The width of the terminal in which the commands of the pages run."""
-KEPT = {"README.md": {"compared/comparison.png": "docs/pictures/demo-comparison.png"}}
+KEPT = {"docs/quick-start.md": {"compared/comparison.png": "docs/pictures/demo-comparison.png"}}
 """Pictures that the commands of a page draw, and where they are kept to be shown in it."""
 ELSEWHERE = "https://huggingface.co"
 """What stands in a page for the address of the loopback Hub."""
@@ -88,7 +88,7 @@ def run_page(page: Path, world: World, folder: Path, exact: bool) -> PageRun:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     moved, said = 0, ""
     # what a page registers is forgotten after it
-    with _scene(world, folder, loras="-lora" in text), patch.dict(METHODS), patch.dict(families._registered):
+    with _scene(world, folder, text), patch.dict(METHODS), patch.dict(families._registered):
         for block in read_blocks(text):
             place = f"{shown_path(page)}:{block.fence_line}"
             os.chdir(folder)  # whatever ran before
@@ -231,8 +231,8 @@ def _likeness(shown: Sequence[str], printed: Sequence[str]) -> float:
 
 
 @contextlib.contextmanager
-def _scene(world: World, folder: Path, loras: bool) -> Iterator[None]:
-    """The folder, the Hub and the environment in which a page runs."""
+def _scene(world: World, folder: Path, text: str) -> Iterator[None]:
+    """The folder, the Hub and the environment in which a page runs, with what its text names."""
     from huggingface_hub import constants
 
     before = Path.cwd()
@@ -245,7 +245,7 @@ def _scene(world: World, folder: Path, loras: bool) -> Iterator[None]:
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("COLUMNS", str(COLUMNS))
         patch.setenv("LC_ALL", "C")  # the order in which ls lists
-        _fill_hub(world, Path(home), loras)
+        _fill_hub(world, Path(home), text)
         try:
             yield
         finally:
@@ -253,16 +253,18 @@ def _scene(world: World, folder: Path, loras: bool) -> Iterator[None]:
             HUB.reset()
 
 
-def _fill_hub(world: World, scratch: Path, loras: bool) -> None:
-    """The fine-tune, its base, the target and the data as repos, and two LoRAs of that fine-tune."""
+def _fill_hub(world: World, scratch: Path, text: str) -> None:
+    """The fine-tune, its base, the target and the data as repos, and, if the text names them, LoRAs and real ids."""
     import hf_bico
-    from support.hub_scenes import BASE, DATA, SOURCE, publish_world, upload
+    from support.hub_scenes import BASE, DATA, PUBLISHED, SOURCE, publish_real_ids, publish_world, upload
 
     HUB.reset()
-    HUB.add_user("user", TOKEN, orgs=("laion",))
+    HUB.add_user("user", TOKEN, orgs=("laion", "openai", "tanganke"))
     publish_world(HUB, world)
+    if PUBLISHED[0] in text:
+        publish_real_ids(HUB, world, scratch)
     card = f"---\nbase_model: {BASE}\ndatasets:\n- {DATA}\n---\n# A LoRA\n"
-    for name, rank in (("user/eurosat-lora", 4), ("user/other-lora", 2)) if loras else ():
+    for name, rank in (("user/eurosat-lora", 4), ("user/other-lora", 2)) if "-lora" in text else ():
         made = hf_bico.extract(SOURCE, rank=rank).save(scratch / f"rank-{rank}")
         upload(HUB, name, made, card)
 
