@@ -317,9 +317,11 @@ def _listed(kinds: Mapping[str, str]) -> str:
 
 
 def undecoded(rows: RowSequence, image: str) -> RowSequence:
-    """Return the rows with images as stored: bytes or a path."""
+    """Return the rows with images as stored: bytes or a path; rows that are in memory as they are."""
     if isinstance(rows, SmallParquet):
         return replace(rows, as_stored=True)
+    if not hasattr(rows, "cast_column"):
+        return rows
     import datasets
 
     return rows.cast_column(image, datasets.Image(decode=False))

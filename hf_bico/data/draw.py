@@ -545,9 +545,9 @@ def _digests(samples: Samples, image_alone: bool = False) -> Iterator[bytes]:
     """Hash each sample's stored values; with `image_alone`, a caption does not count."""
     rows, image = samples.rows, samples.columns.image
     names = [image] if image_alone and image is not None else list(samples.columns.parts.values())
-    if image is not None and hasattr(rows, "features"):
+    if image is not None:
         rows = undecoded(rows, image)
-    elif image is None and hasattr(rows, "select_columns"):
+    elif hasattr(rows, "select_columns"):
         rows = rows.select_columns(names)
     for index in samples.indices:
         row = rows[index]
