@@ -186,7 +186,7 @@ def _port(
     own_checkpoint = settings.trains and settings.checkpoint is None
     if own_checkpoint:  # so that a long training can be resumed
         settings = replace(settings, checkpoint=f"{destination.folder}.training")
-        ending.interrupted = "the same command goes on with the training"
+        ending.interrupted = "the same command resumes the training"
     if settings.checkpoint is not None and not os.path.exists(settings.checkpoint):
         require_writable(Path(settings.checkpoint))
     from hf_bico.porting.planner import draw_early

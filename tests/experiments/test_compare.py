@@ -595,7 +595,7 @@ def test_ctrl_c_says_what_is_kept(scene: Scene, undisturbed: Path, tmp_path: Pat
     process = forks.run(code=code)
     assert process.returncode == 130
     assert process.stdout == ""
-    said = f"Interrupted: what was measured is in {out}, and the same command goes on from there.\n"
+    said = f"Interrupted: the results so far are in {out}, and the same command resumes.\n"
     assert process.stderr == said
     assert len(log_lines(out)) == 1 + 5
     assert run(*arguments[1:]).exit_code == 0

@@ -370,7 +370,7 @@ def test_an_interrupted_training_goes_on_with_the_same_command(tmp_path: Path, m
     monkeypatch.setattr(Learner, "step", counted)
     result = run(*arguments, "-o", str(tmp_path / "out"))
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted: the same command goes on with the training.\n"
+    assert result.stderr == "Interrupted: the same command resumes the training.\n"
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out.training"}
     record = ported(tmp_path / "out", *arguments[1:])
     assert taken.count("step") == 5 + 2, "it went on from the fourth step"

@@ -239,11 +239,11 @@ STOPS: dict[str, tuple[int, int, str, int]] = {
 """The signal, the exit code, how the line begins, and at how many moments."""
 SIGNALLED = """
 import signal, sys
-import hf_bico.cli.console
+import hf_bico.cli.progress
 from hf_bico.cli.main import main
 
 moment, number, *words = sys.argv[1:]
-announced, calls = hf_bico.cli.console._announce_download, 0
+announced, calls = hf_bico.cli.progress._announce_download, 0
 
 def signalled(stage, done, total):
     global calls
@@ -252,7 +252,7 @@ def signalled(stage, done, total):
     if calls == int(moment):
         signal.raise_signal(int(number))
 
-hf_bico.cli.console._announce_download = signalled
+hf_bico.cli.progress._announce_download = signalled
 try:
     main(words, prog_name="hf-bico")
 finally:
