@@ -170,7 +170,7 @@ def test_apply_to_another_model_than_the_vector_was_made_for(scene: Scene, tmp_p
         (["apply", "TUNED"], 1, "'tuned' is neither an adapter nor a task vector", "hf-bico extract"),
         (["apply", "LORA"], 1, "'lora' does not say which model it was fine-tuned from", "--to"),
         (["apply", "LORA", "--to", "TARGET"], 1, "in 'lora' and", "--to"),
-        (["apply", "LORA", "--to", "BASE", "--weights", "1,2"], 2, "--weights is '1,2'", "1 numbers"),
+        (["apply", "LORA", "--to", "BASE", "--weights", "1,2"], 2, "--weights is '1,2'", "1 comma-separated numbers"),
         (["apply", "LORA", "--to", "BASE", "--alpha", "nan"], 2, "a weight or alpha is nan", "finite"),
         (["apply", "LORA", "--to", "BASE", "--rank", "4"], 2, "--rank was given with --format full", "adapter"),
         (["rerun", "MADE"], 1, "was written by 'hf-bico extract', not by a port", "repeat it with 'hf-bico extract'"),

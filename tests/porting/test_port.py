@@ -112,10 +112,15 @@ def test_half_precision_leaves_torch_as_it_was(scene: Scene, recwarn: pytest.War
 def test_progress_counts_the_steps_of_a_stage_to_its_end(scene: Scene) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
     options = {"method": "bico-path", "augment": 0, "batch_size": 10, "evaluate": True}
-    port(scene, **options, progress=lambda stage, *steps: told.setdefault(stage, []).append(steps))
+    ported = port(scene, **options, progress=lambda stage, *steps: told.setdefault(stage, []).append(steps))
     once = [(0, 24), (10, 24), (20, 24), (24, 24)]
     assert told["calibrate"] == [(0, 1), *once, (0, 24), *once], "two steps of the path, each over all samples"
-    assert told["evaluate"] == [(0, 1), (1, 3), (2, 3), (3, 3)]
+    start, *counted = told["evaluate"]
+    assert start == (0, 1)
+    assert counted == sorted(counted)
+    samples = 3 * ported.record.evaluation[0].n
+    assert {of for _, of in counted} == {samples}, "samples of three models"
+    assert counted[-1] == (samples, samples)
     assert all(calls[-1][0] == calls[-1][1] for calls in told.values())
 
 

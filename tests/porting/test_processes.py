@@ -255,14 +255,14 @@ def test_two_processes_hold_back_what_one_holds_back(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-import hf_bico.cli.console
+import hf_bico.cli.progress
 from hf_bico.cli.main import main
 
 def deadly(stage, done, total):
     if stage == "calibrate" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
 
-hf_bico.cli.console.silent = deadly
+hf_bico.cli.progress.silent = deadly
 main(sys.argv[1:], prog_name="hf-bico")
 """
 

@@ -316,13 +316,12 @@ def test_a_record_of_the_hub_reads_no_local_folder(hub: Hub, tmp_path: Path, mon
 # Cards and pushes
 
 
-def test_a_card_names_no_local_folder(scene: Scene, tmp_path: Path) -> None:
-    shutil.copytree("more", "secret-pictures")
-    record = written(tmp_path / "out", *with_more("secret-pictures"))
+def test_a_card_names_the_last_part_of_a_local_folder(scene: Scene, tmp_path: Path) -> None:
+    shutil.copytree("more", "secret/other-pictures")
+    written(tmp_path / "out", *with_more("secret/other-pictures"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "secret-pictures" not in card
-    assert "--unlabelled UNLABELLED" in card, "the command is there, with a placeholder"
-    assert ("local", "a local folder") in _repos_of(record)
+    assert "--unlabelled other-pictures" in card
+    assert "secret" not in card
 
 
 def test_a_card_names_a_repo(hub: Hub, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def publish_real_ids(hub: Hub, world: World, scratch: Path, task: str = "inverte
     whole = as_transformers(world.base("narrow"), scratch / "base")
     clip = CLIPModel.from_pretrained(as_transformers(world.fine_tuned("narrow", task), scratch / "whole"))
     vision = CLIPVisionModel(clip.config.vision_config)
-    vision.vision_model.load_state_dict(clip.vision_model.state_dict())
+    getattr(vision, "vision_model", vision).load_state_dict(clip.vision_model.state_dict())
     vision.save_pretrained(scratch / "tuned")
     upload(hub, base, whole, "---\ntags:\n- vision\n---\n# CLIP\n")
     card = f"---\nbase_model:\n- {base}\ndatasets:\n- {TANGANKE_DATA}\nmetrics:\n- accuracy\n---\n# EuroSAT\n"
