@@ -154,10 +154,9 @@ def accuracy(predictions: Sequence[int], references: Sequence[int]) -> float:
     >>> accuracy([0, 1, 1, 0], [0, 1, 2, 0])
     0.75
     """
-    right = sum(given == wanted for given, wanted in zip(predictions, references, strict=True))
-    if not references:
-        raise ValueError("no predictions have no accuracy")
-    return right / len(references)
+    if len(predictions) != len(references) or not references:
+        raise ValueError(f"{len(predictions)} predictions and {len(references)} references have no accuracy")
+    return sum(given == wanted for given, wanted in zip(predictions, references, strict=True)) / len(references)
 
 
 def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Sequence[Any]], Tensor]) -> Tensor:

@@ -234,7 +234,7 @@ def test_accuracy_is_the_share_of_equal_classes() -> None:
     assert accuracy([0, 1, 1], [0, 1, 0]) == 2 / 3
 
 
-def test_a_refused_call_does_not_count_in_the_next() -> None:
+def test_nothing_or_an_unequal_number_has_no_accuracy() -> None:
     for predictions, references in (([0, 1], [0]), ([], [])):
         with pytest.raises(ValueError, match="have no accuracy"):
             accuracy(predictions, references)

@@ -393,7 +393,7 @@ def test_the_card_says_where(device: str, where: str) -> None:
 
 
 def test_the_time_to_make_a_port_is_without_the_timing() -> None:
-    assert "No training step: 51.2 seconds, and 9.0 seconds to measure it" in text_of(
+    assert "No training step. Time: 51.2 seconds, plus 9.0 seconds to measure it" in text_of(
         render_card(with_run(CARRIED, 1.0))
     )
 

@@ -258,5 +258,5 @@ def test_card_says_what_was_measured(tmp_path: Path) -> None:
     card = (ported.save(tmp_path / "out") / "README.md").read_text()
     for entry in ported.record.evaluation:
         assert f"{entry.value:.1%}" in card
-    assert "hf-bico port SOURCE --base BASE --to TARGET --data DATA --split train -n 24 --seed 0" in card
-    assert "Measured on 20 samples of split `test`" in card
+    assert "hf-bico port tuned --base base --to target --data pictures --split train -n 24 --seed 0" in card
+    assert "measured on the same 20 samples of split `test`" in card
