@@ -74,6 +74,7 @@ SUCCESSES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "card": (lambda out: ["ported"], "card"),
     "push": (lambda out: ["ported", "user/pushed"], "commit"),
     "completion": (lambda out: ["zsh"], "script"),
+    "skill": (lambda out: [], "skill"),
 }
 ELSEWHERE = {"demo"}
 """Takes a minute: its JSON is read in its own tests."""
@@ -119,7 +120,7 @@ def test_a_failure_is_one_object_and_two_lines(name: str, tmp_path: Path, monkey
 
 def test_every_command_that_can_fail_is_here() -> None:
     # what reproduce names is on the Hub: it fails in its own tests
-    assert set(FAILURES) | {"completion", "reproduce"} | ELSEWHERE == set(main.commands)
+    assert set(FAILURES) | {"completion", "reproduce", "skill"} | ELSEWHERE == set(main.commands)
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))

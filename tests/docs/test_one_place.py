@@ -36,7 +36,7 @@ from hf_bico.settings import Settings
 import hf_bico
 
 for command in ("port", "compare", "diagnose"):
-    help = CliRunner().invoke(main, [command, "--help"]).output
+    help = CliRunner().invoke(main, [command, "--help-all"]).output
     assert "--sharpness FLOAT" in help and "How sharp.  [default: 1.5]" in help, help
 assert "sharpness: How sharp." in Settings.__doc__
 refused = CliRunner().invoke(main, ["port", "tuned", "--to", "target", "--sharpness", "0.5"])
