@@ -65,10 +65,11 @@ def skill_page(main: Commands, groups: Mapping[str, Sequence[click.Command]], co
     """Return the page, from the commands and their options."""
     lines = [_HEAD, "## Exit codes", ""]
     lines += [f"- `{code}`: {meaning}" for code, meaning in codes.items()]
+    parent = click.Context(main, info_name="hf-bico", **main.context_settings)
     for title, commands in groups.items():
         lines += ["", f"## {title}"]
         for command in commands:
-            lines += _section(command, click.Context(main, info_name="hf-bico"))
+            lines += _section(command, parent)
     return "\n".join(lines) + "\n"
 
 

@@ -208,7 +208,7 @@ def test_an_error_that_quotes_a_file(scene: Scene, tmp_path: Path) -> None:
         config = {**json.loads((folder / "config.json").read_text()), name: value}
         spoilt = Path(shutil.copytree(folder, tmp_path / name))
         (spoilt / "config.json").write_text(json.dumps(config))
-        words = ["--base", spoilt, "--to", spoilt, "--data", scene.data, "-o", tmp_path / "out"]
+        words = ["--base", spoilt, "--to", spoilt, "--data", scene.data, "-n", "100", "-o", tmp_path / "out"]
         assert "owned" in run("port", spoilt, *words, code=1).stderr, name
 
 

@@ -52,8 +52,8 @@ def test_a_port_without_data_by_the_command_line(tmp_path: Path, monkeypatch: py
     assert "--data generated" in record["command"]
     assert "--prompts FILE" in record["command"]
     card = Path("out/README.md").read_text()
-    assert "The fine-tuned source wrote these texts itself, drawn at a temperature of 1.0 with the seed" in card
-    assert "2 prompts of the user" in card
+    assert "The fine-tuned source wrote these texts itself, sampled at temperature 1.0" in card
+    assert "from 2 given prompts" in card
     again = run("rerun", "out", "--json")
     assert json.loads(again.stdout)["same"] is True, again.output
 
