@@ -39,7 +39,7 @@ Install: `pip install git+https://github.com/hf-bico/hf-bico`. Every model and d
 """
 
 
-_EVERYWHERE = ("quiet", "as_json", "help", "help_all")
+_EVERYWHERE = ("quiet", "as_json", "help_all")
 """The options of every command."""
 
 
@@ -81,7 +81,7 @@ def _section(command: click.Command, parent: click.Context) -> Iterator[str]:
     yield " ".join(description.split())
     rows = [
         row
-        for parameter in command.get_params(context)
+        for parameter in command.params
         if isinstance(parameter, click.Option) and parameter.name not in _EVERYWHERE
         if not command.has_many or parameter.name in COMMON
         if (row := parameter.get_help_record(context)) is not None

@@ -371,7 +371,7 @@ def test_a_stream_has_no_numbered_rows() -> None:
 
 
 def test_rows_without_names() -> None:
-    with pytest.raises(DataNotFoundError, match="no \\(image, label\\) pairs"):
+    with pytest.raises(ColumnError, match="no \\(image, label\\) pairs"):
         open_data([[picture(1), 0, "more"]])
 
 
