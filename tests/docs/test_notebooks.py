@@ -186,7 +186,7 @@ def test_a_plan_is_a_line_in_text_and_a_table_in_a_notebook(scene: Scene, tmp_pa
     hostile = shutil.copytree(scene.tuned, tmp_path / "a|b <i>c")
     planned = hf_bico.plan(hostile, to=scene.target, base=scene.base, data=scene.data)
     assert repr(planned).startswith("Plan of a|b <i>c to target: 13 sites of 2 -> 2 blocks, ")
-    assert repr(planned).endswith(" as a full model")
+    assert re.search(r" as a full model, [\d.]+ .?B of memory$", repr(planned))
     page = rendered(planned._repr_markdown_())
     assert page.count("<table>") == 1
     assert "<i>" not in page
