@@ -5,10 +5,10 @@ READY := .venv/.ready
 # of the packages' many thousand modules the few that are imported are compiled, once and when they first are
 export PYTHONDONTWRITEBYTECODE :=
 # one thread each, so that the workers do not fight over the cores
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 SUPPORT := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support
 
-.PHONY: demo check test test-all ready-to-test slow bench docs notebooks cards faults fuzz worlds lint format clean
+.PHONY: demo check test test-all ready-to-test floors slow bench docs notebooks cards faults fuzz worlds lint format clean
 
 $(READY): pyproject.toml
 	@echo 'Setting up .venv: a few minutes and about 6 GB, once'
@@ -27,6 +27,16 @@ test: ready-to-test  ## linters, types, then every test; 11 to 15 minutes, the f
 
 test-all: ready-to-test  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
 	$(PYTEST) --all
+
+FLOORS := .cache/floors
+floors: BIN := $(FLOORS)/bin
+floors:  ## the quick tests with the oldest releases that pyproject.toml allows, in a venv of 6 GB; about 15 minutes
+	mkdir -p $(FLOORS)
+	PYTHONPATH=tests $(PYTHON) -m support.floors > $(FLOORS)/requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(FLOORS)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
+		--requirement $(FLOORS)/requirements.txt --editable .
+	$(PYTEST) -m quick
 
 slow: faults fuzz  ## what takes hours: every fault, every fuzzer, and the broad tables of the trained worlds
 	$(PYTEST) -m slow

@@ -319,7 +319,9 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     matplotlib = find_spec("matplotlib")
     assert matplotlib is not None
     assert matplotlib.origin is not None
-    return ImageFont.truetype(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size)
+    return ImageFont.truetype(
+        str(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"), size
+    )
 
 
 def _printable(label: str) -> str:

@@ -23,6 +23,9 @@ from hf_bico.utils.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "peft", "open_clip_torch", "safetensors", "datasets")
 
+_IS_OLD_TORCH = not hasattr(torch.backends.cudnn, "conv")
+"""Whether torch is older than 2.9, with other names for its precision and its allocator."""
+
 T = TypeVar("T")
 
 
@@ -58,7 +61,8 @@ def choose_device(name: str) -> torch.device:
     grow, so that freed pieces join.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        setting = "PYTORCH_CUDA_ALLOC_CONF" if _IS_OLD_TORCH else "PYTORCH_ALLOC_CONF"
+        os.environ.setdefault(setting, "expandable_segments:True")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -128,17 +132,11 @@ def exact_float32() -> Iterator[None]:
     TF32, bfloat16 in place of float32, and autocast are off. Jobs of several threads take turns. Afterwards all
     settings are as they were.
     """
-    backends: Any = torch.backends
-    exact: list[tuple[Any, str, Any]] = [
-        (backends.cudnn, "deterministic", True),
-        (backends.cudnn.conv, "fp32_precision", "ieee"),
-        (backends.cuda.matmul, "fp32_precision", "ieee"),
-        (backends.mkldnn.conv, "fp32_precision", "ieee"),
-        (backends.mkldnn.matmul, "fp32_precision", "ieee"),
-    ]
+    exact = _exact_settings()
     with job_turn():
         before = [(part, name, getattr(part, name)) for part, name, _ in exact]
-        before.append((backends.mkldnn, "enabled", backends.mkldnn.enabled))  # a job may turn it off
+        mkldnn: Any = torch.backends.mkldnn
+        before.append((mkldnn, "enabled", mkldnn.enabled))  # a job may turn it off
         dtype, device = torch.get_default_dtype(), torch.get_default_device()
         try:
             for part, name, value in exact:
@@ -154,6 +152,28 @@ def exact_float32() -> Iterator[None]:
             torch.set_default_dtype(dtype)
             for part, name, value in before:
                 setattr(part, name, value)
+
+
+def _exact_settings() -> list[tuple[Any, str, Any]]:
+    """Return where torch holds each setting of its precision, the setting's name, and its exact value."""
+    backends: Any = torch.backends
+    deterministic = (backends.cudnn, "deterministic", True)
+    if _IS_OLD_TORCH:
+        return [deterministic, (backends.cudnn, "allow_tf32", False), (_Products(), "precision", "highest")]
+    parts = (backends.cudnn.conv, backends.cuda.matmul, backends.mkldnn.conv, backends.mkldnn.matmul)
+    return [deterministic, *((part, "fp32_precision", "ieee") for part in parts)]
+
+
+class _Products:
+    """The one precision that torch before 2.9 has for products on all devices."""
+
+    @property
+    def precision(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        torch.set_float32_matmul_precision(value)
 
 
 def keep_bfloat16_off_onednn(*models: nn.Module) -> None:

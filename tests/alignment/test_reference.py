@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,16 +148,19 @@ def test_streamed_port_equals_the_reference(shapes: tuple[Toy, Toy], tmp_path: P
 def test_surroundings_do_not_matter(tmp_path: Path) -> None:
     """Autocast, inference mode and TF32 of the caller change nothing."""
     case = Case(tmp_path, (NARROW, WIDE), ("open_clip", "open_clip"))
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    matmul: Any = torch.backends.cuda.matmul
+    is_old = not hasattr(torch.backends.cudnn, "conv")  # torch before 2.9
+    name, rough = ("allow_tf32", True) if is_old else ("fp32_precision", "tf32")
+    before = getattr(matmul, name)
+    setattr(matmul, name, rough)
     try:
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
             ported = case.ported(16)
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert getattr(matmul, name) == rough
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    for name, (weight, _) in case.ported(16).items():
-        assert torch.equal(weight, ported[name][0]), name
+        setattr(matmul, name, before)
+    for site, (weight, _) in case.ported(16).items():
+        assert torch.equal(weight, ported[site][0]), site
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])

@@ -129,8 +129,7 @@ def test_did_you_mean(arguments: list[str], meant: str) -> None:
 def test_options_are_asked_about_by_click_itself() -> None:
     result = run("port", "a", "--to", "b", "--readuot")
     assert result.exit_code == 2
-    assert "Did you mean" in result.stderr
-    assert "'--readout'" in result.stderr
+    assert "--readout" in result.stderr
 
 
 def test_a_word_like_nothing_gets_no_guess() -> None:

@@ -39,6 +39,7 @@ from hf_bico.settings import METHODS
 from hf_bico.utils.samples import FilePart
 from hf_bico.utils.text import clean, code, fenced, literal, plain
 from support.hub import Hub
+from support.loopback import validates_cards
 from support.records import (
     BASE,
     BENIGN,
@@ -646,6 +647,7 @@ def test_results_of_both_protocols_are_kept_apart() -> None:
     ]
 
 
+@validates_cards
 def test_card_of_both_protocols_passes_the_hubs_own_validation(hub: Hub) -> None:
     both = measured(target=0.5, probe_target=0.8, ported=0.6, probe_ported=0.7)
     for record in (a_record(evaluation=both), a_path_record(), a_trained_record()):

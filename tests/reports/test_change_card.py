@@ -28,6 +28,7 @@ from hf_bico.reports.record import (
     Summand,
 )
 from support.hub import Hub
+from support.loopback import validates_cards
 from support.records import (
     BENIGN,
     HOSTILE,
@@ -298,6 +299,7 @@ def test_there_is_no_picture(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
 
+@validates_cards
 @pytest.mark.parametrize("made", [an_extract(), *(an_apply(format) for format in ("full", "adapter", "delta"))])
 def test_card_passes_the_hubs_own_validation(made: ChangeRecord, hub: Hub) -> None:
     ModelCard(render_card(made)).validate()

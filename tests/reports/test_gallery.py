@@ -16,6 +16,7 @@ from hf_bico.reports.model_cards import PICTURES, render_card
 from hf_bico.reports.record import Record, read_any
 from support import gallery, language_gallery
 from support.hub import Hub
+from support.loopback import validates_cards
 from support.measured import STAMP, drawn_here, look_alike
 
 CARDS = sorted(folder.name for folder in gallery.GALLERY.iterdir() if folder.is_dir())
@@ -38,6 +39,7 @@ def test_a_card_is_what_its_record_gives(name: str) -> None:
             assert look_alike(picture, (folder / file).read_bytes(), drawn_here(STAMP.read_text()))
 
 
+@validates_cards
 @pytest.mark.parametrize("name", CARDS)
 def test_a_card_passes_the_hubs_own_validation(name: str, hub: Hub) -> None:
     from huggingface_hub import ModelCard

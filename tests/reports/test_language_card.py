@@ -18,6 +18,7 @@ from hf_bico.reports.model_cards import render_card
 from hf_bico.reports.record import LeftRecord, MethodRecord, ObjectiveRecord, Record, TrainingRecord, read_record
 from support.hub import Hub
 from support.language_toys import labelled_rows, sentences, write_decoder, write_encoder, write_t5, write_vit
+from support.loopback import validates_cards
 from support.paper import PAPER
 from support.records import (
     DATA,
@@ -77,6 +78,7 @@ def test_probe_is_a_classification_of_what_the_model_reads(family: str, task: st
     assert "logistic regression on the model's frozen features" in text_of(card)
 
 
+@validates_cards
 def test_cards_pass_the_hubs_own_validation(hub: Hub) -> None:
     for record in (a_decoder_record(), a_classifier_record(), a_language_record("T5", "text-to-text")):
         ModelCard(render_card(record)).validate()

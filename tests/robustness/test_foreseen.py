@@ -73,6 +73,8 @@ def out_of_the_device() -> None:
 def a_device_that_failed() -> None:
     import torch
 
+    if not hasattr(torch, "AcceleratorError"):
+        pytest.skip("this torch has no error of its own for it")
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
 
 

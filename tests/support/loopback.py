@@ -9,7 +9,11 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
+from packaging.version import Version
 
 from support.hub import Hub
 
@@ -24,3 +28,8 @@ for _name in [name for name in os.environ if name not in _OWN]:
 os.environ.update(_OWN)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+validates_cards = pytest.mark.skipif(
+    Version(version("huggingface_hub")) < Version("2.4"), reason="huggingface_hub posts cards to the Hub's own address"
+)
+"""For tests that have a card checked by the loopback Hub."""

@@ -28,6 +28,8 @@ _NUMBER = re.compile(
 
 def machine() -> str:
     """The kind of this machine, as far as numbers depend on it: torch, and what the CPU can do."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.9
+        return f"torch {version('torch')}, {torch.backends.cpu.get_cpu_capability()}"
     of_cpu = torch.cpu.get_capabilities()
     features = sorted(name for name, there in of_cpu.items() if there is True)
     caches = [of_cpu.get(f"{level}_cache_size") for level in ("l1d", "l2")]

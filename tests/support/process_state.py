@@ -95,8 +95,8 @@ def _read(place: Any, path: str) -> object:
         for part in path.split("."):
             place = getattr(place, part)
         return place
-    except RuntimeError as error:  # torch refuses to read a flag by its old name once it was set by its new one
-        return f"RuntimeError: {error}"[:60]
+    except (AttributeError, RuntimeError) as error:  # not in old torch; or refused once it was set by its new name
+        return f"{type(error).__name__}: {error}"[:60]
 
 
 def _loggers() -> dict[str, Any]:

@@ -41,8 +41,8 @@ class InDouble(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
+        if func is Tensor.float and args[0].dtype in (torch.float64, torch.int64):
+            return args[0].double()
         if func is Tensor.to and args[0].dtype == torch.float64:
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32 and args and isinstance(args[0], Tensor):
