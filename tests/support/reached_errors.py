@@ -45,5 +45,6 @@ class ReachedErrors:
         """Those that nothing is derived from: the others are there to be caught by."""
         from hf_bico import errors
 
-        kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+        named = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+        kinds = [kind for kind in named if issubclass(kind, errors.BicoError)]
         return [kind.__name__ for kind in kinds if not kind.__subclasses__() and kind.__name__ not in self.reached]
