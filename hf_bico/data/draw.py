@@ -1,22 +1,19 @@
 """Open a data set as far as its samples need it, and draw calibration and held-out samples from it.
 
-Says which of them are there twice. Knows splits, rows and labels; neither models nor files.
+Knows splits, rows and labels; neither models nor files.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_bico.data.classes import SHOWN, class_names, difference, near_duplicates
+from hf_bico.data.classes import class_names, difference, near_duplicates
 from hf_bico.data.columns import (
-    LABELS,
     Columns,
     RowSequence,
     column_kinds,
@@ -24,17 +21,17 @@ from hf_bico.data.columns import (
     find_columns,
     find_unlabelled_columns,
     known_task,
-    undecoded,
 )
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.digests import digests
 from hf_bico.data.given import given_splits
-from hf_bico.data.loading import ParquetFiles, file_within, large_parquet, named_config, open_folder, open_whole
+from hf_bico.data.loading import ParquetFiles, large_parquet, named_config, open_folder, open_whole
 from hf_bico.data.remote_parquet import ChosenRowGroups, RowGroups
 from hf_bico.data.sampling import RequiredRows, Strategy, draw_order
 from hf_bico.errors import ClassNamesError, DataNotFoundError, SampleCountError, UsageError
 from hf_bico.hub.client import Hub
 from hf_bico.hub.references import HubReference, parse
-from hf_bico.settings import DEFAULT_MEASURED, DEFAULT_SAMPLES, Settings
+from hf_bico.settings import DEFAULT_MEASURED, Settings
 from hf_bico.utils.samples import IMAGES, TEXTS
 
 if TYPE_CHECKING:
@@ -42,13 +39,6 @@ if TYPE_CHECKING:
 
 
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "validation_matched")
-MAX_DUPLICATES = 0.5
-"""Share of duplicates among the calibration samples above which a notice says so."""
-MAX_UNLABELLED = 0.05
-"""Share of rows without a label above which a notice says so."""
-MAX_LEAKED = 0.05
-"""Share of held-out samples seen in calibration above which a notice says so; fewer move an accuracy by 5 points at
-most."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +105,10 @@ def draw(
 
 def draw_from(data: DataSet, settings: Settings) -> CalibrationDraw:
     split = calibration_split(data, settings.split)
-    samples, strategy = calibration_samples(data, split, settings), _strategy(data, split, settings)
-    labels = "dataset" if _uses_labels(_columns_of(data, split, settings), settings) else "pseudo"
+    uses_labels = _uses_labels(_columns_of(data, split, settings), settings)
+    rows, strategy = _calibration_rows(data, split, settings)
+    samples = data.samples(split, rows, labelled=uses_labels)
+    labels = "dataset" if uses_labels else "pseudo"
     return CalibrationDraw(data, split, samples, labels, strategy, strategy.needs_features)
 
 
@@ -301,8 +293,7 @@ def _choose_split(name: str, splits: Collection[str], split: str | None, preferr
 
 def calibration_samples(data: DataSet, split: str, settings: Settings) -> Samples:
     """Draw the samples that the settings ask for, the same on every machine; candidates if features decide."""
-    rows = _calibration_rows(data, split, settings)
-    return data.samples(split, rows, labelled=_uses_labels(_columns_of(data, split, settings), settings))
+    return draw_from(data, replace(settings, split=split)).samples
 
 
 def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
@@ -311,7 +302,8 @@ def _columns_of(data: DataSet, split: str, settings: Settings) -> Columns:
     return data.columns if has_labels else replace(data.columns, label=None)
 
 
-def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int]:
+def _calibration_rows(data: DataSet, split: str, settings: Settings) -> tuple[list[int], Strategy]:
+    """Return the rows to calibrate on, or the candidates, and how they were drawn."""
     columns = _columns_of(data, split, settings)
     _require_labels(data.name, columns, settings)
     strategy = _strategy(data, split, settings)
@@ -320,14 +312,14 @@ def _calibration_rows(data: DataSet, split: str, settings: Settings) -> list[int
         _require_rows(strategy.n, size, f"split '{split}' of '{data.name}' has {size}")
         rows = data.usable_rows(split, draw_order(size, strategy.seed), strategy.n)
         _require_rows(strategy.n, len(rows), f"split '{split}' of '{data.name}' has {len(rows)} with a text to learn")
-        return rows
+        return rows, strategy
     labels = data.labels(split)
     if not labels:
         raise DataNotFoundError(
             f"split '{split}' of '{data.name}' has no labels", "choose another with --split, or use --labels pseudo"
         )
     _require_enough(data, split, strategy, Counter(labels.values()))
-    return strategy.rows(data.order(split, strategy.seed), labels)
+    return strategy.rows(data.order(split, strategy.seed), labels), strategy
 
 
 def _strategy(data: DataSet, split: str, settings: Settings) -> Strategy:
@@ -437,10 +429,10 @@ def draw_unlabelled(
     wanted = Settings(n=rows, seed=settings.seed, max_download=settings.max_download, evaluate=False)
     reader = _Reader(wanted, known_names, measure=False, reads=reads, calibration=columns)
     data, split = _open_unlabelled(reference, reader, drawn.data.config, hub)
-    taken = {digest for samples in used for digest in _digests(samples, image_alone=True)}
+    taken = {digest for samples in used for digest in digests(samples, image_alone=True)}
     order = draw_order(len(data.splits[split]), settings.seed)
-    digests = _digests(data.samples(split, order, labelled=False))
-    fresh = (index for index, digest in zip(order, digests, strict=True) if digest not in taken)
+    found = digests(data.samples(split, order, labelled=False))
+    fresh = (index for index, digest in zip(order, found, strict=True) if digest not in taken)
     chosen = data.usable_rows(split, fresh, count)
     if not chosen:
         raise SampleCountError(
@@ -475,96 +467,3 @@ def _open_unlabelled(reference: Any, reader: _Reader, config: str | None, hub: H
             raise
         remedy = "give unlabelled data with a split 'train' or only one, and with one configuration"
         raise DataNotFoundError(error.cause, remedy) from error
-
-
-def calibration_notices(drawn: CalibrationDraw, settings: Settings) -> list[str]:
-    """Return notices if calibration samples are few, of one class or of few of them, or if many rows have no label."""
-    data, split, notices = drawn.data, drawn.split, list[str]()
-    known, rows = len(data.class_names), len(data.splits[split])
-    classes = len({label for label in drawn.samples.labels if label >= 0})
-    if classes == 1:
-        notices.append("All calibration samples are of one class.")
-    elif classes and split in data.parts and 2 * classes < min(known, len(drawn.samples)):
-        notices.append(f"The samples are of {classes} of {known} classes, read from a part of the data set: see -k.")
-    if settings.n is None and settings.per_class is None and len(drawn.samples) < DEFAULT_SAMPLES:
-        notices.append(
-            f"Only {len(drawn.samples)} calibration samples were used, not the usual {DEFAULT_SAMPLES}: "
-            f"split '{split}' has {rows} rows."
-        )
-    kinds = column_kinds(data.splits[split]) if data.columns.image is not None and not data.labelled else {}
-    for name in (name for name in LABELS if name in kinds and name not in data.columns.names):
-        notices.append(f"The column '{name}' holds {kinds[name]}, no classes, and was not read.")
-    usable = len(data.labels(split)) if data.labelled and drawn.labels == "dataset" else rows
-    if rows - usable > MAX_UNLABELLED * rows:
-        lack = "no label" if data.columns.image is not None else "no label or no text"
-        notices.append(f"Of the {rows} rows of split '{split}', {rows - usable} have {lack} and were left out.")
-    return notices
-
-
-def class_notices(data: DataSet, measured: Samples | None) -> list[str]:
-    """Return notices about names that do not tell classes apart, and about classes that were not `measured`."""
-    names, notices = data.class_names, list[str]()
-    found = 0 if measured is None else len({label for label in measured.labels if label >= 0})
-    if measured is not None and found < len(names) and (found == 1 or 0 < 2 * found < min(len(names), len(measured))):
-        notices.append(
-            f"The {len(measured)} samples that were measured on are of {found} of {len(names)} classes: the results "
-            "say nothing about the others."
-        )
-    if len(set(names)) < len(names):
-        notices.append("Several classes have the same name and cannot be told apart.")
-    for one, other, *_ in near_duplicates(names)[:1]:
-        notices.append(
-            f"The classes '{names[one][:SHOWN]}' and '{names[other][:SHOWN]}' differ only in "
-            f"{difference(names[one], names[other])}, and were taken as two."
-        )
-    for label, name in islice(data.respelt.items(), 1):
-        more = f", and {len(data.respelt) - 1} more labels likewise" if len(data.respelt) > 1 else ""
-        notices.append(f"The label '{label[:SHOWN]}' was taken as the class '{name[:SHOWN]}'{more}.")
-    return notices
-
-
-def repeat_notices(drawn: CalibrationDraw, held_out: Samples | None) -> list[str]:
-    """Return notices about duplicate calibration samples, and `held_out` samples that were calibrated on."""
-    digests = list(_digests(drawn.samples))
-    distinct, notices = set(digests), []
-    if len(digests) - len(distinct) > MAX_DUPLICATES * len(digests):
-        notices.append(f"Of the {len(digests)} calibration samples only {len(distinct)} are different.")
-    if held_out is not None:
-        leaked = sum(digest in distinct for digest in _digests(held_out))
-        if leaked > MAX_LEAKED * len(held_out):
-            notices.append(f"Of the {len(held_out)} samples that were measured on, {leaked} were calibrated on.")
-    return notices
-
-
-def content_digest(samples: Samples) -> str:
-    """Hash the stored values of all samples together."""
-    return hashlib.blake2b(b"".join(_digests(samples)), digest_size=8).hexdigest()
-
-
-def _digests(samples: Samples, image_alone: bool = False) -> Iterator[bytes]:
-    """Hash each sample's stored values; with `image_alone`, a caption does not count."""
-    rows, image = samples.rows, samples.columns.image
-    names = [image] if image_alone and image is not None else list(samples.columns.parts.values())
-    if image is not None:
-        rows = undecoded(rows, image)
-    elif hasattr(rows, "select_columns"):
-        rows = rows.select_columns(names)
-    for index in samples.indices:
-        row = rows[index]
-        values = (_bytes_of(row[name], samples) for name in names)
-        yield hashlib.blake2b(b"".join(values), digest_size=16).digest()
-
-
-def _bytes_of(value: Any, samples: Samples) -> bytes:
-    """Return a value as bytes; of a data set from the Hub, no file outside of its own folder is opened."""
-    if isinstance(value, dict) and {"bytes", "path"} <= value.keys():
-        if value["bytes"] is not None:
-            return bytes(value["bytes"])
-        file = Path(str(value["path"]))
-        own = file_within(file, samples.folder) if samples.folder is not None else file
-        return own.read_bytes() if own is not None and own.is_file() else str(file).encode()
-    if hasattr(value, "tobytes"):  # PIL's images and numpy's arrays
-        return f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')} ".encode() + bytes(value.tobytes())
-    if hasattr(value, "numpy"):
-        return bytes(value.detach().cpu().contiguous().numpy().tobytes())
-    return repr(value).encode()

@@ -18,7 +18,8 @@ from hf_bico.alignment.objectives.base import Head, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead
 from hf_bico.arguments import EvaluateOptions, settings_of, takes
 from hf_bico.data.dataset import DataSet, Samples
-from hf_bico.data.draw import calibration_samples, class_notices, evaluation_split, open_data
+from hf_bico.data.draw import calibration_samples, evaluation_split, open_data
+from hf_bico.data.notices import class_notices
 from hf_bico.errors import (
     BaseMismatchError,
     DataNotFoundError,

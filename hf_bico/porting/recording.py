@@ -12,7 +12,8 @@ from typing import Any
 from hf_bico.alignment.methods.brief import BriefTrainer
 from hf_bico.alignment.methods.training import Trained
 from hf_bico.data.dataset import DataSet
-from hf_bico.data.draw import CalibrationDraw, Unlabelled, calibration_notices, class_notices, repeat_notices
+from hf_bico.data.draw import CalibrationDraw, Unlabelled
+from hf_bico.data.notices import calibration_notices, class_notices, repeat_notices
 from hf_bico.hub.benchmarks import benchmark_task
 from hf_bico.models.adapters.adapter import Adapter
 from hf_bico.models.adapters.config import LORA

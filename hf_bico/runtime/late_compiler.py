@@ -8,11 +8,11 @@ else is asked of them. Knows no command and no model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
@@ -20,7 +20,7 @@ COMPILER = "torch._dynamo"
 
 def postpone_compiler() -> None:
     """Let `torch._dynamo` be imported when it is first used, unless it has been imported already."""
-    if COMPILER not in sys.modules:
+    if COMPILER not in sys.modules and not _is_postponed():
         sys.meta_path.insert(0, _Finder())
 
 
@@ -61,8 +61,6 @@ class _Late:
         return value
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        if len(arguments) == 1 and not settings and isinstance(arguments[0], FunctionType):
-            return arguments[0]  # a decorator, which marks it
         return self._real()(*arguments, **settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,17 +85,18 @@ class _Late:
         return hash(self._real())
 
 
-def _mark(function: Any = None, recursive: bool = True, **settings: Any) -> Any:
-    """Return a function that the compiler shall leave alone as it is, or a decorator that does."""
+def _unmarked(function: Any = None, *_: Any, **settings: Any) -> Any:
+    """Return a function that is to be marked for the compiler as it is, or a decorator that does so."""
     return (lambda decorated: decorated) if function is None else function
 
 
-def _break() -> None:
-    """Split the graph that is being compiled: there is none."""
+def _no_break(*_: Any, **settings: Any) -> None:
+    """Do nothing: no graph is being compiled."""
 
 
-_WITHOUT_EFFECT = {"disable": _mark, "graph_break": _break}
-"""Functions that libraries call although nothing is compiled."""
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable", "disallow_in_graph", "forbid_in_graph")
+_WITHOUT_EFFECT: dict[str, Callable[..., Any]] = {**dict.fromkeys(_MARKS, _unmarked), "graph_break": _no_break}
+"""What libraries call although nothing is compiled."""
 
 
 def _is_postponed() -> bool:

@@ -57,17 +57,49 @@ def test_a_plan(models: Path) -> None:
     assert imported("plan", source, "--base", base, "--to", target) == set()
 
 
-def test_torch_compile_works_after_its_import_was_postponed() -> None:
-    code = (
-        "import sys\nfrom hf_bico.runtime.late_compiler import postpone_compiler\npostpone_compiler()\n"
-        "import open_clip, torch\n"
-        f"assert {COMPILER!r} not in sys.modules\n"
-        "step = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step\nstep()\n"
-        f"assert {COMPILER!r} not in sys.modules\n"
-        "compiled = torch.compile(torch.nn.Linear(2, 1), backend='eager')\n"
-        "assert compiled(torch.ones(3, 2)).shape == (3, 1)\n"
-        f"assert {COMPILER!r} in sys.modules\n"
-        "assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def run_postponed(*lines: str) -> None:
+    """Run these lines in a process that has postponed the compiler."""
+    start = ("import sys", "from hf_bico.runtime.late_compiler import postpone_compiler", "postpone_compiler()")
+    done = subprocess.run([sys.executable, "-c", "\n".join((*start, *lines))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_compile_works_after_its_import_was_postponed() -> None:
+    run_postponed(
+        "import open_clip, torch",
+        f"assert {COMPILER!r} not in sys.modules",
+        "step = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step",
+        "step()",
+        f"assert {COMPILER!r} not in sys.modules",
+        "compiled = torch.compile(torch.nn.Linear(2, 1), backend='eager')",
+        "assert compiled(torch.ones(3, 2)).shape == (3, 1)",
+        f"assert {COMPILER!r} in sys.modules",
+        "assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)",
+    )
+
+
+def test_a_function_that_is_not_a_mark_is_the_real_one() -> None:
+    run_postponed(
+        "import torch",
+        "def double(x):",
+        "    return 2 * x",
+        "assert torch._dynamo.assume_constant_result(double) is double",
+        f"assert {COMPILER!r} not in sys.modules",
+        "explained = torch._dynamo.explain(double)",
+        "assert explained is not double",
+        f"assert {COMPILER!r} in sys.modules",
+    )
+
+
+def test_the_compiler_is_postponed_once() -> None:
+    run_postponed(
+        "before = len(sys.meta_path)",
+        "postpone_compiler()",
+        "assert len(sys.meta_path) == before",
+        "import torch._dynamo",
+        "assert len(sys.meta_path) == before",
+        "torch._dynamo.reset()",
+        "assert len(sys.meta_path) == before - 1",
+        "postpone_compiler()",
+        "assert len(sys.meta_path) == before - 1",
+    )

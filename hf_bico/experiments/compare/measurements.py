@@ -18,12 +18,12 @@ from hf_bico.alignment.methods.base import Carrier, Method, Trainer
 from hf_bico.alignment.objectives.base import Heads
 from hf_bico.alignment.statistics import Kind
 from hf_bico.data.dataset import DataSet, Samples
+from hf_bico.data.digests import content_digest
 from hf_bico.data.draw import (
     EVALUATION_SPLITS,
     CalibrationDraw,
     Unlabelled,
     calibration_split,
-    content_digest,
     draw_from,
     evaluation_samples,
     open_data,
