@@ -21,6 +21,7 @@ from markdown_it import MarkdownIt
 from hf_bico.porting.task_vector import TaskVector
 from hf_bico.reports import pictures
 from hf_bico.reports.model_cards import render_card, write_card
+from hf_bico.reports.model_cards.sections import MAX_EXAMPLE
 from hf_bico.reports.pictures import record_picture
 from hf_bico.reports.record import (
     CandidateRecord,
@@ -845,6 +846,10 @@ def _site(record: Record, **changes: Any) -> Record:
     return replace(record, sites=[*record.sites, replace(some_sites(1)[0], **changes)])
 
 
+def _placed(record: Record, text: str) -> Record:
+    return _data(record, example=ExampleRecord(row=3), columns={"image": text}, split=text, config=text)
+
+
 FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "version": lambda record, text: replace(record, hf_bico=text),
     "model id": lambda record, text: _models(record, id=text),
@@ -894,9 +899,7 @@ FIELDS: dict[str, Callable[[Record, str], Record]] = {
     "versions": lambda record, text: replace(record, run=replace(record.run, versions={text: text})),
     "title": lambda record, text: _output(record, title=text),
     "example": lambda record, text: _data(record, example=ExampleRecord([text, text])),
-    "example's place": lambda record, text: _data(
-        record, example=ExampleRecord(row=3), columns={"image": text}, split=text, config=text
-    ),
+    "example's place": lambda record, text: _placed(record, text[:MAX_EXAMPLE]),
     "benchmark": lambda record, text: _data(record, benchmark=text),
 }
 
@@ -938,6 +941,11 @@ def test_no_text_breaks_the_card(fields: set[str], text: str, format: str, kind:
     wrong = {letter for letter in card if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
     assert not wrong
     assert len(card.encode()) < 60_000
+
+
+def test_an_image_behind_too_long_names_is_not_loaded() -> None:
+    assert "load_dataset" in render_card(_placed(a_record(), "x" * MAX_EXAMPLE))
+    assert "load_dataset" not in render_card(_placed(a_record(), "x" * (MAX_EXAMPLE + 1)))
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS))

@@ -41,8 +41,10 @@ class InDouble(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.float and args[0].dtype in (torch.float64, torch.int64):
-            return args[0].double()
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dtype != args[1].dtype:
+            args = tuple(factor.double() for factor in args)  # positions, by frequencies in float64
         if func is Tensor.to and args[0].dtype == torch.float64:
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32 and args and isinstance(args[0], Tensor):

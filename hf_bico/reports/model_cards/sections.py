@@ -186,7 +186,8 @@ class Example:
         if data is None or not data.commit or data.example is None:
             return None
         texts, row = [clean(text, MAX_EXAMPLE) for text in data.example.texts], data.example.row
-        is_image = row is not None and "image" in data.columns
+        names = [*data.columns.values(), data.split, data.config or ""]
+        is_image = row is not None and "image" in data.columns and max(map(len, names)) <= MAX_EXAMPLE
         return cls(data, texts, row if is_image else None) if is_image or any(texts) else None
 
     @property
