@@ -142,13 +142,15 @@ def collect(
     kinds: Collection[Kind],
     device: torch.device | None = None,
     at_once: bool = False,
+    compared: Collection[str] = (),
 ) -> Statistics:
     """Run every batch through both models, or only the target if that is enough, and sum the requested statistics.
 
+    At the `compared` sites of the target, the rows are also summed mispaired, each with one of another sample.
     The sums are kept on `device`, by default the CPU. With `at_once` the target's forward pass runs before the source's
     backward pass: both graphs are in memory, but the source's inputs are dropped before its gradients are kept.
     """
-    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"))
+    statistics = Statistics.zeros(pairs, kinds, device or torch.device("cpu"), compared)
 
     def add(kind: Kind, pair: SitePair, source_rows: Tensor, target_rows: Tensor) -> None:
         statistics.of(kind, pair).add(source_rows, target_rows)
@@ -293,9 +295,11 @@ class _Batch:
     """One batch: keeps the source's rows until they are paired with the target's."""
 
     source_text: TextRows | None = None
+    _samples = 0
+    """Images in the batch."""
 
     def __init__(self, runner: _Runner, consume: RowConsumer, statistics: Statistics) -> None:
-        self.runner, self._add, self._statistics = runner, consume, statistics
+        self.runner, self._consume, self._statistics = runner, consume, statistics
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -402,6 +406,13 @@ class _Batch:
         self._uses[kind, name] += 1
         return self._uses[kind, name] == uses[name] and not self.runner.of_expected
 
+    def _add(self, kind: Kind, pair: SitePair, source: Tensor, target: Tensor) -> None:
+        """Pass paired rows on; where that is asked for, sum them with rows of other samples of the batch too."""
+        self._consume(kind, pair, source, target)
+        mispaired = self._statistics.mispaired(kind, pair)
+        if mispaired is not None and len(target) > 1:
+            mispaired.add(source, target.roll(_far(len(target), 0 if pair.source.text else self._samples), 0))
+
     def _add_target(self, site: Site, gradients: Tensor) -> None:
         inputs, text = self._target_inputs[site.input], self._target_text
         if site.text and text is not None:
@@ -415,6 +426,7 @@ class _Batch:
     def _rows(self, pair: SitePair, source: Tensor, target: Tensor, gradients: bool = False) -> tuple[Tensor, Tensor]:
         """Pair the rows of both models, flattened to (rows, width); of texts, the tokens that both have."""
         if not pair.source.text:
+            self._samples = len(target)
             return pair_rows(source, target, *(side.tokens for side in self.runner.sides))
         source, target = _by_text(source, self.source_text), _by_text(target, self._target_text)
         if source.ndim == 2:
@@ -431,6 +443,15 @@ class _Batch:
         if key not in self._positions_on:
             self._positions_on[key] = to_device(positions, rows.device)
         return rows[self._positions_on[key]]
+
+
+def _far(rows: int, samples: int) -> int:
+    """Return how far to roll a batch's rows so that each meets one of another sample: of images, the same place in it.
+
+    >>> _far(rows=8, samples=4), _far(rows=9, samples=3), _far(rows=7, samples=0)
+    (4, 3, 3)
+    """
+    return samples // 2 * (rows // samples) if samples > 1 and rows % samples == 0 else rows // 2
 
 
 def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:

@@ -130,6 +130,17 @@ def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
     return groups
 
 
+def compared_sites(pairs: Sequence[SitePair]) -> frozenset[str]:
+    """Return the target's sites whose rows are mispaired too: of each role those of the first, middle and last block.
+
+    What mispaired rows score differs little between blocks, and their sums cost as much as those of the paired ones.
+    """
+    by_role: dict[tuple[str, str], list[str]] = {}
+    for pair in pairs:
+        by_role.setdefault((pair.target.tower, pair.target.role), []).append(pair.target.name)
+    return frozenset(names[place] for names in by_role.values() for place in (0, len(names) // 2, -1))
+
+
 def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:
     """Return the bytes of these pairs' sums in float64, shared inputs counted once."""
     total = FLOAT64 * sum(map(prod, _covariances(pairs, kinds)))
@@ -235,16 +246,21 @@ def needs_of(
 
     `ranks` are those of a LoRA by the source's tensors; `language` tells whether the loss is over a vocabulary.
     """
-    groups = solved_together(pairs)
+    groups, compared, paired_kinds = solved_together(pairs), compared_sites(pairs), {*kinds} - {"target gradients"}
     sources = list({pair.source.name: pair.source for pair in pairs}.values())
     target_sample = target.sample([pair.target for pair in pairs], language)
     changes = ((pair.target.shape, (ranks or {}).get(pair.source.weight.tensor)) for pair in pairs)
     adding = (
-        FLOAT64 * target.rows(pair.target) * sum(shape) for pair in pairs for shape in _covariances([pair], kinds)
+        target.rows(pair.target) * (FLOAT64 * sum(shape) + target.itemsize * shape[1])  # mispaired, they are copied
+        for pair in pairs
+        for shape in _covariances([pair], kinds)
     )
     return MemoryNeeds(
         weights=(source.weights, target.weights),
-        sums=tuple(sum_bytes(group, kinds) for group in groups),
+        sums=tuple(
+            sum_bytes(group, kinds) + sum_bytes([pair for pair in group if pair.target.name in compared], paired_kinds)
+            for group in groups
+        ),
         solver=max((solver_bytes(group, kinds) for group in groups), default=0),
         # a matrix or two factors for each pair
         carried=FLOAT32 * sum(prod(shape) if rank is None else rank * sum(shape) for shape, rank in changes),

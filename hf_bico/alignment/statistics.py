@@ -47,11 +47,13 @@ OF_EXPECTED_LOSSES = frozenset({Kind.EXPECTED_GRADIENTS, Kind.WEIGHTED_INPUTS})
 class CrossCovariance:
     """The sum X_A^T X_B over paired rows, with the energies of both sides, in float64.
 
-    A few rows are kept as they are: their map is solved in the small space that they span.
+    A few rows are kept as they are: their map is solved in the small space that they span. `mispaired`, if it is asked
+    for, sums the same rows, each with one of another sample: it shows what a score is worth.
     """
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, int], device: torch.device, with_mispaired: bool = False) -> None:
         self.shape, self.device = shape, device
+        self.mispaired = CrossCovariance(shape, device) if with_mispaired else None
         self._energies = [self._zeros(), self._zeros()]
         self._norms: tuple[list[Tensor], list[Tensor]] = ([], [])
         """Norms of batches whose energies are not summed yet."""
@@ -102,7 +104,8 @@ class CrossCovariance:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.total, *self.energies]
+        others = [] if self.mispaired is None else self.mispaired.tensors
+        return [self.total, *self.energies, *others]
 
     @property
     def norms(self) -> Tensor:
@@ -178,15 +181,19 @@ class Statistics:
     target_gradients: dict[str, ParameterGradient] = field(default_factory=dict)
 
     @classmethod
-    def zeros(cls, pairs: Iterable[SitePair], kinds: Collection[Kind], device: torch.device) -> Statistics:
-        """Return empty sums of these pairs."""
+    def zeros(
+        cls, pairs: Iterable[SitePair], kinds: Collection[Kind], device: torch.device, compared: Collection[str] = ()
+    ) -> Statistics:
+        """Return empty sums of these pairs; those of the `compared` sites of the target are mispaired too."""
         # processes add their sums to each other in this order, and the order of a set differs between them
         statistics = cls({kind: {} for kind in Kind if kind in kinds and kind not in OF_TARGET})
         for pair in pairs:
             for kind, sums in statistics.sums.items():
                 axis = 1 if kind in OF_INPUTS else 0
                 widths = pair.source.shape[axis], pair.target.shape[axis]
-                sums.setdefault(key_of(kind, pair), CrossCovariance(widths, device))
+                key, is_compared = key_of(kind, pair), pair.target.name in compared
+                if key not in sums or (is_compared and sums[key].mispaired is None):
+                    sums[key] = CrossCovariance(widths, device, is_compared)
             if Kind.TARGET_GRADIENTS in kinds:
                 statistics.target_gradients[pair.target.name] = ParameterGradient.zeros(*pair.target.shape, device)
         return statistics
@@ -218,6 +225,11 @@ class Statistics:
 
     def of(self, kind: Kind, pair: SitePair) -> CrossCovariance:
         return self.sums[kind][key_of(kind, pair)]
+
+    def mispaired(self, kind: Kind, pair: SitePair) -> CrossCovariance | None:
+        """Return the sum of mispaired rows, where it is asked for."""
+        sums = self.sums.get(kind, {}).get(key_of(kind, pair))
+        return None if sums is None else sums.mispaired
 
     def drop(self, pairs: Iterable[SitePair]) -> None:
         """Delete the sums of these pairs, and with them those that they share with other pairs."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_bico.alignment.calibration_pass import RowConsumer, Side, collect, pass_rows
-from hf_bico.alignment.memory import MemoryPlan, solved_together
+from hf_bico.alignment.memory import MemoryPlan, compared_sites, solved_together
 from hf_bico.alignment.methods.base import Carrier, MethodInputs, TransportedSite
 from hf_bico.alignment.objectives.base import Classifier, Heads, LikelyLabels, LossBatch
 from hf_bico.alignment.objectives.clip import ZeroShotHead
@@ -66,6 +66,8 @@ class Calibration:
     settings: Settings
     mispaired: bool = field(default=False, kw_only=True)
     keeps: bool = field(default=True, kw_only=True)
+    compares: bool = field(default=False, kw_only=True)
+    """Whether the scores at the start are compared with those of mispaired samples, in the same pass."""
     batch_size: int | None = field(default=None, init=False)
     """Batch size of the last pass over the samples."""
     _statistics: Statistics = field(default_factory=Statistics, init=False)
@@ -203,7 +205,7 @@ class Calibration:
                 return self.collect_statistics(kinds, pairs, self.memory_plan(kinds))
         if self.keeps and len(pairs) == len(models.pairs):
             return self.statistics(kinds)
-        return self.collect_statistics(kinds, pairs) if kinds else Statistics()
+        return self.collect_statistics(kinds, pairs, compares=self.compares) if kinds else Statistics()
 
     def readout(self, changes: Deltas) -> Readout:
         """Solve for a correction of the final projection of the target with these changes.
@@ -254,13 +256,17 @@ class Calibration:
         return self._memory_plans[needed]
 
     def collect_statistics(
-        self, kinds: Collection[Kind], pairs: Sequence[SitePair], memory: MemoryPlan | None = None
+        self,
+        kinds: Collection[Kind],
+        pairs: Sequence[SitePair],
+        memory: MemoryPlan | None = None,
+        compares: bool = False,
     ) -> Statistics:
-        """Collect statistics of some pairs in a pass of their own."""
+        """Collect statistics of some pairs in a pass of their own, some with those of mispaired rows beside them."""
         memory = memory or self.memory_plan(kinds)
         with self.watch("calibrate"):
             if not self.mispaired:
-                return self._run_pass(kinds, pairs, memory)
+                return self._run_pass(kinds, pairs, memory, compares=compares)
             require_enough_to_mispair(len(self.drawn_samples))
             statistics = Statistics()
             for shift, some in ((1, OF_INPUTS & set(kinds)), (3, set(kinds) - OF_INPUTS - OF_TARGET)):
@@ -272,16 +278,22 @@ class Calibration:
             return statistics
 
     def _run_pass(
-        self, kinds: Collection[Kind], pairs: Sequence[SitePair], memory: MemoryPlan, shift: int = 0
+        self,
+        kinds: Collection[Kind],
+        pairs: Sequence[SitePair],
+        memory: MemoryPlan,
+        shift: int = 0,
+        compares: bool = False,
     ) -> Statistics:
         """Run both models over the samples, of which the source reads those from number `shift` on."""
         models = self.models
+        compared = compared_sites(models.pairs) if compares else ()
 
         def run(size: int, checkpointing: bool = memory.checkpointing) -> Statistics:
             self.batch_size = size
             passes = self._passes(size, set(kinds), shift)
             sides = self._sides(checkpointing, memory.lean)
-            return collect(pairs, *sides, passes, kinds, models.device, memory.at_once)
+            return collect(pairs, *sides, passes, kinds, models.device, memory.at_once, compared)
 
         leaner = None if memory.checkpointing else partial(run, checkpointing=True)
         statistics = halving_batches(memory.batch_size, run, leaner)

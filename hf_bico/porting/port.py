@@ -205,6 +205,7 @@ def _calibration(prepared: PreparedPort, watch: Stopwatch, mispaired: bool = Fal
         replace(settings, readout=False) if mispaired else settings,
         mispaired=mispaired,
         keeps=False,
+        compares=not mispaired,
     )
 
 

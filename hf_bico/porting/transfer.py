@@ -275,6 +275,8 @@ def energy_report(
                 rank_out=None if r_out is None else r_out.rank,
                 score_in=None if r_in is None else r_in.score,
                 score_out=None if r_out is None else r_out.score,
+                mispaired_in=None if r_in is None else r_in.mispaired,
+                mispaired_out=None if r_out is None else r_out.mispaired,
                 unseen=result.unseen,
                 distance=None if apart is None else apart.distance,
                 cosine=None if apart is None else apart.cosine,

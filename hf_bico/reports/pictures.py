@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from io import BytesIO
 from math import ceil, inf, isfinite, isnan
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.models.layout import TEXT_SIDE
@@ -107,6 +108,8 @@ PANELS = {
     "score_out": "score out (1 is best)",
     "unseen": "unseen energy (0 is best)",
 }
+MISPAIRED = {"score_in": "mispaired_in", "score_out": "mispaired_out"}
+"""What the same values are for samples that do not belong together."""
 SIDE_BY_SIDE = 16
 """Panels stand side by side up to so many blocks, else one above the other."""
 MAX_NUMBERED = 13
@@ -125,6 +128,7 @@ _VIRIDIS = bytes.fromhex(
 # sizes of the picture, its parts and its letters in pixels
 _WIDTH, _ROW, _LOW_ROW, _ABOVE, _BELOW, _BETWEEN, _BAR, _GAP = 1440, 50, 40, 48, 76, 58, 25, 11
 _TINY, _SMALL, _LARGE = 14, 21, 25
+_STRIP = 34
 
 
 def record_picture(record: Record) -> bytes | None:
@@ -179,6 +183,15 @@ class HeatMap:
         outside = any(_is_outside(site) for site in self.drawable)
         return [*range(max(self.blocks, _depth(self.drawable))), *([None] if outside else [])]
 
+    def mispaired(self, value: str) -> np.ndarray[Any, Any] | None:
+        """Return what mispaired samples score in each row, as one column; None where nothing is known of it."""
+        import numpy as np
+
+        name = MISPAIRED.get(value)
+        scores = [[_share(getattr(site, name)) for site in row] for row in self.rows.values()] if name else []
+        known = [[score for score in row if score is not None] for row in scores]
+        return np.array([[fmean(row) if row else np.nan] for row in known]) if any(known) else None
+
     def values(self, value: str) -> np.ndarray[Any, Any]:
         """Return rows by columns, the mean of several sites; NaN if none was carried, infinity if none can be there."""
         import numpy as np
@@ -194,13 +207,18 @@ class HeatMap:
             ]
             values[row, possible] = np.nan
             for site in sites:
-                number = getattr(site, value)
-                if number is not None and isfinite(number):
+                number = _share(getattr(site, value))
+                if number is not None:
                     cell = (row, places[block_of(site)])
-                    cells.setdefault(cell, []).append(min(max(number, 0.0), 1.0))
+                    cells.setdefault(cell, []).append(number)
         for cell, numbers in cells.items():
             values[cell] = sum(numbers) / len(numbers)
         return values
+
+
+def _share(number: float | None) -> float | None:
+    """Return a number within 0 and 1; None for one that is not finite."""
+    return None if number is None or not isfinite(number) else min(max(number, 0.0), 1.0)
 
 
 def is_of_text_tower(site: SiteRecord) -> bool:
@@ -238,14 +256,23 @@ def _draw(heat_map: HeatMap) -> bytes | None:
     left = 2 * _GAP + max(ceil(font(_SMALL).getlength(label)) for label in labels)
     right = _WIDTH - _BAR - 3 * _GAP - ceil(font(_SMALL).getlength("worst"))
     width = (right - left + 2 * _GAP) // across - 2 * _GAP
+    strip = max(width // (len(columns) + 1), _STRIP)
+    scores = {value: heat_map.mispaired(value) for value in panels}
     bottom = _ABOVE + down * (height + _BETWEEN) - _BETWEEN
     picture = Image.new("RGB", (_WIDTH, bottom + _BELOW), "white")
     pen = ImageDraw.Draw(picture)
     for number, (value, title) in enumerate(panels.items()):
         row, column = divmod(number, across)
-        panel = _Panel(pen, left + column * (width + 2 * _GAP), _ABOVE + row * (height + _BETWEEN), width, height)
+        x, y = left + column * (width + 2 * _GAP), _ABOVE + row * (height + _BETWEEN)
+        mispaired = scores[value]
+        is_narrow = mispaired is not None or (down > 1 and any(one is not None for one in scores.values()))
+        panel = _Panel(pen, x, y, width - (strip + _GAP if is_narrow else 0), height)
         panel.fill(heat_map.values(value), small_is_good=value == "unseen")
         panel.text(0, -_GAP, title, "ls", _LARGE)
+        if mispaired is not None:
+            beyond = _Panel(pen, x + width - strip, y, strip, height)
+            beyond.fill(mispaired, small_is_good=False, of=len(columns))
+            beyond.text(strip, -_GAP, "mispaired", "rs")
         if column == 0:
             for index, label in enumerate(labels):
                 panel.text(-_GAP, (index + 0.5) * height / len(labels), label, "rm")
@@ -270,12 +297,16 @@ class _Panel:
     width: int
     height: int
 
-    def fill(self, values: np.ndarray[Any, Any], small_is_good: bool) -> None:
-        """Draw the cells, bright if good, grey if not carried, empty if no site can be there."""
+    def fill(self, values: np.ndarray[Any, Any], small_is_good: bool, of: int = 0) -> None:
+        """Draw the cells, bright if good, grey if not carried, empty if no site can be there.
+
+        Numbers are printed as they are in a map `of` so many columns, by default its own.
+        """
         from numpy import ndenumerate
 
         rows, columns = values.shape
-        line, size = (3 if columns <= 30 else 2), (_SMALL if columns <= 6 else _TINY)
+        across = of or columns
+        line, size = (3 if across <= 30 else 2), (_SMALL if across <= 6 else _TINY)
         for (row, column), value in ndenumerate(values):
             if value == inf:
                 continue
@@ -284,8 +315,8 @@ class _Panel:
             y, bottom = (at * self.height // rows for at in (row, row + 1))
             box = (self.x + x, self.y + y, self.x + right - line, self.y + bottom - line)
             self.pen.rectangle(box, _NOT_CARRIED if isnan(value) else _colour(goodness))
-            if columns <= MAX_NUMBERED and not isnan(value):
-                text = f"{value:.2f}" if columns <= 6 else f"{value:.2f}".lstrip("0")
+            if across <= MAX_NUMBERED and not isnan(value):
+                text = f"{value:.2f}" if across <= 6 else f"{value:.2f}".lstrip("0")
                 ink = "black" if goodness > 0.6 else "white"
                 self.text((x + right - line) / 2, (y + bottom - line) / 2, text, "mm", size, ink)
 

@@ -301,7 +301,8 @@ class SiteRecord:
     """One carried site.
 
     `energy` is the share of the task vector's energy in its source's weight and bias, `unseen` the share of the
-    weight's energy in directions that calibration did not see. In an adapter, `rank` is that of the weight's factors
+    weight's energy in directions that calibration did not see. Of some sites, `mispaired_in` and `mispaired_out` are
+    the scores of samples that do not belong together. In an adapter, `rank` is that of the weight's factors
     (absent if it is exact) and `kept` the share of the carried weight's energy that they hold. `distance` and `cosine`
     say how far the two bases' weights are apart here, |W_B - W_A| / |W_A|, where they have the same shape.
     """
@@ -321,6 +322,8 @@ class SiteRecord:
     kept: Share | None = None
     distance: Amount | None = None
     cosine: Annotated[float, Within(-1.05, 1.05)] | None = None
+    mispaired_in: Share | None = None
+    mispaired_out: Share | None = None
 
 
 @dataclass(frozen=True)

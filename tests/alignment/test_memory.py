@@ -36,6 +36,7 @@ from hf_bico.alignment.memory import (
     MemoryPlan,
     ModelFootprint,
     SampleBytes,
+    compared_sites,
     needs_of,
     plan_memory,
     solved_together,
@@ -314,7 +315,7 @@ def test_a_batch_takes_what_the_budget_says(way: MemoryMode, kinds: frozenset[Ki
     def run() -> Statistics:
         sides = [Side(live, live.layout.tokens, way.checkpointing, way.lean) for live in (source, target)]
         batches = [(asked(source, images[0]), asked(target, images[1]))] * 2
-        return collect(pairs, *sides, batches, kinds, at_once=way.at_once)
+        return collect(pairs, *sides, batches, kinds, at_once=way.at_once, compared=compared_sites(pairs))
 
     taken = allocated(run, tmp_path / "trace.json") - sum(needs.sums)
     assert 0.75 < taken / (4 * needs.of_sample(way)) < 1

@@ -102,17 +102,7 @@ class Case:
 
     def ported(self, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
         """What the package adds to each target site."""
-        ported = hf_bico.port(
-            self.tuned,
-            to=self.folders[1],
-            base=self.folders[0],
-            data=self.rows,
-            n=SAMPLES,
-            class_names=CLASS_NAMES,
-            batch_size=batch_size,
-            evaluate=False,
-            **PAPER,
-        )
+        ported = self.port(batch_size)
         target = Model.open(self.folders[1], "the target")
         for site in ported.report.sites:
             assert site.score_in == pytest.approx(self.score("inputs", site.name), rel=1e-4)
@@ -125,6 +115,19 @@ class Case:
             )
             for site in target.layout.main_sites
         }
+
+    def port(self, batch_size: int) -> hf_bico.Ported:
+        return hf_bico.port(
+            self.tuned,
+            to=self.folders[1],
+            base=self.folders[0],
+            data=self.rows,
+            n=SAMPLES,
+            class_names=CLASS_NAMES,
+            batch_size=batch_size,
+            evaluate=False,
+            **PAPER,
+        )
 
 
 def assert_agree(case: Case, batch_size: int) -> None:
@@ -143,6 +146,25 @@ def assert_agree(case: Case, batch_size: int) -> None:
 @pytest.mark.parametrize("shapes", PAIRS.values(), ids=PAIRS.keys())
 def test_streamed_port_equals_the_reference(shapes: tuple[Toy, Toy], tmp_path: Path) -> None:
     assert_agree(Case(tmp_path, shapes, ("open_clip", "open_clip")), batch_size=SAMPLES)
+
+
+def test_mispaired_scores_are_those_of_the_other_half_of_the_samples(tmp_path: Path) -> None:
+    """The i-th drawn sample of the source meets the (i + 12)-th of the target, in three of the blocks."""
+    case = Case(tmp_path, (NARROW.but(blocks=4), WIDE.but(blocks=4)), ("open_clip", "open_clip"))
+    record = case.port(SAMPLES).record
+    measured = {site.name: site for site in record.sites if site.mispaired_in is not None}
+    roles = ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down")
+    assert set(measured) == {"proj", *(f"blocks.{block}.{role}" for block in (0, 2, 3) for role in roles)}
+    for name, site in measured.items():
+        origin = reference.source_site(name, 4, 4)
+        for kind, score in (("inputs", site.mispaired_in), ("gradients", site.mispaired_out)):
+            first, second = (
+                getattr(seen, kind)[one][record.data.indices]
+                for seen, one in zip(case.seen, (origin, name), strict=True)
+            )
+            first = reference.resized(first, case.toys[0].grid, case.toys[1].grid)
+            found = reference.align(first, second.roll(SAMPLES // 2, 0), case.toys[1].grid, case.toys[1].grid)
+            assert score == pytest.approx(float(found.values.sum() / (first.norm() * second.norm())), rel=1e-4), name
 
 
 def test_surroundings_do_not_matter(tmp_path: Path) -> None:

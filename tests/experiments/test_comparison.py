@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,7 +235,7 @@ def test_a_line_with_an_alpha_has_its_methods_colour_and_a_style_of_its_own(tmp_
     cells = [Cell("x", name, 0.5, n=n, seed=0) for name in names for n in (10, 20)]
     found = compared([*cells, Cell("x", "naive@1", 0.4)])
     assert found.draw(tmp_path / "x.png")
-    [panel] = _panels(found.rows())
+    [panel] = _panels(found.rows(), {})
     styles = {line.key.method: line.style for line in panel.lines}
     assert {styles[name]["color"] for name in names} == {method_style("bico")[0]}
     assert [styles[name]["label"] for name in names] == ["BiCo, alpha 0.5", "BiCo, alpha 1", "BiCo"]
@@ -326,6 +327,45 @@ def test_the_picture_shows_every_method_in_its_colour(tmp_path: Path, sizes: tup
     found = (tmp_path / "x.png").read_bytes()
     assert b"Software" not in found
     assert {(0xD5, 0x5E, 0), (0, 0x72, 0xB2), (0, 0x9E, 0x73), (0xCC, 0x79, 0xA7), (0x33,) * 3} <= colours(found)
+
+
+def test_what_the_held_out_samples_leave_uncertain_is_shaded() -> None:
+    """In percent, 1.96 times the standard error of the mean of the data sets' accuracies."""
+    about = {"evaluation": {"x": {"samples": 100}, "y": {"samples": 400}}}
+    cells = [Cell(data, "target", value) for data, value in (("x", 0.5), ("y", 0.2))]
+    found = compared([*cells, *(Cell(data, "bico", 0.6, n=10, seed=0) for data in ("x", "y"))], about=about)
+    figure = found.draw()
+    assert figure is not None
+    [axes] = figure.axes
+    by_hand = 100 * 1.96 * ((0.5 * 0.5 / 100 + 0.2 * 0.8 / 400) ** 0.5 / 2)
+    widths = [patch.get_width() for patch in axes.patches]
+    assert widths[0] == pytest.approx(2 * by_hand)
+    assert "500 held-out samples in all" in axes.get_xlabel()
+
+    curves = compared([*found.cells, *(Cell(data, "bico", 0.6, n=20, seed=0) for data in ("x", "y"))], about=about)
+    figure = curves.draw()
+    assert figure is not None
+    [axes] = figure.axes
+    [band] = axes.patches
+    assert band.get_height() == pytest.approx(2 * by_hand)
+    assert "the target's 95% interval" in axes.get_xlabel()
+
+
+@pytest.mark.parametrize("about", [{}, {"evaluation": {"x": {"samples": "many"}}}, {"merged": [{}, 3]}, {"merged": 3}])
+def test_without_the_number_of_held_out_samples_nothing_is_shaded(about: dict[str, Any]) -> None:
+    figure = compared([Cell("x", "target", 0.5), Cell("x", "bico", 0.6, n=10, seed=0)], about=about).draw()
+    assert figure is not None
+    assert not figure.axes[0].patches
+    assert "shaded" not in figure.axes[0].get_xlabel()
+
+
+def test_merged_comparisons_keep_their_numbers_of_held_out_samples() -> None:
+    parts = [
+        compared([Cell("x", "target", 0.5)], about={"evaluation": {"x": {"samples": count}}, "part": count})
+        for count in (10, 20)
+    ]
+    merged = Comparison.merged([part.prefixed(f"{number}: ") for number, part in enumerate(parts)])
+    assert merged.held_out == {"0: x": 10, "1: x": 20}
 
 
 def test_a_users_own_style_does_not_change_the_picture(tmp_path: Path) -> None:

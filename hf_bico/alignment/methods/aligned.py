@@ -6,7 +6,7 @@ R_out^T B and A R_in. Knows statistics and maps; not models or samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 
 from hf_bico.alignment.methods.base import Carrier, MapQuality, MethodInputs, SiteDelta, TransportedSite
 from hf_bico.alignment.procrustes import OrthogonalMap, polar
-from hf_bico.alignment.statistics import Kind, key_of
+from hf_bico.alignment.statistics import CrossCovariance, Kind, key_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.low_rank import between, energy
+
+Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
+"""R_in and R_out of a pair of sites."""
 
 
 class Aligner(Carrier):
@@ -49,17 +52,24 @@ class Aligner(Carrier):
             for kind in wanted[pair.target.name]
             if kind is not None
         }
-        norms = torch.stack([one.norms for one in sums.values()]).tolist()
+        maps = self._solved(sums)
+        others = {key: one.mispaired for key, one in sums.items() if one.mispaired is not None}
+        mispaired = self._solved({key: one for key, one in others.items() if one.norms > 0})  # a lone row has no other
+
+        def of(solved: Mapping[Any, OrthogonalMap], pair: SitePair) -> Maps:
+            first, second = (
+                None if kind is None else solved.get((kind, key_of(kind, pair))) for kind in wanted[pair.target.name]
+            )
+            return first, second
+
+        self.maps: dict[str, Maps] = {pair.target.name: of(maps, pair) for pair in pairs}
+        self._mispaired: dict[str, Maps] = {pair.target.name: of(mispaired, pair) for pair in pairs}
+
+    def _solved(self, sums: Mapping[Any, CrossCovariance]) -> dict[Any, OrthogonalMap]:
+        """Return the map of each sum."""
+        norms = torch.stack([one.norms for one in sums.values()]).tolist() if sums else []
         solved = polar([one.evidence for one in sums.values()], norms, self.settings.completion)
-        maps: dict[Any, OrthogonalMap] = dict(zip(sums, solved, strict=True))
-
-        def of(kind: Kind | None, pair: SitePair) -> OrthogonalMap | None:
-            return None if kind is None else maps[kind, key_of(kind, pair)]
-
-        self.maps: dict[str, tuple[OrthogonalMap | None, OrthogonalMap | None]] = {
-            pair.target.name: (of(wanted[pair.target.name][0], pair), of(wanted[pair.target.name][1], pair))
-            for pair in pairs
-        }
+        return dict(zip(sums, solved, strict=True))
 
     def carry(self, pair: SitePair, delta: SiteDelta) -> TransportedSite:
         maps = self.maps[pair.target.name]
@@ -78,7 +88,10 @@ class Aligner(Carrier):
                 unseen = max(0.0, 1.0 - energy(seen) / energy(delta.weight))
         if delta.bias is not None:
             bias = delta.bias.to(r_out) @ r_out
-        input_map, output_map = (None if one is None else MapQuality(one.rank, one.score) for one in maps)
+        input_map, output_map = (
+            None if one is None else MapQuality(one.rank, one.score, other.score if other is not None else None)
+            for one, other in zip(maps, self._mispaired[pair.target.name], strict=True)
+        )
         return TransportedSite(SiteDelta(weight, bias), input_map, output_map, unseen)
 
 

@@ -47,10 +47,11 @@ class SiteDelta:
 
 @dataclass(frozen=True)
 class MapQuality:
-    """Numerical rank of an orthogonal map, and how well it aligns the rows."""
+    """Numerical rank of an orthogonal map, how well it aligns the rows, and how well one aligns `mispaired` rows."""
 
     rank: int
     score: float
+    mispaired: float | None = None
 
 
 @dataclass(frozen=True)

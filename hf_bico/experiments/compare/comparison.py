@@ -107,12 +107,23 @@ class Comparison:
 
     def prefixed(self, prefix: str) -> Comparison:
         """Return a copy with `prefix` before the name of each data set."""
+        evaluation = self.about.get("evaluation")
+        named = {prefix + data: one for data, one in evaluation.items()} if isinstance(evaluation, dict) else None
         return replace(
             self,
+            about=self.about if named is None else {**self.about, "evaluation": named},
             cells=tuple(replace(cell, data=prefix + cell.data) for cell in self.cells),
             refusals=tuple(one if one.data is None else replace(one, data=prefix + one.data) for one in self.refusals),
             data_sets=tuple(prefix + data for data in self.data_sets),
         )
+
+    @property
+    def held_out(self) -> dict[str, int]:
+        """The number of held-out samples of each data set, as far as it is known."""
+        merged = self.about.get("merged")
+        parts = [part for part in merged if isinstance(part, dict)] if isinstance(merged, list) else None
+        abouts = [self.about] if parts is None else [part.get("about") for part in parts]
+        return {data: count for about in abouts for data, count in _held_out(about).items()}
 
     def rows(self) -> tuple[Row, ...]:
         """Return the means over seeds and data sets: references, methods without samples, then by number of samples."""
@@ -208,7 +219,7 @@ class Comparison:
     @translate_errors()
     def draw(self, path: Path | str | None = None) -> Figure | None:
         """Draw accuracy against the number of samples, into a PNG if a path is given; None without numbers."""
-        figure = drawn(self.rows(), self.data_sets, self.title)
+        figure = drawn(self.rows(), self.data_sets, self.title, self.held_out)
         if path is not None and figure is None:
             Path(path).unlink(missing_ok=True)  # that of an earlier comparison would be taken for this one's
         elif path is not None and figure is not None:
@@ -218,7 +229,7 @@ class Comparison:
     @translate_errors()
     def save(self, folder: Path | str) -> tuple[Path, ...]:
         """Write comparison.csv, .json, .md and .png, each atomically, and return the files that were written."""
-        image = picture(self.rows(), self.data_sets, self.title)
+        image = picture(self.rows(), self.data_sets, self.title, self.held_out)
         content = (self.to_csv(), self.to_json(), self.to_markdown(), image)
         return write_files(Path(folder), dict(zip(RESULT_FILES, content, strict=True)))
 
@@ -227,6 +238,16 @@ class Comparison:
     def load(cls, folder: Path | str) -> Comparison:
         """Read what `save` wrote."""
         return cls.from_json(read_text(Path(folder), JSON_FILE, "a comparison"))
+
+
+def _held_out(about: Any) -> dict[str, int]:
+    """Return the numbers of samples that a comparison's `about`, perhaps of a file, has for its data sets."""
+    evaluation = about.get("evaluation") if isinstance(about, dict) else None
+    counts = {
+        data: one.get("samples") if isinstance(one, dict) else None
+        for data, one in (evaluation.items() if isinstance(evaluation, dict) else ())
+    }
+    return {data: count for data, count in counts.items() if isinstance(count, int) and count > 0}
 
 
 def text_table(rows: Sequence[Row], data_sets: Sequence[str]) -> str:

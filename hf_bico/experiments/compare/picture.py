@@ -1,15 +1,16 @@
 """Draws the rows of a comparison: accuracy against the number of calibration samples, one curve per method.
 
-With a single number of samples, each method is one line of points instead.
+With a single number of samples, each method is one line of points instead. What the number of held-out samples leaves
+uncertain is shaded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import exp, log
+from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any
 
 from hf_bico.experiments.compare.cells import CellKey, Row, split_method
@@ -28,6 +29,7 @@ REFERENCE_STYLES = {
     "target fine-tuned": ("#888888", "*"),
 }
 _OTHERS = ((GREEN, "1"), (BLUE, "2"), (PINK, "3"), (ORANGE, "4"))
+_SHADE = 0.15
 REFERENCE_LINES = {"target": (0, (6, 3)), "source": (0, (1, 1.5)), "target fine-tuned": (0, (6, 2, 1, 2))}
 
 
@@ -47,6 +49,7 @@ class _Line:
     key: CellKey
     rows: tuple[Row, ...]
     dots: int = 0
+    held_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def means(self) -> list[float]:
@@ -55,6 +58,15 @@ class _Line:
     @property
     def errors(self) -> list[float]:
         return [self._scale * (row.average.std or 0.0) for row in self.rows if row.average is not None]
+
+    @property
+    def interval(self) -> float | None:
+        """Half of the 95% interval of the last mean, by the number of held-out samples; None of a loss."""
+        values = self.rows[-1].values
+        if self.rows[0].is_loss or not values.keys() <= self.held_out.keys():
+            return None
+        variances = [one.mean * (1 - one.mean) / self.held_out[data] for data, one in values.items()]
+        return self._scale * 1.96 * sqrt(sum(variances)) / len(variances)
 
     @property
     def _scale(self) -> float:
@@ -104,22 +116,26 @@ class _Panel:
         return max(3.6, 0.21 * len(self.lines)) if len(self.sizes) > 1 else 0.7 + 0.27 * len(self.lines)
 
 
-def picture(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> bytes | None:
+def picture(
+    rows: Sequence[Row], data_sets: Sequence[str], title: str, held_out: Mapping[str, int] | None = None
+) -> bytes | None:
     """Draw a PNG with a panel for each protocol and way to count samples; None if no average is known.
 
-    The same rows give the same bytes.
+    The same rows give the same bytes. `held_out` has the number of held-out samples of each data set.
     """
-    figure = drawn(rows, data_sets, title)
+    figure = drawn(rows, data_sets, title, held_out)
     return None if figure is None else rendered(figure)
 
 
-def drawn(rows: Sequence[Row], data_sets: Sequence[str], title: str) -> Figure | None:
+def drawn(
+    rows: Sequence[Row], data_sets: Sequence[str], title: str, held_out: Mapping[str, int] | None = None
+) -> Figure | None:
     """Draw the same as a figure."""
-    panels = _panels([row for row in rows if row.average is not None])
+    panels = _panels([row for row in rows if row.average is not None], held_out or {})
     return styled(lambda: _draw(panels, data_sets, title)) if panels else None
 
 
-def _panels(rows: Sequence[Row]) -> list[_Panel]:
+def _panels(rows: Sequence[Row], held_out: Mapping[str, int]) -> list[_Panel]:
     sized = [row for row in rows if row.size is not None]
     # the rows are in order: protocols, then sizes in all before sizes of each class
     kinds = dict.fromkeys((row.protocol, row.per_class is not None) for row in sized or rows)
@@ -130,7 +146,7 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
             if row.protocol == protocol and (row.size is None or (row.per_class is not None) == per_class):
                 lines.setdefault(replace(row.key, n=None, per_class=None), []).append(row)
         split = [
-            _Line(key, part, dots.get(key.method, 0))
+            _Line(key, part, dots.get(key.method, 0), held_out)
             for key, own in lines.items()
             for flat in (True, False)
             if (part := tuple(row for row in own if (row.size is None) == flat))
@@ -183,12 +199,17 @@ def _draw_curves(axes: Axes, panel: _Panel, quantity: str) -> None:
         handles.append((line, axes.errorbar(positions, line.means, **bars, **line.style)))
     flat = [line for line in panel.lines if line.flat]
     handles += [(line, axes.axhline(line.means[0], **{**line.style, "marker": ""})) for line in flat]
+    shaded = [line for line in flat if line.key.method == "target" and line.interval]
+    for line in shaded:
+        low, high = (line.means[0] + sign * (line.interval or 0.0) for sign in (-1, 1))
+        axes.axhspan(low, high, color=line.style["color"], alpha=_SHADE, linewidth=0, zorder=1)
     handles.sort(key=lambda pair: -pair[0].means[-1])
     axes.set_xscale("log")
     axes.margins(y=0.06)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xticks([], minor=True)
     note = "; bars: standard deviation over draws" if any(any(line.errors) for line in curves) else ""
+    note += f"\nshaded: the target's {_interval(shaded[0])}" if shaded else ""
     axes.set_xlabel(f"calibration samples{' of each class' if panel.per_class else ''}{note}")
     axes.set_ylabel(quantity)
     labels = [line.key.label for line, _ in handles]
@@ -202,11 +223,26 @@ def _draw_points(axes: Axes, panel: _Panel, quantity: str) -> None:
     for number, line in enumerate(ordered):
         style = {**line.style, "linestyle": "none"}
         axes.errorbar(line.means, [number], xerr=line.errors, capsize=2, elinewidth=1.0, markeredgewidth=1.0, **style)
+        if line.interval:
+            low, width = line.means[0] - line.interval, 2 * line.interval
+            axes.barh(number, width, 0.5, low, color=line.style["color"], alpha=_SHADE, linewidth=0, zorder=1)
         if line.rows[0].is_reference:
             axes.axvline(line.means[0], **{**line.style, "marker": "", "linewidth": 0.9, "zorder": 1})
+    axes.use_sticky_edges = False
     axes.set_yticks(range(len(ordered)), [line.key.label for line in ordered])
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.tick_params(axis="y", length=0)
     unit = " of each class" if panel.per_class else ""
     samples = f"; {panel.sizes[0]} calibration samples{unit}" if panel.sizes else ""
-    axes.set_xlabel(quantity + samples)
+    shaded = next((f"\nshaded: {_interval(line)}" for line in ordered if line.interval), "")
+    axes.set_xlabel(quantity + samples + shaded)
+
+
+def _interval(line: _Line) -> str:
+    """Say what is shaded.
+
+    Two models that are measured on the same samples often err alike: of their difference, less is uncertain.
+    """
+    counts = [line.held_out[data] for data in line.rows[-1].values]
+    unit = "" if len(counts) == 1 else " in all"
+    return f"95% interval for {sum(counts):,} held-out samples{unit}"

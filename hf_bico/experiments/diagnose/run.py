@@ -161,7 +161,8 @@ class _Measurement:
         self.calibration = self._calibration(watch, self.settings)
 
     def _calibration(self, watch: Stopwatch, settings: Settings, keeps: bool = False) -> Calibration:
-        return Calibration(self.models, self.drawn, self.heads, watch, settings, keeps=keeps)
+        kept = {"keeps": keeps, "compares": not keeps}
+        return Calibration(self.models, self.drawn, self.heads, watch, settings, **kept)
 
     def diagnosis(self, tuned: FineTune | None, methods: Sequence[str], checkpoints: Sequence[FineTune]) -> Diagnosis:
         lineage, settings = self.models.lineage, self.settings

@@ -179,6 +179,12 @@ class PortCard(Card):
         return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])).capitalize()
 
     @property
+    def shows_mispaired(self) -> bool:
+        """True if the picture compares the scores with those of mispaired samples."""
+        scores = ((site.mispaired_in, site.mispaired_out) for site in self.record.sites)
+        return any(score is not None for pair in scores for score in pair)
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """Time to make the port, and to measure it."""
         seconds = self.record.run.seconds
