@@ -561,7 +561,7 @@ class Settings:
             raise UsageError(f"--rank was given with --format {self.format}", "use --rank with --format adapter")
         if self.labels == "pseudo" and self.objective not in ("auto", *PREDICTING):
             raise UsageError(
-                "pseudo-labels are what an objective predicts that tells classes apart, and this one does not",
+                "pseudo-labels need an objective that predicts classes, and this one does not",
                 "leave one of the two out",
             )
         if self.bold and not self.finds_alpha:

@@ -89,7 +89,7 @@ def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if planned.lineage.other_function is not None:
-        problems.append("the fine-tuned model computes something else than its base (--base, --force)")
+        problems.append("the fine-tuned model and its base are configured differently (--base, --force)")
     if planned.head_refusal is not None:
         problems.append("the fine-tuned model's head cannot be carried")
     if planned.tokens is not None and planned.tokens.refusal is not None:
@@ -202,7 +202,7 @@ def print_pushed(pushed: Pushed) -> None:
     elif pushed.changed:
         echo(f"Pushed to {pushed.url} ({visibility}), commit {pushed.commit[:12]}")
     else:
-        echo(f"{pushed.url} ({visibility}) holds these files already, commit {pushed.commit[:12]}")
+        echo(f"{pushed.url} ({visibility}) already has these files, commit {pushed.commit[:12]}")
     if pushed.edited_card:
         echo("Notice: README.md was edited by hand, and pushed as it is: it may name another repo.")
 
@@ -226,14 +226,15 @@ def _print_energy(record: ChangeRecord) -> None:
     spans = "" if not ranks else f" at rank {ranks[0]}" if len(ranks) == 1 else f" at ranks {ranks[0]} to {ranks[-1]}"
     energy = sum(layer.energy for layer in record.layers)
     kept = sum(layer.energy * layer.kept for layer in record.layers) / energy if energy else 1.0
-    echo(f"{kept:.2%} of the change of {len(record.layers)} tensors is held{spans}")
+    verb = "Extracted" if record.job == "extract" else "Kept"
+    echo(f"{verb} {kept:.2%} of the change of {len(record.layers)} tensors{spans}")
     if record.left:
         reasons = {entry.reason for entry in record.left}
         shares = [(reason, sum(e.energy for e in record.left if e.reason == reason)) for reason in reasons]
         listed = ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(shares, key=lambda pair: -pair[1]))
         helps = "--everything" not in str(record.command) and any(e.reason != JOINED for e in record.left)
-        more = " (--everything holds them too)" if helps and record.job == "extract" else ""
-        echo(f"left out: {listed}{more}; in all {record.output.energy_kept:.2%} is held")
+        more = " (--everything adds them)" if helps and record.job == "extract" else ""
+        echo(f"Left out: {listed}{more}. {record.output.energy_kept:.2%} of the whole change is kept.")
 
 
 def print_rerun(again: Rerun) -> None:
@@ -241,7 +242,7 @@ def print_rerun(again: Rerun) -> None:
     if different:
         echo(f"Different: {', '.join(different)}")
     else:
-        echo(f"Same: {', '.join(again.files)} came out with the recorded SHA-256.")
+        echo(f"Same: {', '.join(again.files)} (same SHA-256 as recorded).")
     for name in again.replaced:
         echo(f"But the '{name}' beside the record is another file.")
     for difference in again.differences:

@@ -340,12 +340,10 @@ def require_used(settings: Settings) -> None:
         if name not in OPTIONS or not _is_typed(context, name) or any(one.reads(name) for one in chosen):
             continue
         if name in OF_POLISH:
-            raise UsageError(
-                f"{option} is of --polish, which was not asked for", f"add --polish, or leave {option} out"
-            )
+            raise UsageError(f"{option} works only with --polish", f"add --polish, or leave {option} out")
         methods = option_methods(name)
         raise UsageError(
-            f"{option} is of {_either(methods, 'and')}, and the method is {method}",
+            f"{option} works only with {_either(methods, 'and')}, and the method is {method}",
             f"leave {option} out, or use --method {_either(methods, 'or')}",
         )
 
@@ -386,10 +384,10 @@ def output_folder(typed: str | None, default: str) -> Path:
     """Return the folder to write into; refuse one that cannot be made, before any work."""
     path = os.path.expanduser(typed) if typed else default
     if typed and path == typed and typed.startswith("~"):
-        raise OutputError(f"whose home '{typed}' is in is not known", "write the folder without ~")
+        raise OutputError(f"the home folder in '{typed}' is not known", "write the folder without ~")
     folder = Path(path)
     if not is_unicode(path):
-        raise OutputError(f"'{path}' is no text in UTF-8", "choose another folder")
+        raise OutputError(f"'{path}' is not valid UTF-8", "choose another folder")
     if not os.path.exists(folder):
         require_writable(folder)
     return folder

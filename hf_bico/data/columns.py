@@ -332,7 +332,7 @@ def column(rows: RowSequence, name: str) -> list[Any]:
     try:
         return list(rows[name][:]) if hasattr(rows, "features") else [row[name] for row in rows]
     except (ValueError, KeyError, TypeError) as error:  # bytes that are no text, or rows that are not alike
-        raise UnreadableSampleError(f"the column '{name}' cannot be read: {error}", "mend or remove the row") from error
+        raise UnreadableSampleError(f"the column '{name}' cannot be read: {error}", "fix or remove the row") from error
 
 
 def column_kinds(rows: RowSequence) -> dict[str, str]:

@@ -379,7 +379,7 @@ def _no_data(repo: HubRepo) -> DataNotFoundError | NotCachedError:
 
 def _not_cached(repo: HubRepo) -> NotCachedError:
     return NotCachedError(
-        f"'{repo.id}' is not whole in the cache, and the Hub is off (HF_HUB_OFFLINE)",
+        f"'{repo.id}' is not completely in the cache, and offline mode is on (HF_HUB_OFFLINE)",
         f"unset HF_HUB_OFFLINE, or download it once: hf download {repo.id} --repo-type dataset",
     )
 

@@ -39,7 +39,7 @@ def calibration_notices(drawn: CalibrationDraw, settings: Settings) -> list[str]
         )
     kinds = column_kinds(data.splits[split]) if data.columns.image is not None and not data.labelled else {}
     for name in (name for name in LABELS if name in kinds and name not in data.columns.names):
-        notices.append(f"The column '{name}' holds {kinds[name]}, no classes, and was not read.")
+        notices.append(f"The column '{name}' holds {kinds[name]}, not classes, and was not read.")
     usable = len(data.labels(split)) if data.labelled and drawn.labels == "dataset" else rows
     if rows - usable > MAX_UNLABELLED * rows:
         lack = "no label" if data.columns.image is not None else "no label or no text"

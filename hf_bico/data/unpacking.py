@@ -239,7 +239,7 @@ def _archived(name: str, stream: Any, nesting: int) -> Iterator[tuple[str, int |
     for number, info in enumerate(archive):
         _require_few(name, number)
         if info.issparse():
-            raise ValueError(f"'{name}' has a file of holes, '{info.name}'")
+            raise ValueError(f"'{name}' has a sparse file, '{info.name}'")
         member = archive.extractfile(info) if info.isreg() else None
         if member is not None:
             yield from ((inner, size and 0, one) for inner, size, one in _unpacked(info.name, 0, member, nesting + 1))

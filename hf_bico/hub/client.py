@@ -58,7 +58,7 @@ SMALL_FILES = ("config.json", "open_clip_config.json", "adapter_config.json", "R
 _MAX_SMALL_FILE = 20_000_000
 _CONVERSION_BOT = "SFconvertbot"
 _TYPE_NAMES = {"model": "model", "dataset": "data set"}
-_OTHER_ENDPOINT = "try again in a while; if HF_ENDPOINT is set, ask those who run it"
+_OTHER_ENDPOINT = "try again later; if HF_ENDPOINT is set, ask those who run it"
 _UNSAFE_PARTS = ("..", "\\", "\0")
 
 DownloadCallback = Callable[[int], None]
@@ -122,7 +122,8 @@ class HubRepo:
         except OSError as error:
             if error.errno is None:  # raised by huggingface_hub, not by the disk
                 raise HubUnavailableError(
-                    f"'{self.id}': a file did not come whole: {str(error).splitlines()[0]}", "try again in a while"
+                    f"'{self.id}': a file was not downloaded completely: {str(error).splitlines()[0]}",
+                    "try again later",
                 ) from error
             raise RepoError(
                 f"'{self.id}' cannot be put into the cache: {error.strerror}",
@@ -138,11 +139,11 @@ class HubRepo:
         if not (self.snapshot / name).exists():
             cause = f"{asked}: the Hub answers with another commit than '{self.commit}'"
         elif self.files[name] and file.stat().st_size != self.files[name]:  # not every mirror lists sizes
-            cause = f"{asked} came with {file.stat().st_size:,} bytes, and is listed with {self.files[name]:,}"
+            cause = f"{asked} has {file.stat().st_size:,} bytes, and the Hub lists {self.files[name]:,}"
         elif name in self.sha256 and sha256_of([file])[file.name] != self.sha256[name]:
-            cause = f"{asked} came with another SHA-256 than it is listed with"
+            cause = f"{asked} does not have the SHA-256 that the Hub lists"
         elif self.git_ids.get(name) and git_hash(file.read_bytes()) != self.git_ids[name]:
-            cause = f"{asked} came with another content than it is listed with"
+            cause = f"{asked} does not have the content that the Hub lists"
         else:
             return
         for path in (file.resolve(), file):
@@ -159,7 +160,7 @@ class HubRepo:
         except SafetensorsParsingError as error:
             raise BrokenWeightsError(
                 f"'{name}' of '{self.id}' cannot be read as safetensors: {error}",
-                "try again in a while; if it stays so, ask its author to upload it again",
+                "try again later; if it stays so, ask its author to upload it again",
             ) from error
         return {tensor: tuple(info.shape) for tensor, info in metadata.tensors.items()}
 
@@ -175,7 +176,7 @@ class Hub:
     def __init__(self, token: str | None = None) -> None:
         self.token = None if token is None else token.strip()
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
-            raise TokenError("what was given as a token is none: it has odd characters in it, or is empty", LOG_IN)
+            raise TokenError("the token is not valid: it is empty, or has characters that no token has", LOG_IN)
         self._repos: dict[tuple[str, str, str | None], HubRepo] = {}
 
     @cached_property
@@ -232,7 +233,7 @@ class Hub:
         folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
         if not folder.is_dir():
             raise NotCachedError(
-                f"{what}: '{reference}' is not in the cache, and the Hub is off (HF_HUB_OFFLINE)",
+                f"{what}: '{reference}' is not in the cache, and offline mode is on (HF_HUB_OFFLINE)",
                 "unset HF_HUB_OFFLINE once, so that it can be downloaded",
             )
         files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
@@ -447,8 +448,8 @@ class RemoteFile(io.RawIOBase):
         content: bytes = response.content
         if len(content) != end - start:
             raise HubUnavailableError(
-                f"'{repo.id}': {end - start} bytes of '{self._name}' were asked for and {len(content)} came",
-                "try again in a while; an endpoint other than the Hub's own must serve Range requests",
+                f"'{repo.id}': {end - start} bytes of '{self._name}' were requested and {len(content)} came",
+                "try again later; an endpoint other than the Hub's own must serve Range requests",
             )
         return content
 
@@ -463,7 +464,7 @@ def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hu
     except errors.GatedRepoError as error:
         address = f"{constants.ENDPOINT}/{'datasets/' if type == 'dataset' else ''}{reference.id}"
         raise AccessError(
-            f"{named} is gated, and this account has not been let in",
+            f"{named} is gated, and this account has no access",
             f"accept its conditions on {address}, then {LOG_IN}",
         ) from error
     except errors.RevisionNotFoundError as error:
@@ -477,7 +478,7 @@ def translate_hub_errors(reference: HubReference, type: str, named: str, hub: Hu
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         if is_offline():
             raise NotCachedError(
-                f"{named} is not whole in the cache, and the Hub is off (HF_HUB_OFFLINE)",
+                f"{named} is not completely in the cache, and offline mode is on (HF_HUB_OFFLINE)",
                 "unset HF_HUB_OFFLINE once, so that it can be downloaded",
             ) from error
         raise _unavailable(named, error.__cause__ or error) from error
@@ -516,7 +517,7 @@ def _unavailable(named: str, error: BaseException) -> HubUnavailableError:
     from huggingface_hub import constants
 
     return HubUnavailableError(
-        f"{named}: the Hub at {constants.ENDPOINT} cannot be read: {_reason(error)}", "try again in a while"
+        f"{named}: the Hub at {constants.ENDPOINT} cannot be read: {_reason(error)}", "try again later"
     )
 
 

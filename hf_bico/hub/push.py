@@ -81,7 +81,7 @@ class Pushed:
 def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
     """Check before any work that this account may push there, and return the full id."""
     if is_offline():
-        raise TokenError(f"'{repo_id}' cannot be pushed to: the Hub is off", "unset HF_HUB_OFFLINE")
+        raise TokenError(f"'{repo_id}' cannot be pushed to: offline mode is on", "unset HF_HUB_OFFLINE")
     if not hub.has_token:
         raise TokenError(f"pushing to '{repo_id}' needs a token", f"{LOG_IN}; the token must be allowed to write")
     with translate_hub_errors(HubReference(repo_id), "model", f"'{repo_id}'"):
@@ -98,7 +98,7 @@ def require_pushable(repo_id: str, options: PushOptions, hub: Hub) -> str:
             f"push to one of: {', '.join(f'{name}/...' for name in owners)}{request}",
         )
     if role == "read":
-        raise TokenError("the token may only read", "make one that may write, and log in with 'hf auth login'")
+        raise TokenError("the token is read-only", "make one that may write, and log in with 'hf auth login'")
     if info is not None:
         full_id = str(info.id)  # a renamed repo answers at its old name
     elif options.create_pr:
@@ -129,8 +129,8 @@ def require_hidden(repo_id: str, options: PushOptions, restricted: Sequence[str]
         )
     if restricted:
         raise PushRefusedError(
-            f"'{repo_id}' is public, and {', '.join(restricted)} behind it is not",
-            "push to another repo, or insist with --public",
+            f"'{repo_id}' is public, and it was made from {', '.join(restricted)}, which is not",
+            "push to another repo, or use --public anyway",
         )
 
 
@@ -324,8 +324,8 @@ def _commit(folder: Path, repo_id: str, options: PushOptions, hub: Hub) -> Pushe
                 return pushed
             if options.create_pr and _timed_out(error):  # it may still be opened, and a retry would open a second one
                 raise PushError(
-                    f"'{repo_id}': nobody said in time whether the pull request is open",
-                    "look for it there; to push again opens no second one",
+                    f"'{repo_id}': the Hub did not say in time whether the pull request is open",
+                    "look for it there; pushing again opens no second one",
                 ) from error
             raise
         pushed = _pushed(hub, repo_id, options.revision, head, changed=commit.oid != head.sha)

@@ -137,7 +137,7 @@ def near_folder(text: str) -> str | None:
 def _local(text: str, what: str, files: bool) -> Path:
     path = expanded(text)
     if not is_unicode(path.name):  # records and cards are in UTF-8
-        raise RepoNotFoundError(f"{what}: the name '{path.name}' is no text in UTF-8", "rename it")
+        raise RepoNotFoundError(f"{what}: the name '{path.name}' is not valid UTF-8", "rename it")
     if os.path.isdir(path) or (files and os.path.isfile(path)):  # pathlib raises on long names
         return path.resolve()
     if os.path.isfile(path):

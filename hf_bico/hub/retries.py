@@ -8,7 +8,7 @@ from json import JSONDecodeError
 from typing import Any, TypeVar
 
 LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
-NOT_OF_THE_HUB = "what it answers is a page, or nothing, and not of the Hub"
+NOT_OF_THE_HUB = "the answer is empty or a web page, and not the Hub's"
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Status codes of a busy Hub; the request may have been carried out all the same."""
 REQUEST_TIMEOUT = 60.0

@@ -247,7 +247,7 @@ def open_safetensors(file: Path, framework: str) -> Any:
     is_file = os.path.isfile(file)  # opening a pipe would block
     try:
         if not is_file:
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError, ValueError) as error:
         pointer = is_file and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -333,7 +333,7 @@ def find_weights(folder: Path, names: Collection[str], library: str, called: str
         raise WeightsNotFoundError(
             f"'{called}' holds several safetensors ({listed(found)}), and neither {' nor '.join(WEIGHT_FILES.values())}"
             " nor an index of shards says which are the model",
-            "copy the missing index, or keep the one file that is meant in a folder with its configuration",
+            "copy the missing index, or keep only the right file, in a folder with its configuration",
         )
     raise WeightsNotFoundError(
         f"there are no weights in '{called}' (looked for {' and '.join(WEIGHT_FILES.values())})",

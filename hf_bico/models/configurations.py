@@ -111,7 +111,7 @@ def other_function(found: Sequence[ConfigDifference], tuned: str, base: str) -> 
     return BaseMismatchError(
         f"'{tuned}' is configured with {first.field} {brief(first.own)} and its base '{base}' with "
         f"{brief(first.base)}{more}: with the same weights, they compute different things",
-        "name the model that was fine-tuned with --base, or insist with --force: then both compute as the base does",
+        "name the model that was fine-tuned with --base, or use --force: then both are configured as the base is",
     )
 
 

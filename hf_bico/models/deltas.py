@@ -255,7 +255,7 @@ def _factor(value: Any) -> Any:
 
 def _no_summand(other: object) -> UsageError:
     return UsageError(
-        f"a task vector and {_brief(other)} have no sum", "add task vectors, and multiply them by numbers"
+        f"a task vector and {_brief(other)} cannot be added", "add task vectors, and multiply them by numbers"
     )
 
 
@@ -463,7 +463,7 @@ def read_delta(file: Path) -> tuple[StoredChanges, dict[str, Any]]:
     low_rank, checkpoint = about.pop(_LOW_RANK, []), FileCheckpoint([file])
     for name, dtype in non_float_tensors(checkpoint).items():
         raise RecordError(
-            f"'{name}' in '{file.name}' is kept as {dtype}: that is no change", "save it again with this tool"
+            f"'{name}' in '{file.name}' is kept as {dtype}, which is not a change", "save it again with this tool"
         )
     for name in low_rank:
         left, right = (checkpoint.shapes.get(half, ()) for half in factor_names(name))

@@ -244,7 +244,7 @@ class Model(OpenedRepo):
         live = self.family.load(self.folder, device, dtype, spread)
         if [(site.name, site.shape) for site in live.layout.sites] != [(s.name, s.shape) for s in self.layout.sites]:
             raise BrokenWeightsError(
-                f"'{self.name}' holds other layers than its configuration says", "copy or download the model again"
+                f"'{self.name}' has other layers than its configuration says", "copy or download the model again"
             )
         return live
 

@@ -74,7 +74,7 @@ def align_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
         return exact
     if sum(len(candidate) == len(best) for candidate in candidates) > 1:
         raise BaseMismatchError(
-            f"'{next(iter(best))}' and its like could be of several parts of the model",
+            f"'{next(iter(best))}' and similar tensors could belong to several parts of the model",
             "use the tensor names of the whole model",
         )
     return best

@@ -57,7 +57,7 @@ def pickled_files(folder: Path, names: Mapping[str, int], library: str, called: 
         return library if library in configured or not configured else configured[0], found
     raise WeightsNotFoundError(
         f"'{called}' holds several pickles ({listed(found)}), and none has the name of a whole model",
-        "keep the one that is meant in a folder with the model's configuration, or call it pytorch_model.bin",
+        "keep only the right one, in a folder with the model's configuration, or call it pytorch_model.bin",
     )
 
 

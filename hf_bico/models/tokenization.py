@@ -299,7 +299,7 @@ def _chat(tokenizer: Any, messages: Sequence[Message], placed: bool) -> SampleTo
     if not getattr(tokenizer, "chat_template", None):
         raise no_template(folder_name(Path(tokenizer.name_or_path)))
     if not any(message["role"] == _ASSISTANT for message in messages):
-        raise UnreadableSampleError("a chat has no message of the assistant", "remove it: there is nothing to learn")
+        raise UnreadableSampleError("a chat has no message of the assistant", "remove it: it teaches nothing")
     text = _rendered(tokenizer, messages)
     turns = [tuple(byte_length(text[:place]) for place in span) for span in _turns(tokenizer, messages, text)]
     found = encode(tokenizer, [text], special=False)

@@ -57,7 +57,7 @@ def _prefix(shapes: Shapes, is_own: Callable[[Shapes], bool], called: str) -> st
         names = " and ".join(f"'{prefix}'" for prefix in outermost[:2])
         raise UnsupportedModelError(
             f"{called} holds several models, under names that begin with {names}",
-            "save the one that is meant by itself",
+            "save only the right one",
         )
     return outermost[0] if outermost else ""
 

@@ -97,8 +97,8 @@ def _zero_shot_heads(models: ModelPair, class_names: Sequence[str]) -> Heads:
     """Embed the class names; the fine-tuned source has its own text side, which may differ."""
     if not class_names:
         raise ClassNamesError(
-            "classes are asked by their names, and the data has neither labels nor names",
-            "use data with labels; captions are asked by 'hf-bico port' with --method bico, theseus and the like",
+            "the models classify by class names, and the data has neither labels nor names",
+            "use data with labels; captions work in 'hf-bico port' with --method bico, theseus and the like",
         )
     templates = models.settings.templates
     source, target = (zero_shot_head(model, class_names, templates) for model in (models.source, models.target))

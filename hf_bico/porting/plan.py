@@ -114,13 +114,13 @@ class Plan:
             *([("unlabelled", _data(lineage.unlabelled, lineage.unlabelled_repo))] if has_unlabelled else []),
             *(("note", notice) for notice in lineage.notices),
             *(("refused", sentence) for sentence in self.refusals),
-            ("blocks", f"{base.blocks} -> {target.blocks}, taken from {list(self.blocks)}"),
+            ("blocks", f"{base.blocks} -> {target.blocks}, from source blocks {', '.join(map(str, self.blocks))}"),
         ]
         if base.tokens is not None and target.tokens is not None:
             grids = [" x ".join(map(str, tokens.grid)) for tokens in (base.tokens, target.tokens)]
             rows.append(("tokens", f"{grids[0]} -> {grids[1]} patches"))
         if self.tokens is not None:
-            rows.append(("reading", str(self.tokens)))
+            rows.append(("tokenizers", str(self.tokens)))
         if self.main_pairs:
             rows += [("carried", _sites(self.main_pairs)), ("shapes", _shapes(self.main_pairs))]
         if self.distances:
@@ -131,7 +131,7 @@ class Plan:
             condition = "" if self.changed is not None else ", if the source changed them"
             rows.append(("text", f"{_sites(self.text_pairs)}; carried with captions{condition}"))
         left = ", ".join(f"{reason} ({count})" for reason, count in Counter(self.left.values()).items())
-        rows.append(("left", left or "nothing"))
+        rows.append(("not carried", left or "nothing"))
         if self.missing:
             rows.append(
                 ("missing", f"{len(self.missing)} tensors of the base are not in the source: taken as unchanged")
@@ -139,13 +139,13 @@ class Plan:
         if self.extra:
             named = ", ".join(self.extra[:3])
             rows.append(("extra", f"{len(self.extra)} tensors of the source are not in the base: {named}"))
-        samples = ", and samples" if lineage.data_repo else ""
+        samples = ", plus samples" if lineage.data_repo else ""
         return [
             *rows,
-            ("fetches", f"{size_text(self.download_bytes)} of models{samples}"),
+            ("download", f"{size_text(self.download_bytes)} of models{samples}"),
             ("memory", _memory(self)),
             *([("method", self.method)] if self.method else []),
-            ("writes", _written_form(self)),
+            ("output", _written_form(self)),
         ]
 
     def _repr_markdown_(self) -> str:
@@ -291,7 +291,7 @@ class Plan:
             from huggingface_hub import constants
 
             cache = Path(constants.HF_HUB_CACHE)
-            require_room(cache, total, "what is to be downloaded", "set HF_HOME to a folder on another disk")
+            require_room(cache, total, "the download", "set HF_HOME to a folder on another disk")
             progress("download", 0, total)
         source, base, target = self.lineage.models
         local = replace(

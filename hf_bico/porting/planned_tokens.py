@@ -45,9 +45,9 @@ class PlannedTokens:
 
     def __str__(self) -> str:
         if self.refusal is not None:
-            return f"they cut {self.read} too differently"
+            return f"too different on {self.read}"
         if self.pairing is None:
-            return f"the same tokens, on {self.read}"
+            return f"the same tokens on {self.read}"
         inputs, gradients = ("{:.1%} of tokens, {:.1%} of bytes".format(*one) for one in self._shares)
         little = "; less than half is little" if min(map(min, self._shares)) < NOTABLE_SHARED else ""
         return f"other tokens; {inputs} pair for inputs, {gradients} for gradients, on {self.read}{little}"
@@ -110,7 +110,7 @@ def _load(file: Path) -> Any:
 def _texts(planned: Plan, settings: Settings, hub: Hub) -> tuple[Sequence[Any], str]:
     """Return a few samples of the data set, or neutral texts, and what they are."""
     lineage = planned.lineage
-    neutral = f"{count_text(len(NEUTRAL), 'neutral text')}, for want of data"
+    neutral = f"{count_text(len(NEUTRAL), 'neutral text')}, because no data is known"
     if lineage.data is None or lineage.writes_data:
         return NEUTRAL, neutral
     few = replace(settings, n=SAMPLES, per_class=None, sampling="random", evaluate=False)

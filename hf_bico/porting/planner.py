@@ -153,7 +153,10 @@ def _of_adapter(everything: Plan, adapter: Adapter) -> Plan:
     lineage = everything.lineage
     changes = adapter.changes(lineage.base)
     if changes is None:  # which layers it changes only peft can tell, with the models loaded
-        unknown = f"Which layers '{adapter.name}' changes is known once peft has read it: the sites are those it may."
+        unknown = (
+            f"Which layers '{adapter.name}' changes is known only once peft has read it: "
+            "the plan lists all that it may."
+        )
         notices = [notice for notice in lineage.notices if notice != unknown]
         return replace(everything, lineage=replace(lineage, notices=(*notices, unknown)))
     pairs = [pair for pair in everything.pairs if any(slot.tensor in changes for slot in pair.source.slots)]
@@ -274,13 +277,13 @@ def _objective(requested: str, source: Layout, target: Layout) -> str:
         return requested
     if shared:
         raise UnsupportedModelError(
-            f"these models cannot be asked by the objective '{requested}'", f"use one of: auto, {', '.join(shared)}"
+            f"these models do not support the objective '{requested}'", f"use one of: auto, {', '.join(shared)}"
         )
     require_common_objective(source, target)
     without = next((layout for layout in (source, target) if not layout.objectives), source)
     kind = f"a {without.kind}" if without.kind else f"a model of the family {without.family}"
     raise UnsupportedModelError(
-        f"{kind} cannot be asked anything by itself, as the objective '{requested}' does",
+        f"{kind} has no loss of its own, which the objective '{requested}' needs",
         "port from Python, with objective= a callable (model, batch) -> loss",
     )
 
@@ -289,7 +292,7 @@ def require_common_objective(source: Layout, target: Layout) -> None:
     """Refuse two models that have objectives, but none in common."""
     if source.objectives and target.objectives and not set(source.objectives) & set(target.objectives):
         raise UnsupportedModelError(
-            f"the base, of the family {source.family}, is asked by {source.objectives[0]} and the target, of the "
-            f"family {target.family}, by {target.objectives[0]}: they have no objective in common",
+            f"the base ({source.family}) has the objective {source.objectives[0]} and the target ({target.family}) "
+            f"has {target.objectives[0]}: they have none in common",
             "choose a target of the base's kind",
         )

@@ -58,14 +58,14 @@ def implausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint) -> Impl
     if swapped is not None:
         return ImplausibleTaskVectorError(
             f"the fine-tuned model has at {swapped[0]} what its base has {swapped[1]}",
-            "save the fine-tuned model again in the layout of its base, or insist with --force",
+            "save the fine-tuned model again in the layout of its base, or continue with --force",
         )
     usual = median(move.ratio for move in moves)
     if usual > IMPLAUSIBLE:
         return ImplausibleTaskVectorError(
             f"the fine-tuned model differs from its base by {usual:.0%} of the weights' own norm, "
             "which fine-tuning does not do",
-            "name the model that was really fine-tuned with --base, or insist with --force",
+            "name the model that was really fine-tuned with --base, or continue with --force",
         )
     strays = [move for move in whole if FURTHEST < move.ratio < inf]  # what was zero may become anything
     if strays:
@@ -74,7 +74,7 @@ def implausible(vector: Deltas, sites: Sequence[Site], base: Checkpoint) -> Impl
         return ImplausibleTaskVectorError(
             f"the fine-tuned model's weights at {names} have nothing in common "
             f"with its base's: they differ by up to {max(move.ratio for move in strays):.0%} of their norm",
-            "check how these layers were saved; where they were made anew on purpose, insist with --force",
+            "check how these layers were saved; where they were made anew on purpose, continue with --force",
         )
     return None
 

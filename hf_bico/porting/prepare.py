@@ -255,9 +255,7 @@ def require_possible(planned: Plan, settings: Settings, method: Method) -> None:
         raise UsageError("--tower chooses between the towers of a CLIP, and the base is none", "leave --tower out")
     if settings.probe and settings.objective not in ("auto", "classification"):
         objective = settings.objective if isinstance(settings.objective, str) else "an objective of the caller's own"
-        raise UsageError(
-            f"--probe fits a classifier's head, and these models are asked by {objective}", "leave --probe out"
-        )
+        raise UsageError(f"--probe fits a classifier's head, and these models use {objective}", "leave --probe out")
     if _trains_on_whole_split(method) and settings.labels == "pseudo":
         raise UnsuitableMethodError(
             f"{name} trains on the data set's own labels", "leave --labels pseudo out, or use fewshot"
@@ -442,7 +440,7 @@ def _with_carried_towers(
         objective = "contrastive" if contrast else "zero-shot"
         if TEXT_SIDE in towers and not contrast:
             raise UnsuitableMethodError(
-                f"the text tower is asked by captions, and {settings.method} by classes", "use --tower vision, or bico"
+                f"the text tower needs captions, and {settings.method} needs classes", "use --tower vision, or bico"
             )
     if objective == "contrastive" and settings.control:
         raise UnsuitableMethodError(

@@ -63,7 +63,7 @@ def push_folder(
     restricted = restricted_repos(made_from or [LOCAL], hub)
     with translate_push_errors(full_id, options, push_command(folder, full_id, options) if kept else None):
         pushed = push_files(folder, full_id, options, restricted, hub)
-    because = ", ".join(restricted) + " behind it is not public"
+    because = ", ".join(restricted) + " is not public, and this was made from it"
     unasked = pushed.private and options.private is None and restricted
     return replace(pushed, because=because if unasked else None, edited_card=edited)
 

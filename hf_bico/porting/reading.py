@@ -84,7 +84,7 @@ def require_prepared(models: Sequence[LiveModel], split: str, samples: Samples) 
     for index, image in zip(samples.indices, _tensors(samples), strict=False):
         if not image.isfinite().all():
             raise UnreadableSampleError(
-                f"the image of row {index} of split '{split}' holds NaN or infinite values", "mend or remove the row"
+                f"the image of row {index} of split '{split}' holds NaN or infinite values", "fix or remove the row"
             )
         for own in (model.black_and_white for model in models if isinstance(model, ImageModel)):
             if own is None:

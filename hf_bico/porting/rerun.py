@@ -159,7 +159,7 @@ def _settings(record: Record, name: str, limits: Settings) -> Settings:
         options |= _method_options(record.method, record.data.n if record.data else 0)
         settings = Settings(**options)
     except UsageError as error:
-        raise RecordError(f"{RECORD_FILE} of '{name}' cannot be followed: {error.cause}", "port again") from error
+        raise RecordError(f"{RECORD_FILE} of '{name}' cannot be repeated: {error.cause}", "port again") from error
     _require_affordable(options, name)
     if record.data is not None:
         _require_listed(record.data, name)
@@ -290,5 +290,5 @@ def _differences(then: Record, now: Record) -> list[str]:
         ("number of processes", then.run.processes, now.run.processes),
         *((name, version, now.run.versions.get(name)) for name, version in then.run.versions.items()),
     )
-    others = [f"{what} are others" for what, old, new in inputs if old != new]
+    others = [f"{what} differ" for what, old, new in inputs if old != new]
     return others + [f"{what[:40]} was {str(old)[:80]}, is {new}" for what, old, new in surroundings if old != new]

@@ -189,7 +189,9 @@ def _open_part(reference: VectorReference, target: Model | None, hub: Hub, allow
     if isinstance(reference, TaskVector):
         return _Part(reference, ModelRecord("a task vector", kind="delta"))
     if not isinstance(reference, str | Path):
-        raise UsageError(f"a loaded {type(reference).__name__} is no task vector", "name an adapter or a task vector")
+        raise UsageError(
+            f"a loaded {type(reference).__name__} is not a task vector", "name an adapter or a task vector"
+        )
     place = locate(reference, "the task vector", hub)
     if is_adapter(place.sizes):
         try:

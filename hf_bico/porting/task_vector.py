@@ -467,7 +467,8 @@ class FineTune:
                 raise mismatch
         except BaseMismatchError as error:
             raise BaseMismatchError(
-                f"{what} '{tuned.name}' is no fine-tune of '{base.name}': {error.cause}", f"name one of '{base.name}'"
+                f"{what} '{tuned.name}' is not a fine-tune of '{base.name}': {error.cause}",
+                f"name one of '{base.name}'",
             ) from error
         return cls(tuned.name, vector, tuned.sha256 or digest_of(stored_tensors(vector)))
 

@@ -536,7 +536,7 @@ class ChangeRecord(_RecordBase):
 
 
 def with_title(record: Record | ChangeRecord, title: str) -> Record | ChangeRecord:
-    """Return the record of a written result with another title of its card; an empty one is none."""
+    """Return the record of a written result with this title for its card; an empty title means none."""
     if record.output is None:
         raise RecordError(f"{RECORD_FILE} does not say what was written", "port again")
     return replace(record, output=replace(record.output, title=title.strip() or None))

@@ -398,9 +398,9 @@ class Report:
 
     def summary(self) -> str:
         """Summarise in one line where the task vector's energy went."""
-        text = f"{self.carried_energy:.1%} of the task vector's energy is in carried sites"
+        text = f"{self.carried_energy:.1%} of the task vector's energy was carried"
         if self.unseen_energy is not None:
-            text += f", of which {self.unseen_energy:.1%} lies where calibration saw nothing"
+            text += f", except {self.unseen_energy:.1%} of that, in directions that calibration did not see"
         left = ", ".join(f"{reason} {energy:.1%}" for reason, _, energy in self.left_by_reason())
         return f"{text}; left behind: {left}" if left else text
 

@@ -57,7 +57,7 @@ def alpha_sentence(method: MethodRecord) -> str | None:
     alphas = ", ".join(f"{alpha:.2g}" for alpha in method.alpha)
     if not any(method.alpha):
         return f"alpha 0 in all {len(method.alpha)} steps: no step clearly lowers the samples' loss."
-    return f"alpha {alphas} in {len(method.alpha)} steps: as far as each clearly lowers the samples' loss."
+    return f"alpha {alphas} in {len(method.alpha)} steps: the largest values that clearly lower the samples' loss."
 
 
 def _reason(alpha: float, curve: Sequence[CurveRecord]) -> str:

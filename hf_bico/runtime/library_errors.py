@@ -76,11 +76,11 @@ _PICKLE = (PickledWeightsError, "a pickled file holds more than tensors", "save 
 _GATED = (AccessError, "a repo is gated", "accept its conditions on its page, then log in with 'hf auth login'")
 _NO_REPO = (RepoNotFoundError, "a repo is not on the Hub, or private", "check the name, or log in with 'hf auth login'")
 _CHAT = (DataError, "the tokenizer's chat template cannot be used", "use the fine-tuned model's own tokenizer files")
-_HUB = (HubUnavailableError, "the Hub cannot be read", "try again in a while")
-_DATA = (DataError, "the data set cannot be read", "see where datasets.load_dataset breaks over it")
+_HUB = (HubUnavailableError, "the Hub cannot be read", "try again later")
+_DATA = (DataError, "the data set cannot be read", "load it with datasets.load_dataset to see what is wrong")
 _MODEL = (ModelError, "a model's files cannot be read", "load it with its own library to see what is wrong")
 _IMAGE = (UnreadableSampleError, "an image cannot be decoded", "remove it from the data set")
-_NO_TEMPORARY = (OutputError, "temporary files can be written nowhere", "set TMPDIR to a folder that is writable")
+_NO_TEMPORARY = (OutputError, "no folder for temporary files is writable", "set TMPDIR to a folder that is writable")
 _FULL_DISK = (OutputError, "the disk is full", "free some space, then run the same command again")
 
 _BY_CLASS: dict[str, Translation] = {
@@ -105,7 +105,7 @@ _BY_CLASS: dict[str, Translation] = {
     "PIL.UnidentifiedImageError": _IMAGE,
     "PIL.Image.DecompressionBombError": _IMAGE,
     "jinja2.exceptions.TemplateError": _CHAT,
-    "yaml.error.YAMLError": (ModelError, "a card or configuration is no YAML", "mend that file"),
+    "yaml.error.YAMLError": (ModelError, "a card or configuration is not valid YAML", "fix that file"),
 }
 """By the qualified name of the error's class or of one of its base classes."""
 
@@ -148,7 +148,7 @@ def as_bico_error(error: BaseException) -> BicoError:
     limit = address_limit()
     if limit is not None and (short := _shortage(error, ("MemoryError", *_MEMORY_WORDS, *_NO_THREAD))):
         message = next(iter(str(short).strip().splitlines()), type(short).__name__)[:_MAX_MESSAGE]
-        cause = f"the {size_text(limit)} that this process may address are too little: {message}"
+        cause = f"the {size_text(limit)} of address space are too little: {message}"
         return MemoryExhaustedError(cause, RAISE_LIMIT)
     if isinstance(error, BicoError):
         short = _shortage(error, _NO_THREAD)
@@ -199,7 +199,11 @@ def _translation(error: BaseException) -> Translation | None:
         return known
     if error.errno is None:  # libraries raise plain OSError for files that they cannot load
         return _MODEL
-    return OutputError, "a file cannot be read or written", "see whose it is, and run it again"
+    return (
+        OutputError,
+        "a file cannot be read or written",
+        "check its owner and permissions, then run the same command again",
+    )
 
 
 def bug_id(error: BaseException) -> str:

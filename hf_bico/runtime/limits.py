@@ -39,6 +39,6 @@ def require_address_space() -> None:
     if tried.returncode != 0:
         said = next(reversed(tried.stderr.strip().splitlines()), "it ends at once")
         raise MemoryExhaustedError(
-            f"the {size_text(limit)} that this process may address are too little to load torch: {said[:200]}",
+            f"the {size_text(limit)} of address space are too little to load torch: {said[:200]}",
             RAISE_LIMIT,
         )

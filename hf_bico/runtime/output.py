@@ -96,7 +96,7 @@ def require_writable(folder: Path) -> None:
     path = Path(os.path.abspath(folder))
     parent = next((parent for parent in path.parents if os.path.exists(parent)), None)  # pathlib raises on long names
     if parent is None:
-        raise OutputError(f"'{folder}' is the root of all folders", "choose another folder")
+        raise OutputError(f"'{folder}' is the root folder", "choose another folder")
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"nothing can be written into '{parent}'", "choose another folder")
     for name in path.relative_to(parent).parts:
@@ -168,7 +168,7 @@ def require_free(folder: Path, overwrite: bool, replaced: Collection[str] = ()) 
         require_writable(folder)
         return
     if Path.cwd().is_relative_to(folder.resolve()):  # it is moved aside when it is replaced
-        raise OutputExistsError(f"'{folder}' is the folder that this runs in, or above it", "choose another folder")
+        raise OutputExistsError(f"'{folder}' is the current folder, or contains it", "choose another folder")
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else {""}
     if not names:
         return

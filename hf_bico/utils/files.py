@@ -88,7 +88,7 @@ def read_bytes(file: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """Read a regular file of at most `most` bytes: a pipe or device could block for ever."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     if status.st_size > most:
         raise ValueError(f"it has {status.st_size:,} bytes, more than {most:,}")
     with file.open("rb") as stream:

@@ -379,7 +379,7 @@ def test_checkpoint_of_another_recipe_is_refused(tmp_path: Path, name: str, valu
 
 def test_checkpoint_of_another_lesson_is_refused(tmp_path: Path) -> None:
     settings = saved_training(tmp_path)
-    with pytest.raises(UsageError, match="another training: its models, samples or settings are others"):
+    with pytest.raises(UsageError, match="another training: its models, samples or settings differ"):
         Finetune(settings).train(Task().training_task("another lesson"), silent)
     with pytest.raises(UsageError, match="another training: samples is 40 there and 41 here"):
         Finetune(settings).train(Task(41).training_task(), silent)

@@ -414,7 +414,7 @@ def checkpoint_that_is_a_file(scene: Scene, folder: Path) -> list[str]:
 MISTAKES: list[tuple[Callable[[Scene, Path], list[str]], int, str, str]] = [
     (missing_folder, 1, "the target: there is no folder", "check the path"),
     (hub_id, 1, "the target 'laion/ViT-B-16-plus' is not on the Hub", "did you mean 'ViT-B-16-plus-240/laion400m_e32'"),
-    (wrong_family, 1, "the target 'bert' is of no known family", "open_clip ViT, transformers CLIP"),
+    (wrong_family, 1, "the target 'bert' does not belong to a known family", "open_clip ViT, transformers CLIP"),
     (no_base, 1, "does not say which model it was fine-tuned from", "--base"),
     (other_base, 1, "in the fine-tuned model and", "--base"),
     (no_data, 1, "the data set: there is no folder", "check the path"),

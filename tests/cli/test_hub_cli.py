@@ -207,7 +207,7 @@ def test_a_plan_is_not_ready_where_a_port_refuses_the_fine_tune(hub: Hub, tmp_pa
     cause = refused.stderr.splitlines()[0].removeprefix("Error: ")
     assert cause.endswith("they compute different things"), refused.output
     text = run("plan", *line).stdout
-    assert "Not yet: the fine-tuned model computes something else than its base (--base, --force)." in text
+    assert "Not yet: the fine-tuned model and its base are configured differently (--base, --force)." in text
     assert json.loads(run("plan", *line, "--json").stdout)["refused"] == cause
     forced = run("port", *line, "--force", "--dry-run")
     assert "Ready to port." in forced.stdout, forced.output

@@ -76,7 +76,7 @@ def test_from_three_hub_ids_to_a_repo_with_the_accuracy_that_its_card_states(
     print(again.stdout)
     assert (again.returncode, again.stdout) == (
         0,
-        "Same: open_clip_model.safetensors came out with the recorded SHA-256.\n",
+        "Same: open_clip_model.safetensors (same SHA-256 as recorded).\n",
     )
 
     # nothing of this machine has left it

@@ -510,7 +510,7 @@ def test_a_folder_with_something_else_is_refused_and_left_alone(tmp_path: Path, 
 
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputExistsError, match="is no folder"), CellLog.open(tmp_path / "file", IDENTITY):
+    with pytest.raises(OutputExistsError, match="is not a folder"), CellLog.open(tmp_path / "file", IDENTITY):
         pass
     for place in (tmp_path / "file" / "in", tmp_path / ("x" * 300)):
         with pytest.raises(OutputError), CellLog.open(place, IDENTITY):

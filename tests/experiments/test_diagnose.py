@@ -704,7 +704,7 @@ def test_all_methods_are_those_that_can_carry_between_these_models(pair: Pair) -
 
 
 def test_a_model_that_is_no_fine_tune_of_the_target_is_named(pair: Pair) -> None:
-    with pytest.raises(BaseMismatchError, match="the fine-tuned target 'base' is no fine-tune of 'target'"):
+    with pytest.raises(BaseMismatchError, match="the fine-tuned target 'base' is not a fine-tune of 'target'"):
         pair.diagnosis(fine_tuned=pair.folders["base"])
 
 

@@ -62,7 +62,7 @@ def test_lora_repo_is_ported_pushed_and_repeated(hub: Hub, tmp_path: Path) -> No
     assert "base_model_relation: adapter" in card
     again = run("rerun", PUSHED)
     assert again.exit_code == 0, again.output
-    assert "Same: adapter_model.safetensors, adapter_config.json came out with the recorded SHA-256." in again.stdout
+    assert "Same: adapter_model.safetensors, adapter_config.json (same SHA-256 as recorded)." in again.stdout
     measured = run("eval", PUSHED, "--json")
     assert measured.exit_code == 0, measured.output
     values = {entry["model"]: entry["value"] for entry in record["evaluation"]}

@@ -196,7 +196,7 @@ def test_the_token_is_checked_before_any_work(hub: Hub, monkeypatch: pytest.Monk
     hub.create(REPO).commit({"x": "y"})
     with pytest.raises(TokenError, match="'user', who may not push to 'other/x'(.|\n)*user/..., laion/..."):
         require_pushable("other/x", PushOptions(), Client())
-    with pytest.raises(TokenError, match="may only read"):
+    with pytest.raises(TokenError, match="is read-only"):
         require_pushable("reader/x", PushOptions(), Client("hf_reader"))
     with pytest.raises(TokenError, match="refuses this token"):
         require_pushable("user/x", PushOptions(), Client("hf_nobody"))
@@ -342,7 +342,7 @@ def test_a_local_target_gets_its_id_only_if_the_weights_are_those(hub: Hub, tmp_
 def test_a_pull_request_does_not_show_what_is_private(hub: Hub, result: Path) -> None:
     hub.create("laion/shared").commit({"README.md": "# theirs"})
     hub.repo(SOURCE).private = True
-    with pytest.raises(PushRefusedError, match=f"{SOURCE} behind it is not"):
+    with pytest.raises(PushRefusedError, match=f"made from {SOURCE}, which is not"):
         push_folder(result, "laion/shared", PushOptions(create_pr=True))
     assert hub.repo("laion/shared").pulls in ({}, [])
 

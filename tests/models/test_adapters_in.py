@@ -440,7 +440,7 @@ def test_wrong_tensors_of_another_kind_are_errors(kind: str, base: Base, tmp_pat
         ({"rank_pattern": {"(" * 5000: 2}}, "a pattern .* is broken"),
         ({"alpha_pattern": {"*": 2}}, "a pattern .* is broken"),
         ({"target_parameters": 3}, "not that of a LoRA"),
-        ({"peft_type": None}, "says no peft_type"),
+        ({"peft_type": None}, "has no peft_type"),
         ({"peft_type": ["LORA"]}, "type"),
     ],
 )

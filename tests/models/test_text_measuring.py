@@ -68,7 +68,7 @@ def test_both_models_read_as_much_as_the_shorter_takes(tmp_path: Path) -> None:
 
 def test_plan_refuses_models_that_are_asked_in_different_ways(tmp_path: Path) -> None:
     encoder, decoder = write_encoder(tmp_path / "encoder"), write_decoder(tmp_path / "decoder", "llama")
-    with pytest.raises(UnsupportedModelError, match="no objective in common"):
+    with pytest.raises(UnsupportedModelError, match="they have none in common"):
         hf_bico.plan(encoder, to=decoder, base=encoder)
 
 

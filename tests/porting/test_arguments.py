@@ -147,7 +147,7 @@ SPELT = {
     "--probe is 3 and the split has 2": "probe is 3 and the split has 2",
     "fit a head with --probe": "fit a head with probe=True",
     "less by --polish --unlabelled DATA": "less by polish=True unlabelled=...",
-    "cannot be followed: --unlabelled-samples is 20": "cannot be followed: unlabelled_samples is 20",
+    "cannot be repeated: --unlabelled-samples is 20": "cannot be repeated: unlabelled_samples is 20",
     "use a smaller --batch-size, --device cpu": 'use a smaller batch_size, device="cpu"',
     "is public: --private does not change that": "is public: private=True does not change that",
     "allow it with --max-download 3000000000": "allow it with max_download=3000000000",
@@ -155,7 +155,7 @@ SPELT = {
     "go on with: hf-bico push out user/x --private": "go on with: hf-bico push out user/x --private",
     "download it: hf download user/x --repo-type dataset": "download it: hf download user/x --repo-type dataset",
     "merge it with 'mlx_lm.fuse --de-quantize'": "merge it with 'mlx_lm.fuse --de-quantize'",
-    "'a--base' is no folder": "'a--base' is no folder",
+    "'a--base' is not a folder": "'a--base' is not a folder",
 }
 
 

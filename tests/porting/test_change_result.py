@@ -59,9 +59,9 @@ def test_extract_writes_an_adapter_that_peft_reads_and_says_what_it_keeps(scene:
     record = read_any(tmp_path / "out")
     assert isinstance(record, ChangeRecord)
     assert record.output.energy_kept is not None
-    assert f"in all {record.output.energy_kept:.2%} is held" in result.stdout
-    assert "of the change of 25 tensors is held at rank 4" in result.stdout
-    assert "left out: patch stem 12.3%, positions 4.7%, LayerNorm" in result.stdout
+    assert f"{record.output.energy_kept:.2%} of the whole change is kept." in result.stdout
+    assert "of the change of 25 tensors at rank 4" in result.stdout
+    assert "Left out: patch stem 12.3%, positions 4.7%, LayerNorm" in result.stdout
     assert record.command == "hf-bico extract tuned --base base --rank 4"
     assert sum(layer.energy for layer in record.layers) + sum(entry.energy for entry in record.left) == pytest.approx(1)
     merged, base, tuned = merged_by_peft(scene, tmp_path / "out"), weights(scene.base), weights(scene.tuned)

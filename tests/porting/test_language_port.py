@@ -613,7 +613,7 @@ def test_a_decoder_is_not_carried_to_an_encoder(case: Callable[[str], Case], tmp
     for name, other in (("bert", write_encoder(tmp_path / "bert")), ("t5", write_t5(tmp_path / "t5"))):
         with pytest.raises(hf_bico.BicoError) as raised:
             found.port(to=other)
-        assert "is asked by language-modelling and the target" in raised.value.cause, name
+        assert "(decoder) has the objective language-modelling and the target" in raised.value.cause, name
         assert "choose a target of the base's kind" in raised.value.remedy
 
 

@@ -334,7 +334,7 @@ def test_a_fine_tune_is_not_measured_as_a_base_that_computes_something_else(scen
         evaluate_model(tuned, scene.data, base=scene.base)
     assert evaluate_model(tuned, scene.data).n == 20
     base = Model.open(scene.base, "the base", "open_clip")
-    with pytest.raises(BaseMismatchError, match="the checkpoint 'tuned' is no fine-tune of 'base': .*quick_gelu"):
+    with pytest.raises(BaseMismatchError, match="the checkpoint 'tuned' is not a fine-tune of 'base': .*quick_gelu"):
         FineTune.over(base, tuned, "the checkpoint", Hub(), allow_pickle=False)
     assert FineTune.over(base, scene.tuned, "the checkpoint", Hub(), allow_pickle=False).name == "tuned"
 

@@ -248,7 +248,7 @@ def test_what_is_asked_for_is_recorded_and_can_be_repeated(
     repeated = run("rerun", str(tmp_path / "out"), "--device", "cpu", "-o", str(tmp_path / "rerun"))
     assert repeated.exit_code == 0, repeated.output
     files = ", ".join(record["output"]["files"])
-    assert repeated.stdout == f"Same: {files} came out with the recorded SHA-256.\n"
+    assert repeated.stdout == f"Same: {files} (same SHA-256 as recorded).\n"
     now = json.loads((tmp_path / "rerun" / "bico.json").read_text())
     assert (now["method"], now.get("evaluation")) == (record["method"], record.get("evaluation"))
 
@@ -395,7 +395,7 @@ def test_a_method_of_the_future_is_said(tmp_path: Path) -> None:
     file.write_text(json.dumps(record))
     result = run("rerun", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "cannot be followed: --method is 'bico-next'" in result.stderr
+    assert "cannot be repeated: --method is 'bico-next'" in result.stderr
 
 
 def test_records_of_earlier_versions_are_followed(tmp_path: Path) -> None:

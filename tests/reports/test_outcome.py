@@ -82,7 +82,10 @@ def _alts(card: str) -> dict[str, str]:
         (_chosen(0.5, (5, 4, 3, 2, 5)), "alpha 0.5: a larger alpha does not clearly lower the samples' loss."),
         (_chosen(2.0, (5, 4, 3, 2, 1)), "alpha 2: the samples' loss still falls there, and no larger alpha is tried."),
         (_chosen(0.0, (5, 6, 7, 8, 9)), "alpha 0: no other value clearly lowers the samples' loss."),
-        (a_walk_record().method, "alpha 0.5, 0.25 in 2 steps: as far as each clearly lowers the samples' loss."),
+        (
+            a_walk_record().method,
+            "alpha 0.5, 0.25 in 2 steps: the largest values that clearly lower the samples' loss.",
+        ),
         (
             replace(a_walk_record().method, alpha=[0.0, 0.0]),
             "alpha 0 in all 2 steps: no step clearly lowers the samples' loss.",
@@ -209,8 +212,8 @@ def test_card_of_a_walk_tells_every_step_and_the_candidates() -> None:
     for said in (
         "Method: bico-path (auto), completion drop, 2 steps along the path.",
         "Tried on the samples: aligning it (bico-path) gains +8 points, and adding",
-        "Alpha 0.5, 0.25 in 2 steps: as far as each clearly lowers the samples' loss. The calibration samples chose "
-        "each as the smallest alpha",
+        "Alpha 0.5, 0.25 in 2 steps: the largest values that clearly lower the samples' loss. The calibration "
+        "samples chose each as the smallest alpha",
     ):
         assert said in read
 

@@ -143,7 +143,7 @@ def test_a_pull_request_that_is_opened_late_is_not_opened_twice(
     hub.create(REPO).commit({"README.md": "# main"})
     hub.inject(Fault("POST", "/validate-yaml", "slow", seconds=1))  # which may be asked again
     hub.inject(Fault("POST", "/commit/", "slow", seconds=1))
-    with pytest.raises(PushError, match="nobody said in time whether the pull request is open"):
+    with pytest.raises(PushError, match="the Hub did not say in time whether the pull request is open"):
         push_folder(result, REPO, PushOptions(create_pr=True))
     started = time.monotonic()
     while not hub.repo(REPO).pulls and time.monotonic() - started < 10:
@@ -202,7 +202,7 @@ def test_a_page_in_place_of_an_answer_is_no_surprise(hub: Hub) -> None:
     hub.create("user/model").commit({"README.md": "# here"})
     page = "<html><body>Log in to this network</body></html>"
     hub.inject(Fault("GET", "/api/", status=200, body=page, times=None))
-    with pytest.raises(HubUnavailableError, match="what it answers is a page, or nothing, and not of the Hub"):
+    with pytest.raises(HubUnavailableError, match="the answer is empty or a web page, and not the Hub's"):
         Client().repo(HubReference("user/model"), "the model")
 
 
@@ -210,7 +210,7 @@ def test_a_page_in_place_of_an_answer_is_no_surprise(hub: Hub) -> None:
 def test_a_page_in_place_of_a_file_is_not_taken_for_a_full_disk(hub: Hub) -> None:
     hub.create("user/model").commit({"README.md": "# here"})
     hub.inject(Fault("GET", "/resolve/", status=200, body="<html></html>", times=None))
-    with pytest.raises(HubUnavailableError, match="'user/model': a file did not come whole"):
+    with pytest.raises(HubUnavailableError, match="'user/model': a file was not downloaded completely"):
         Client().repo(HubReference("user/model"), "the model").fetch(["README.md"])
 
 
@@ -222,10 +222,10 @@ WEIGHTS = save({"weight": torch.ones(400)})
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        (Fault("GET", turned=True), "came with another"),
+        (Fault("GET", turned=True), "that the Hub lists"),
         (Fault("HEAD", headers={"X-Repo-Commit": "0" * 40}), "answers with another commit"),
         (Fault("HEAD", kind="elsewhere", instead={"user/model": "user/other"}), "answers with another commit"),
-        (Fault("GET", kind="elsewhere", instead={"user/model": "user/other"}), "came with another"),
+        (Fault("GET", kind="elsewhere", instead={"user/model": "user/other"}), "that the Hub lists"),
     ],
     ids=["bytes", "commit", "repo", "file"],
 )
@@ -272,9 +272,7 @@ def test_bytes_of_another_commit_are_refused(hub: Hub) -> None:
 def test_an_answer_of_another_shape_is_no_surprise(hub: Hub, result: Path, body: str) -> None:
     hub.create("user/model").commit({"README.md": "# here"})
     hub.inject(Fault("GET", "/api/", "other", body=body, times=None))
-    not_of_the_hub = pytest.raises(
-        HubUnavailableError, match="what it answers is a page, or nothing, and not of the Hub"
-    )
+    not_of_the_hub = pytest.raises(HubUnavailableError, match="the answer is empty or a web page, and not the Hub's")
     with not_of_the_hub:
         Client().repo(HubReference("user/model"), "the model")
     with not_of_the_hub:

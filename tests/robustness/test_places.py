@@ -86,7 +86,7 @@ WRITING = {
         ("ü" * 128 + "/b", "Error: the name 'üüü"),
         ("/".join(["a" * 100] * 41), "Error: the path to 'aaa"),
         ("~nobody-here/out", "Error: whose home '~nobody-here/out' is in is not known"),
-        (os.fsdecode(b"\xff/out"), "Error: '\\udcff/out' is no text in UTF-8"),
+        (os.fsdecode(b"\xff/out"), "Error: '\\udcff/out' is not valid UTF-8"),
         ("/dev/null/out", "Error: nothing can be written into '/dev/null'"),
     ],
     ids=["name", "parent", "path", "home", "bytes", "file"],
@@ -106,10 +106,10 @@ def test_a_folder_that_cannot_be_made_is_told_before_any_work(
 @pytest.mark.parametrize(
     ("folder", "cause"),
     [
-        (".", "'.' is the folder that this runs in, or above it"),
-        ("../here", "'../here' is the folder that this runs in, or above it"),
-        ("..", "'..' is the folder that this runs in, or above it"),
-        ("/", "'/' is the root of all folders"),
+        (".", "'.' is the current folder, or contains it"),
+        ("../here", "'../here' is the current folder, or contains it"),
+        ("..", "'..' is the current folder, or contains it"),
+        ("/", "'/' is the root folder"),
     ],
 )
 def test_the_folder_that_a_command_runs_in_is_not_moved_aside(
@@ -133,7 +133,7 @@ def test_a_model_whose_name_is_no_text_is_told_before_any_work(scene: Scene, her
     done = run("extract", source, "--base", str(scene.base), "-o", "out")
     assert (done.exit_code, done.stderr.splitlines()[0]) == (
         1,
-        "Error: the fine-tuned model: the name '\\udcff' is no text in UTF-8",
+        "Error: the fine-tuned model: the name '\\udcff' is not valid UTF-8",
     )
     assert not (here / "out").exists()
 
@@ -159,7 +159,7 @@ def test_too_small_an_address_space_is_told_before_any_work(scene: Scene, here: 
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
     cause, remedy = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
-    assert cause.startswith("Error: the 410 MB that this process may address are too little to load torch: ")
+    assert cause.startswith("Error: the 410 MB of address space are too little to load torch: ")
     assert remedy == "Remedy: raise the limit with 'ulimit -v unlimited', or run on a machine without one"
     assert list(here.iterdir()) == []
 
@@ -170,7 +170,7 @@ def test_an_address_space_that_is_used_up_leaves_nothing(scene: Scene, here: Pat
     done = forks.run(*words, code=LITTLE_MEMORY)
     cause, remedy = done.stderr.splitlines()
     assert done.returncode == 1
-    assert "that this process may address are too little: " in cause
+    assert "of address space are too little: " in cause
     assert "ulimit -v" in remedy
     assert list(here.iterdir()) == []
 

@@ -88,9 +88,9 @@ class SavedTraining:
             if recipe.get(name) != value
         ]
         if identity != self.identity:
-            other.append("its models, samples or settings are others")
+            other.append("its models, samples or settings differ")
         if other:
-            raise UsageError(f"the checkpoint '{self.file}' is of another training: {other[0]}", _REMEDY)
+            raise UsageError(f"the checkpoint '{self.file}' belongs to another training: {other[0]}", _REMEDY)
 
 
 def remove_checkpoint(folder: Path) -> None:

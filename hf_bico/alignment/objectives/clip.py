@@ -97,7 +97,7 @@ def zero_shot_head(model: LiveModel, class_names: Sequence[str], templates: Sequ
     """Embed each class as the normalised mean, over the templates, of its normalised prompt embeddings."""
     if not isinstance(model, ClipModel):
         raise UnsupportedModelError(
-            "this model has no text side to be asked by class names",
+            "this model has no text encoder, so it cannot classify by class names",
             "measure it by a linear probe: --evaluation probe, or 'hf-bico eval --probe N'",
         )
     prompts = [template.replace("{}", name) for name in class_names for template in templates]
@@ -200,5 +200,5 @@ def images_and_captions(
 
 def require_clip(model: LiveModel) -> ClipModel:
     if not isinstance(model, ClipModel):
-        raise ObjectiveError(f"a {type(model.module).__name__} has no text side", "choose another objective")
+        raise ObjectiveError(f"a {type(model.module).__name__} has no text encoder", "choose another objective")
     return model

@@ -82,7 +82,7 @@ class LanguageHead(TokenHead):
 
     def run(self, model: LiveModel, samples: Sequence[Any], labels: Sequence[int]) -> tuple[Tensor, Tensor, TokenBatch]:
         if not isinstance(model, CausalModel):
-            raise ObjectiveError(f"a {type(model.module).__name__} does not model language", "choose another objective")
+            raise ObjectiveError(f"a {type(model.module).__name__} is not a language model", "choose another objective")
         batch = model.tokens(samples)
         # the first token of a text is predicted from nothing, also where padding stands before it
         next_tokens = batch.labels[:, 1:].masked_fill(~batch.mask[:, :-1], UNLEARNT)

@@ -106,7 +106,7 @@ def _read_polished(text: str) -> str:
     """Return the name of a row with a polish; refuse it where nothing is carried that could be polished."""
     row, steps = read_row(plain_row(text)), polish_steps(text)
     if METHODS[split_method(row)[0]].trains_on is not None or row == "readout":
-        raise UsageError(f"'{text}' polishes what was not carried", f"use {row}, or bico+polish")
+        raise UsageError(f"'{text}' polishes a method that carries nothing", f"use {row}, or bico+polish")
     if not text.endswith("+polish") and not steps:
         raise UsageError(f"'{text}' has no number of polishing steps after @", f"use {row}+polish@20, or {row}+polish")
     return f"{row}+polish" if steps is None else f"{row}+polish@{steps}"

@@ -135,7 +135,7 @@ class CellLog:
                     continue
                 cell = from_plain(Cell, entry["cell"])
                 if self._cells.setdefault(cell.key, cell) is not cell:
-                    raise ValueError("a number stands twice")
+                    raise ValueError("a number occurs twice")
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"line {number} of '{self.file}' cannot be read",
@@ -183,7 +183,7 @@ def _require_ours(folder: Path) -> None:
         if any(path.name not in (_LOCK_FILE, _PARTIAL_FILE) for path in folder.iterdir()):
             raise OutputExistsError(f"'{folder}' exists and holds no comparison (no {LOG_FILE})", remedy)
     elif os.path.lexists(folder):
-        raise OutputExistsError(f"'{folder}' is no folder", remedy)
+        raise OutputExistsError(f"'{folder}' is not a folder", remedy)
     else:
         require_free(folder, overwrite=False)
 

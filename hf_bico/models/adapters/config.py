@@ -77,7 +77,7 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     """Parse an adapter's configuration; refuse by name what cannot be read exactly."""
     kind = raw.get("peft_type")
     if not isinstance(kind, str):
-        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' says no peft_type", "save the adapter again with peft")
+        raise AdapterError(f"{ADAPTER_CONFIG} of '{name}' has no peft_type", "save the adapter again with peft")
     called = f"'{name}' is an adapter of the type {kind}"
     if any(word in kind for word in ("PROMPT", "PREFIX", "P_TUNING", "CPT", "CARTRIDGE")):
         raise UnsupportedAdapterError(f"{called}, which changes no weights", "train a LoRA instead")
@@ -86,7 +86,7 @@ def parse_adapter_config(raw: Mapping[str, Any], name: str) -> AdapterConfig:
     if kind in BY_PEFT:
         return AdapterConfig(kind, base_class=_base_class(raw), raw=raw)
     if kind != LORA:
-        raise UnsupportedAdapterError(f"{called}, which is no sum of weights", MERGE)
+        raise UnsupportedAdapterError(f"{called}, which is not added to the weights", MERGE)
     _require_known(raw, name)
     try:
         return AdapterConfig(
@@ -117,7 +117,9 @@ def _require_known(raw: Mapping[str, Any], name: str) -> None:
         )
     for field_name, value in raw.items():
         if field_name not in _KNOWN_FIELDS and value not in (None, False, [], {}, ""):
-            raise UnsupportedAdapterError(f"'{name}' is a LoRA with '{field_name}', which is not known here", MERGE)
+            raise UnsupportedAdapterError(
+                f"'{name}' is a LoRA with '{field_name}', which this version does not know", MERGE
+            )
 
 
 def _require_few(raw: Mapping[str, Any], kind: str, name: str) -> None:

@@ -65,7 +65,9 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
         if match is not None and match["adapter"]:
             adapters.add(match["adapter"])
         if len(adapters) > 1:
-            raise AdapterError(f"'{called}' holds several adapters: {', '.join(sorted(adapters))}", "save them apart")
+            raise AdapterError(
+                f"'{called}' holds several adapters: {', '.join(sorted(adapters))}", "save each one separately"
+            )
         if lora is not None:
             layer = layers.setdefault(lora["module"], LoraKeys())
             layer.embedding = lora["part"].startswith("lora_embedding")
@@ -78,7 +80,8 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
         elif _ORIGINAL.search(own) is None:
             if _FOREIGN.search(own):
                 raise UnsupportedAdapterError(
-                    f"'{called}' holds '{name}', which is no part of a plain LoRA", "merge it into its base with peft"
+                    f"'{called}' holds '{name}', which does not belong to a plain LoRA",
+                    "merge it into its base with peft",
                 )
             _set(found.whole, without_wrappers(own), name, called)
     found.whole = copies | found.whole
@@ -92,7 +95,7 @@ def read_keys(names: Iterable[str], called: str) -> AdapterKeys:
 def _set(found: dict[str, str], place: str, name: str, called: str) -> None:
     """Note the name of a tensor in the file; refuse a second one."""
     if found.get(place):
-        raise AdapterError(f"'{called}' holds the same twice, as '{found[place]}' and '{name}'", "save it again")
+        raise AdapterError(f"'{called}' holds the same tensor twice, as '{found[place]}' and '{name}'", "save it again")
     found[place] = name
 
 
@@ -144,7 +147,7 @@ def places_of(keys: AdapterKeys, adapter: Shapes, base: Shapes, trained_on: str,
         places = places or align_names(names, known)
     except BaseMismatchError as error:
         raise BaseMismatchError(
-            f"the layers of '{called}' ('{names[0]}' and so on) could be of several parts of its base, or of none",
+            f"the layers of '{called}' ('{names[0]}' and so on) could belong to several parts of its base, or to none",
             "save the adapter over the whole model, or name another base with --base",
         ) from error
     unmatched = [module for module in keys.lora if module not in places]

@@ -100,7 +100,9 @@ def _require_known(settings: Any, config: AdapterConfig, called: str) -> None:
     """Refuse fields that the installed peft does not know: it would ignore them."""
     for name, value in config.raw.items():
         if not hasattr(settings, name) and value not in (None, False, [], {}, ""):
-            raise UnsupportedAdapterError(f"'{called}' ({config.kind}) has '{name}', which is not known here", MERGE)
+            raise UnsupportedAdapterError(
+                f"'{called}' ({config.kind}) has '{name}', which this version does not know", MERGE
+            )
 
 
 def _delta(layer: Any, config: AdapterConfig, called: str) -> Tensor:

@@ -60,7 +60,7 @@ def family_of(shapes: Shapes, what: str, model: Path | nn.Module) -> Family:
     family = family or next((family for family in known if family.accepts(model)), None)
     if family is None:
         raise UnknownFamilyError(
-            f"{what} is of no known family (its tensors look like '{next(iter(shapes), 'nothing')}')",
+            f"{what} does not belong to a known family (its tensors look like '{next(iter(shapes), 'nothing')}')",
             f"use a model of one of these families: {', '.join(family.name for family in known[:-1])}",
         )
     return family

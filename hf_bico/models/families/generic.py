@@ -118,7 +118,7 @@ class _CheckedModel(PretrainedModel):
             seen.clear()
             if changed:
                 raise UnsupportedModelError(
-                    f"the model changes in place what '{site.name}' reads or writes, so that it cannot be watched",
+                    f"the model changes in place what '{site.name}' reads or writes, so it cannot be observed",
                     "use a model without in-place operations there",
                 )
 
@@ -133,7 +133,7 @@ class GenericModel(_CheckedModel, ImageModel):
 
     def image_features(self, pixels: Tensor) -> Tensor:
         raise UnsupportedModelError(
-            "what the features of a generic model are is not known",
+            "it is not known what the features of a generic model are",
             "port it from Python, with objective= a callable (model, batch) -> loss, and without a probe",
         )
 

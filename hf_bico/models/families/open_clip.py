@@ -40,7 +40,7 @@ class ExplicitAttention:
     def __init__(self, attention: Any) -> None:
         if getattr(attention, "logit_scale", None) is not None:
             raise UnsupportedModelError(
-                "this transformer uses scaled cosine attention, whose q and k cannot be shown apart",
+                "this transformer uses scaled cosine attention, whose q and k cannot be separated",
                 "use a model with plain attention",
             )
         if getattr(attention, "in_proj_weight", None) is None:
@@ -155,7 +155,7 @@ class OpenClipModel(ClipModel):
 
     def _text_ids(self, prompts: Sequence[str]) -> Tensor:
         if not hasattr(self.module, "encode_text"):
-            raise MissingTextTowerError("the model is a visual tower without a text side", WHOLE_MODEL)
+            raise MissingTextTowerError("the model is a visual tower without a text encoder", WHOLE_MODEL)
         if self.tokenizer is None:
             raise MissingProcessorError(
                 "a loaded open_clip model does not know its tokenizer", "pass its Hub id or folder instead"

@@ -162,7 +162,7 @@ def _read_modules(folder: Path) -> tuple[tuple[str, ...], list[DenseLayer | None
             steps.append(None)
         elif kind not in (_TRANSFORMER, _DROPOUT):
             raise UnsupportedModelError(
-                f"'{folder_name(folder)}' makes its sentences' rows by a module of the kind '{kind[:40]}'",
+                f"'{folder_name(folder)}' computes its sentence embeddings with a module of the kind '{kind[:40]}'",
                 "use an encoder of a transformer, a pooling, dense layers and a normalisation",
             )
     if not modes:

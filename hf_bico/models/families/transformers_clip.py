@@ -42,7 +42,7 @@ class TransformersClipModel(PretrainedModel, ClipModel):
     def text_tokens(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         model: Any = self.module
         if not hasattr(model, "text_model"):
-            raise MissingTextTowerError("the model is a vision tower without a text side", WHOLE_MODEL)
+            raise MissingTextTowerError("the model is a vision tower without a text encoder", WHOLE_MODEL)
         longest = model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(
             list(prompts), padding="max_length", max_length=longest, truncation=True, return_tensors="pt"

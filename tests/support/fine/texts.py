@@ -264,12 +264,12 @@ def texts_are_the_labels(stage: Stage) -> Outcome:
 @case(
     TEXTS,
     "a target that reads texts",
-    "it is of another family, with nothing in common to be asked",
+    "it is of another family, without a common objective",
     Refused(
         UnsupportedModelError,
         (
-            "the base, of the family decoder, is asked by language-modelling and the target, of the "
-            "family encoder, by classification: they have no objective in common"
+            "the base (decoder) has the objective language-modelling and the target (encoder) has classification: "
+            "they have none in common"
         ),
     ),
 )
