@@ -18,6 +18,8 @@ from hf_bico.cli.completion import complete_data, complete_folder, complete_mode
 from hf_bico.cli.console import echo
 from hf_bico.errors import OutputError, UsageError
 from hf_bico.experiments.compare.cells import ALL, STANDARD, is_polished, read_row, split_method
+from hf_bico.runtime.distributed import process_count
+from hf_bico.runtime.limits import require_gpu_driver
 from hf_bico.runtime.output import require_writable
 from hf_bico.settings import AUTO, AUTO_METHODS, METHODS, OF_POLISH, OPTIONS, Settings, option_methods, read_lines
 from hf_bico.utils.text import command_line, is_unicode, near, typed_path
@@ -216,8 +218,17 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
         facts["type"] = click.Path(dir_okay=False)
     if known.metavar == "FOLDER":
         facts["shell_complete"] = complete_folder
+    if name == "device":
+        facts["callback"] = _require_device
     names = [known.typed_as(name), *([] if known.also is None else [known.also])]
     return Section(known.section).option(*names, _parameter(name), **facts)
+
+
+def _require_device(context: click.Context, parameter: click.Parameter, device: str) -> str:
+    """Refuse a GPU where there is none, before torch is imported; several processes have checks of their own."""
+    if process_count() == 1 and not context.resilient_parsing:
+        require_gpu_driver(device)
+    return device
 
 
 def _parameter(name: str) -> str:

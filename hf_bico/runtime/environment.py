@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_bico.errors import DeviceError, MemoryExhaustedError, UsageError
+from hf_bico.runtime.limits import no_device
 from hf_bico.runtime.turns import job_turn
 from hf_bico.utils.progress import Progress, silent
 
@@ -72,7 +73,7 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"the device '{name}' has no float64, which the maps need", "use --device cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"this machine has no CUDA device '{name}' that torch can use", "use --device cpu")
+        raise no_device(name)
     return device
 
 

@@ -1,7 +1,12 @@
-"""Limits that the system sets on this process: how much memory it may address. Knows no job."""
+"""What the machine gives this process, asked without torch: memory that it may address, a driver of a GPU.
+
+Knows no job.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 
@@ -22,6 +27,20 @@ def address_limit() -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_gpu_driver(device: str) -> None:
+    """Refuse a GPU that torch could not find, because the machine has no driver for one."""
+    if not device.startswith("cuda") or sys.platform != "linux" or os.path.exists("/dev/kfd"):  # AMD's
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")  # as torch does
+    except OSError as error:
+        raise no_device(device) from error
+
+
+def no_device(device: str) -> DeviceError:
+    return DeviceError(f"this machine has no CUDA device '{device}' that torch can use", "use --device cpu")
 
 
 def require_address_space() -> None:

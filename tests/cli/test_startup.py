@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.worlds import small_world
 
@@ -55,6 +56,36 @@ def test_an_evaluation(models: Path, data: str) -> None:
 def test_a_plan(models: Path) -> None:
     source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
     assert imported("plan", source, "--base", base, "--to", target) == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        pytest.param(
+            {"--device": "cuda"},
+            "no CUDA device 'cuda'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
+        ({"-n": "5000"}, "5000 samples were asked for"),
+        ({"--data": "no-such-folder/x/y"}, "there is no folder 'no-such-folder/x/y'"),
+        ({"--to": "no-such-folder/x/y"}, "there is no folder 'no-such-folder/x/y'"),
+        ({"--split": "tran"}, "has no split 'tran'"),
+    ],
+    ids=["no GPU", "too many samples", "no data", "no target", "no split"],
+)
+def test_a_mistake_is_said_before_torch_is_imported(
+    changed: dict[str, str], cause: str, models: Path, data: str, tmp_path: Path
+) -> None:
+    source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
+    options = {"--base": base, "--to": target, "--data": data, "-o": str(tmp_path / "out"), **changed}
+    words = ["port", source, *(word for pair in options.items() for word in pair)]
+    code = (
+        f"import sys\nfrom hf_bico.cli.main import main\nsys.argv = ['hf-bico', *{words!r}]\n"
+        "try:\n    main()\nexcept SystemExit as ending:\n    print('ENDED', ending.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert cause in done.stderr
+    assert done.stdout.endswith("ENDED 1 False\n")
 
 
 def run_postponed(*lines: str) -> None:
