@@ -28,7 +28,7 @@ from hf_bico.cli.console import echo, echo_json
 from hf_bico.cli.options import typed_line
 from hf_bico.errors import BicoError, ProcessLostError, UsageError
 from hf_bico.runtime.distributed import has_joined, is_first_process, process_count, process_rank
-from hf_bico.runtime.late_compiler import postpone_compiler
+from hf_bico.runtime.late_imports import postpone_imports
 from hf_bico.runtime.library_errors import as_bico_error, is_debugging, is_failure
 from hf_bico.runtime.limits import require_address_space
 from hf_bico.utils.text import visible
@@ -88,7 +88,7 @@ def exit_on_error() -> Iterator[Ending]:
         with _quiet_libraries():
             if context is not None and context.info_name not in LIGHT_COMMANDS and len(_running) == 1:
                 require_address_space()
-                postpone_compiler()
+                postpone_imports()
             yield ending
     except BaseException as error:
         if len(_running) > 1 or not _is_handled(error):
