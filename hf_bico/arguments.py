@@ -182,13 +182,13 @@ _RENAMED = {"k": "per_class", "fit_head": "probe", "no_eval": "evaluate", "targe
 # errors
 
 _FLAGS = {
-    **dict.fromkeys(("allow_pickle", "overwrite", "create_pr", "everything", "train_target", "with_base"), True),
-    **{"private": True, "public": False},
+    **dict.fromkeys(("allow_pickle", "trust_remote_code", "overwrite", "create_pr", "everything"), True),
+    **{"train_target": True, "with_base": True, "private": True, "public": False},
 }
 """Arguments that are no options of `Settings`, and are typed without a value."""
 _VALUED = (
     *("base", "data", "unlabelled", "target_id", "token", "methods", "seeds", "tasks", "weights", "fine_tuned"),
-    *("source_of", "target_of", "data_of", "revision", "message"),
+    *("metric", "source_of", "target_of", "data_of", "revision", "message"),
 )
 _SHORT = {"-o": "folder", "--output": "folder", "--to": "to", "--target": "to", "-n": "n", "-k": "per_class"}
 _FUNCTIONS = {"eval": "evaluate_model"}

@@ -371,6 +371,13 @@ def diagnose(source: str, target: str, as_json: bool, quiet: bool, **options: An
 @MEASURING.option(
     "--probe", type=int, metavar="N", help="Measure with a linear probe, fitted to N samples of the training split."
 )
+@MEASURING.option(
+    "--metric",
+    metavar="NAME",
+    help="A metric of the `evaluate` library for predicted classes, such as f1, or a local script; by default the "
+    "accuracy.",
+)
+@MEASURING.option("--trust-remote-code", is_flag=True, help="Run the metric's script from the Hub.")
 @settings_of("data")
 @hub_options
 @output_options
@@ -383,7 +390,8 @@ def evaluate(model: str, as_json: bool, quiet: bool, **options: Any) -> None:
       hf-bico eval my-delta --base model-B --data eurosat
       hf-bico eval my-vision-tower --data eurosat --probe 100
     """
-    job = {name: options.pop(name) for name in ("data", "base", "eval_samples", "probe", "token", "allow_pickle")}
+    own = ("data", "base", "eval_samples", "probe", "metric", "trust_remote_code", "token", "allow_pickle")
+    job = {name: options.pop(name) for name in own}
     with exit_on_error():
         settings = read_settings(options)
         with progress_bars_and_text(quiet or as_json, EVALUATION_SHARES) as (progress, _):

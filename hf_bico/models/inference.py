@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_bico.errors import NonFiniteWeightsError
 from hf_bico.models.families.live import ImageModel, LiveModel
+from hf_bico.models.metrics import accuracy
 from hf_bico.runtime.environment import halving_batches
 
 MOST_KEPT = 2**29
@@ -144,19 +145,13 @@ def probe_accuracy(model: LiveModel, training: Batched, test: Batched, batch_siz
     Features are standardised by the mean and deviation of the training ones, so that the regularisation (C = 1) means
     the same for every model. If all training samples are of one class, that class is predicted.
     """
+    return accuracy(probe_predictions(model, training, test, batch_size), test.labels)
+
+
+def probe_predictions(model: LiveModel, training: Batched, test: Batched, batch_size: int) -> list[int]:
+    """Return the classes that the same regression predicts for `test`."""
     fitted, measured = (features_of(model, samples, batch_size) for samples in (training, test))
-    return accuracy(_probe(fitted, training.labels, measured), test.labels)
-
-
-def accuracy(predictions: Sequence[int], references: Sequence[int]) -> float:
-    """Return the share of predictions that equal their references.
-
-    >>> accuracy([0, 1, 1, 0], [0, 1, 2, 0])
-    0.75
-    """
-    if len(predictions) != len(references) or not references:
-        raise ValueError(f"{len(predictions)} predictions and {len(references)} references have no accuracy")
-    return sum(given == wanted for given, wanted in zip(predictions, references, strict=True)) / len(references)
+    return _probe(fitted, training.labels, measured)
 
 
 def _over(model: LiveModel, samples: Batched, batch_size: int, of: Callable[[Sequence[Any]], Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import torch
 
-from hf_bico.alignment.objectives.base import Head, OwnHead
+from hf_bico.alignment.objectives.base import Classifier, Head, OwnHead
 from hf_bico.alignment.objectives.classification import ClassHead
 from hf_bico.arguments import EvaluateOptions, settings_of, takes
 from hf_bico.data.dataset import DataSet, Samples
@@ -37,7 +37,16 @@ from hf_bico.models.configurations import config_differences, other_function
 from hf_bico.models.deltas import Deltas
 from hf_bico.models.families.live import LiveModel
 from hf_bico.models.families.text_models import TextModel
-from hf_bico.models.inference import MOST_KEPT, Batched, CachedSamples, PreparedSamples, ReportedSamples, probe_accuracy
+from hf_bico.models.inference import (
+    MOST_KEPT,
+    Batched,
+    CachedSamples,
+    PreparedSamples,
+    ReportedSamples,
+    probe_accuracy,
+    probe_predictions,
+)
+from hf_bico.models.metrics import ACCURACY, Metric
 from hf_bico.models.model import Model, ModelReference
 from hf_bico.models.tokenization import require_known, unknown_notices
 from hf_bico.porting.calibration import Calibration
@@ -80,6 +89,8 @@ def evaluate_model(
     eval_samples: int | None = None,
     n: int | None = None,
     probe: int | None = None,
+    metric: str | None = None,
+    trust_remote_code: bool = False,
     token: str | None = None,
     allow_pickle: bool = False,
     progress: ShownProgress = None,
@@ -96,10 +107,14 @@ def evaluate_model(
     model by its loss; or any model by a linear probe fitted to `probe` samples of the training split (100 if only
     `evaluation="probe"` is given). No sample is used for both. `progress` is as in `port`.
 
+    Of predicted classes, `metric` names a metric of the `evaluate` library instead of the accuracy: a local script, or
+    with `trust_remote_code` one on the Hub.
+
     >>> hf_bico.evaluate_model("user/vit-b16-plus-eurosat", progress=True).value  # doctest: +SKIP
     """
     settings = settings_of(evaluate_model, {**options, "n": _measured_on(eval_samples, n)})
     probe = _require_probe(probe, settings)
+    scored = Metric.named(metric or ACCURACY, trust_remote_code)
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None
     record = None if place is None else _port_record(place)
@@ -135,15 +150,23 @@ def evaluate_model(
     notices = class_notices(measured, samples)
     result = partial(Evaluation, name, measured.name, split, len(samples))
     reported = ReportedSamples(samples, partial(callback_of(progress), "evaluate"))
+    if scored.averages:
+        notices.append(f"The metric '{scored.name}' is the mean over the classes (average='macro').")
     with changes.applied_to(live.module) if changes is not None else nullcontext():
         notices += _reading_notices(name, live, samples, settings)
         if training is not None:
-            value = probe_accuracy(live, training, reported, settings.batch)
-            return result("accuracy", value, PROBE, trained_on=len(training), notices=tuple(notices))
+            value = scored(probe_predictions(live, training, reported, settings.batch), samples.labels)
+            return result(scored.name, value, PROBE, trained_on=len(training), notices=tuple(notices))
         head = own_head(whole, holder, live, measured, settings)
         if settings.objective == "classification":
             notices += class_order_notice(holder.origin.head_names, measured.class_names, measured.sorts_classes)
-        return result(head.metric, head.measure(live, reported, settings.batch), notices=tuple(notices))
+        if metric is None:
+            return result(head.metric, head.measure(live, reported, settings.batch), notices=tuple(notices))
+        if not isinstance(head, Classifier):
+            cause = f"--metric scores predicted classes, and this model is measured by its {head.metric}"
+            raise UsageError(cause, "leave --metric out")
+        value = scored(head.predictions(live, reported, settings.batch), samples.labels)
+        return result(scored.name, value, notices=tuple(notices))
 
 
 def _reading_notices(name: str, live: LiveModel, samples: Samples, settings: Settings) -> list[str]:

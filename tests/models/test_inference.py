@@ -30,7 +30,8 @@ from hf_bico.data.dataset import DataSet, Samples
 from hf_bico.data.draw import open_data
 from hf_bico.errors import MissingTextTowerError, NonFiniteWeightsError, SampleCountError, UsageError
 from hf_bico.models.families.live import LiveModel
-from hf_bico.models.inference import accuracy, features_of, logits_of, prepare_alike, probe_accuracy
+from hf_bico.models.inference import features_of, logits_of, prepare_alike, probe_accuracy
+from hf_bico.models.metrics import accuracy
 from hf_bico.models.model import Model
 from hf_bico.porting.evaluate import _probe_samples
 from support import forks
@@ -263,7 +264,7 @@ def alone(code: str, **environment: str) -> forks.Running:
     return forks.start(code=guard + code, env={**os.environ, "HF_ENDPOINT": endpoint, **environment})
 
 
-MEASURE = "from hf_bico.models.inference import accuracy\nprint([accuracy([0, 1], [0, n % 2]) for n in range(20)])"
+MEASURE = "from hf_bico.models.metrics import accuracy\nprint([accuracy([0, 1], [0, n % 2]) for n in range(20)])"
 MEASURED = f"{[0.5, 1.0] * 10}\n"
 
 

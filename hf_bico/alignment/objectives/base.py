@@ -18,7 +18,8 @@ from hf_bico.errors import ObjectiveError
 from hf_bico.models.families.live import ImageModel, LiveModel
 from hf_bico.models.families.text_models import TextModel
 from hf_bico.models.hooks import Losses
-from hf_bico.models.inference import Batched, accuracy, logits_of
+from hf_bico.models.inference import Batched, logits_of
+from hf_bico.models.metrics import accuracy
 from hf_bico.models.tokenization import TokenBatch
 from hf_bico.runtime.environment import to_device
 
@@ -111,9 +112,13 @@ class Classifier(Head):
         )
         return replace(losses, expected=tuple(each))
 
+    def predictions(self, model: LiveModel, samples: Batched, batch_size: int) -> list[int]:
+        """Return the predicted classes."""
+        predicted: list[int] = logits_of(model, self, samples, batch_size).argmax(-1).tolist()
+        return predicted
+
     def measure(self, model: LiveModel, samples: Batched, batch_size: int) -> float:
-        predicted = logits_of(model, self, samples, batch_size).argmax(-1)
-        return accuracy(predicted.tolist(), samples.labels)
+        return accuracy(self.predictions(model, samples, batch_size), samples.labels)
 
 
 @dataclass(frozen=True)
