@@ -53,6 +53,12 @@ def test_an_evaluation(models: Path, data: str) -> None:
     assert found == {"torch", *OPEN_CLIP}
 
 
+def test_extracting_and_applying_an_adapter(models: Path, tmp_path: Path) -> None:
+    source, base, adapter = str(models / "narrow-inverted"), str(models / "narrow"), str(tmp_path / "adapter")
+    assert imported("extract", source, "--base", base, "--rank", "4", "-o", adapter) == {"torch"}
+    assert imported("apply", adapter, "--to", base, "-o", str(tmp_path / "applied")) == {"torch"}
+
+
 def test_a_plan(models: Path) -> None:
     source, base, target = (str(models / name) for name in ("narrow-inverted", "narrow", "wide"))
     assert imported("plan", source, "--base", base, "--to", target) == set()

@@ -88,7 +88,7 @@ def test_extract_gives_back_the_lora_that_was_merged(scene: Scene, tmp_path: Pat
     assert min(float(truth[name].norm() / base[name].norm()) for name in truth) > 1e-2
     result = run("extract", tmp_path / "merged", "--base", scene.base, "--rank", "8", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "100.00% of the change of 12 tensors is held at rank 8" in result.stdout
+    assert "Extracted 100.00% of the change of 12 tensors at rank 8" in result.stdout
     found = hf_bico.TaskVector.from_adapter(tmp_path / "out", base=scene.base)
     assert set(found) == set(truth)
     worst = max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in truth)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,13 @@ def peft_task(model: nn.Module) -> str | None:
 
     None if a head that peft would save cannot be told from other modules by the end of its name.
     """
-    from transformers.models.auto import modeling_auto
-
     name = type(model).__name__
     task = next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
-    if task is None or name not in getattr(modeling_auto, _CLASSES[task]).values():
+    if task is None:
+        return None
+    from transformers.models.auto import modeling_auto
+
+    if name not in getattr(modeling_auto, _CLASSES[task]).values():
         return None
     modules = dict(model.named_modules())
     return task if all(_is_unique_ending(head, modules) for head in _HEADS.get(task, ()) if head in modules) else None
@@ -375,32 +378,35 @@ def _full_tensors(fitted: Fitted, model: nn.Module, base: Checkpoint) -> dict[st
 
 def _config(fitted: Fitted, model: nn.Module, named: BaseName, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Make the configuration; alpha is the rank everywhere, so that what is written is what is added."""
-    from peft import LoraConfig
-
     routes = fitted.routes
     ranks = {module: tensors[f"{module}.lora_A.weight"].shape[0] for module in routes.lora}
     ranks |= {name: tensors[f"{name.rpartition('.')[0]}.lora_A.weight"].shape[0] for name in routes.parameters}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     pattern = {f"^{re.escape(name)}": own for name, own in ranks.items() if own != rank}
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=rank,
-        rank_pattern=pattern,
-        alpha_pattern=dict(pattern),
-        target_modules=_targets(routes.lora, model),
-        target_parameters=sorted(routes.parameters) or None,
-        modules_to_save=sorted(routes.whole) or None,
-        bias="lora_only" if routes.bias == "replaced" else "none",
-        lora_bias=routes.bias == "lora_bias",
-        fan_in_fan_out=bool(routes.lora) and all(routes.lora.values()),
-        base_model_name_or_path=named.id,
-        revision=named.revision,
-        inference_mode=True,
-        task_type=peft_task(model),
-        auto_mapping={"base_model_class": type(model).__name__, "parent_library": type(model).__module__},
-    )
-    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    return {key: value for key, value in content.items() if value is not None or key == "task_type"}
+    content = {
+        "peft_type": "LORA",
+        "peft_version": version("peft"),
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "target_modules": _targets(routes.lora, model),
+        "target_parameters": sorted(routes.parameters) or None,
+        "modules_to_save": sorted(routes.whole) or None,
+        "bias": "lora_only" if routes.bias == "replaced" else "none",
+        "lora_bias": routes.bias == "lora_bias",
+        "fan_in_fan_out": bool(routes.lora) and all(routes.lora.values()),
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "base_model_name_or_path": named.id,
+        "revision": named.revision,
+        "inference_mode": True,
+        "auto_mapping": {"base_model_class": type(model).__name__, "parent_library": type(model).__module__},
+    }
+    # written without peft, whose import takes seconds: it reads what is not there as its default
+    return {key: value for key, value in content.items() if value is not None} | {"task_type": peft_task(model)}
 
 
 def _targets(modules: Collection[str], model: nn.Module) -> list[str] | str:

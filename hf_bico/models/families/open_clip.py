@@ -330,6 +330,13 @@ class OpenClip(ClipFamily):
         return {**config, "model_cfg": {**usual, **model, **towers}, "preprocess_cfg": prepared}
 
     def skeleton(self, folder: Path) -> nn.Module:
+        from hf_bico.models.families.open_clip_outline import outline
+
+        plain = outline(self.read_config(folder), FileCheckpoint.in_folder(folder, self.library).shapes)
+        return self._skeleton(folder) if plain is None else plain
+
+    def _skeleton(self, folder: Path) -> nn.Module:
+        """Return the model that open_clip builds, on the meta device."""
         import torch
 
         with torch.device("meta"):
@@ -400,7 +407,7 @@ class OpenClip(ClipFamily):
         if key in _BOUNDED:
             return
         try:
-            self.skeleton(folder)
+            self._skeleton(folder)
             _BOUNDED.add(key)
         except RepoError as error:
             if isinstance(error.__cause__, TooLargeError):
