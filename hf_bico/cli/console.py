@@ -85,7 +85,7 @@ def echo_json(content: Any) -> None:
 
 def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     for word, text in planned.rows():
-        echo(f"{word:<7} {text}")
+        echo(f"{word:<11} {text}")
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if planned.lineage.other_function is not None:

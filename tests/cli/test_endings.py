@@ -272,7 +272,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(number: int, raised: str, delay: fl
 def test_a_closed_pipe_ends_without_a_word(tmp_path: Path) -> None:
     command = f"{BIN / 'hf-bico'} plan tuned --base base --to target 2>{tmp_path / 'stderr'} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("source  tuned")
+    assert done.stdout.startswith("source      tuned")
     assert (tmp_path / "stderr").read_text() == ""
 
 

@@ -34,7 +34,7 @@ def test_hf_bico_plan_runs_as_an_extension(hub: Hub, tmp_path: Path) -> None:
     command = [str(BIN / "hf"), "bico", "plan", SOURCE, "--to", TARGET]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert f"source  {SOURCE}" in result.stdout
+    assert f"source      {SOURCE}" in result.stdout
     assert result.stdout.endswith(f"Next: hf-bico port {SOURCE} --to {TARGET}\n")
     typo = [*command[:3], "user/nothing", "--to", TARGET]
     wrong = subprocess.run(typo, env=environment, capture_output=True, text=True)
