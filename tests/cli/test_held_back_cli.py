@@ -322,4 +322,4 @@ def test_only_weights_that_can_be_carried_are_compared_between_the_bases() -> No
     """The target's text tower has the base's shapes, and a port of a vision tower does not carry it."""
     assert not [line for line in run("plan", *MODELS).stdout.splitlines() if line.startswith("bases ")]
     twin = run("plan", *MODELS, *TWIN).stdout.splitlines()
-    assert len([line for line in twin if line.startswith("bases   weights 0.")]) == 1
+    assert len([line for line in twin if line.startswith("bases       weights 0.")]) == 1
