@@ -42,7 +42,18 @@ from hf_bico.reports.verdict import (
     lead_sentence,
     outlook_sentence,
 )
-from hf_bico.utils.text import BETTER, WORSE, Line, Table, command_line, format_table, size_text, typed_path, visible
+from hf_bico.utils.text import (
+    BETTER,
+    WORSE,
+    Line,
+    Table,
+    command_line,
+    format_table,
+    size_text,
+    typed_path,
+    visible,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +61,10 @@ if TYPE_CHECKING:
     from hf_bico.hub.push import Pushed
     from hf_bico.porting.plan import Plan
     from hf_bico.porting.rerun import Rerun
+
+
+NEXT = "Next:"
+"""Begins a line with the command to run next."""
 
 
 def is_screen(stream: TextIO | None) -> bool:
@@ -68,14 +83,31 @@ def console_of(stream: TextIO) -> Console:
     return Console(file=stream, highlight=False, markup=False)
 
 
-def echo(*lines: str, err: bool = False, head: str = "", **style: Any) -> None:
+def echo(*lines: str, err: bool = False, head: str = "", indent: int = 0, **style: Any) -> None:
     """Print each argument as one line, with whatever would break it, or turn or hide its text, made visible.
 
-    The style is that of `head`, a word of ours before the first line, or of all lines.
+    The style is that of `head`, a word of ours before the first line, or of all lines. On a terminal, sentences wrap
+    between words, and go on behind an `indent`; a command line stays whole, so that it can be copied.
     """
-    text = "\n".join(map(visible, lines))
+    shown = [visible(line) for line in lines]
+    stream = sys.stderr if err else sys.stdout
+    if is_screen(stream) and head != NEXT:
+        width, taken = _columns(stream), [len(head) + 1 if head else 0, *(0 for _ in shown)]
+        is_whole = [line.startswith((NEXT, " ")) for line in shown]
+        shown = [
+            line if whole else wrapped(line, width, indent, used)
+            for line, whole, used in zip(shown, is_whole, taken, strict=False)
+        ]
+    text = "\n".join(shown)
     text = f"{click.style(head, **style)} {text}" if head else click.style(text, **style) if style else text
-    click.echo(text, err=err, color=False if is_plain(sys.stderr if err else sys.stdout) else None)
+    click.echo(text, err=err, color=False if is_plain(stream) else None)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the width of a terminal."""
+    with suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns) or 80
+    return 80
 
 
 def echo_json(content: Any) -> None:
@@ -85,7 +117,7 @@ def echo_json(content: Any) -> None:
 
 def print_plan(planned: Plan, command: str, needs_data: bool) -> None:
     for word, text in planned.rows():
-        echo(f"{word:<11} {text}")
+        echo(f"{word:<11} {text}", indent=12)
     where = "this machine's memory" if planned.limits.memory is None else "--memory"
     problems = [] if planned.fits else [f"the models do not fit {where}"]
     if planned.lineage.other_function is not None:

@@ -96,7 +96,7 @@ def progress_bars_and_text(
         with stages.bars as bars:
 
             def above(text: str) -> None:
-                bars.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+                bars.print(visible(text), markup=False, highlight=False)
 
             try:
                 yield stages.update, above if one_screen else echo

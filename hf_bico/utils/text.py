@@ -43,6 +43,29 @@ _SELECTORS = re.compile("[\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]
 _END_OF_LATIN = "\u02ff"
 
 
+def wrapped(text: str, width: int, indent: int = 0, taken: int = 0) -> str:
+    """Break a line between words, so that each part fits; what stands in quotes, as a command does, is not broken.
+
+    The first line has `taken` columns less, the others are indented.
+
+    >>> print(wrapped("log in with 'hf auth login', or set HF_TOKEN", 24))
+    log in with
+    'hf auth login', or set
+    HF_TOKEN
+    """
+    lines, room = [""], width - taken
+    for word in _WORD.findall(text):
+        if lines[-1] and len(lines[-1]) + len(word) > room:
+            lines.append(" " * indent + word.lstrip(" "))
+            room = width
+        else:
+            lines[-1] += word
+    return "\n".join(lines)
+
+
+_WORD = re.compile(r" *(?:(?<!\w)'[^']*'|[^ ])+")
+
+
 def visible(text: str) -> str:
     """Return one line in which nothing moves the cursor, turns or hides text: such characters are shown as escapes.
 

@@ -95,6 +95,18 @@ def test_a_comparison_without_colours(shown: Callable[..., Seen], tmp_path: Path
     assert len([line for line in screen if line.startswith(("THESEUS", "BiCo"))]) == 4
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_sentences_wrap_between_words_and_commands_stay_whole(columns: int, scene: Scene) -> None:
+    words = ["plan", str(scene.tuned), "--to", str(scene.target), "--base", str(scene.base), "--data", str(scene.data)]
+    written = run_in_terminal(words, columns).text.splitlines()
+    plain = CliRunner().invoke(main, words).stdout.splitlines()
+    assert [line for line in written if line.startswith("Next: ")] == [plain[-1]]
+    assert all(len(line) <= columns for line in written if not line.startswith("Next: "))
+    assert " ".join(" ".join(written).split()) == " ".join(" ".join(plain).split()), "no word is broken"
+    folder = "long/" * 20 + "x"
+    assert f"'{folder}'" in run_in_terminal(["card", folder], columns).text.splitlines(), "what is quoted stays whole"
+
+
 def test_an_error_is_coloured_unless_no_colours_are_wanted() -> None:
     words = ["card", "nowhere-at-all"]
     plain = "Error: there is no folder 'nowhere-at-all'\nRemedy: name a folder that hf-bico wrote\n"
