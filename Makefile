@@ -22,7 +22,7 @@ demo: $(READY)  ## the whole job on the embedded small world, offline
 check: lint  ## while you work: linters, types, and the quick tests, three real ports among them; two minutes
 	$(PYTEST) -m quick
 
-test: ready-to-test  ## linters, types, then every test; 11 to 15 minutes, the first time about 4 more
+test: ready-to-test  ## linters, types, then every test; 20 to 25 minutes, the first time about 4 more
 	$(PYTEST)
 
 test-all: ready-to-test  ## the same, with the tests of peft and of the loopback Hub although nothing there has changed
@@ -30,7 +30,7 @@ test-all: ready-to-test  ## the same, with the tests of peft and of the loopback
 
 FLOORS := .cache/floors
 floors: BIN := $(FLOORS)/bin
-floors:  ## the quick tests with the oldest releases that pyproject.toml allows, in a venv of 6 GB; about 15 minutes
+floors:  ## the quick tests with the oldest releases that pyproject.toml allows, in a venv of 6 GB; about 10 minutes
 	mkdir -p $(FLOORS)
 	PYTHONPATH=tests $(PYTHON) -m support.floors > $(FLOORS)/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(FLOORS)
