@@ -18,9 +18,6 @@ from hf_bico.alignment.statistics import CrossCovariance, Kind, key_of
 from hf_bico.models.layout import SitePair
 from hf_bico.models.low_rank import between, energy
 
-Maps = tuple[OrthogonalMap | None, OrthogonalMap | None]
-"""R_in and R_out of a pair of sites."""
-
 
 class Aligner(Carrier):
     """Aligns rows of `input_kind` for R_in and of `output_kind` for R_out; a side without a kind is padded or cropped.
@@ -52,18 +49,22 @@ class Aligner(Carrier):
             for kind in wanted[pair.target.name]
             if kind is not None
         }
+        others = self._solved({key: one.mispaired for key, one in sums.items() if one.mispaired is not None})
+        # a lone row meets no other: then nothing was summed
+        scores: dict[Any, float] = {key: one.score for key, one in others.items() if one.rank}
+        del others  # the matrices, before those that are wanted are solved for
         maps = self._solved(sums)
-        others = {key: one.mispaired for key, one in sums.items() if one.mispaired is not None}
-        mispaired = self._solved({key: one for key, one in others.items() if one.norms > 0})  # a lone row has no other
 
-        def of(solved: Mapping[Any, OrthogonalMap], pair: SitePair) -> Maps:
-            first, second = (
-                None if kind is None else solved.get((kind, key_of(kind, pair))) for kind in wanted[pair.target.name]
-            )
-            return first, second
+        def of(kind: Kind | None, pair: SitePair) -> tuple[OrthogonalMap, float | None] | None:
+            key = None if kind is None else (kind, key_of(kind, pair))
+            return None if key is None else (maps[key], scores.get(key))
 
-        self.maps: dict[str, Maps] = {pair.target.name: of(maps, pair) for pair in pairs}
-        self._mispaired: dict[str, Maps] = {pair.target.name: of(mispaired, pair) for pair in pairs}
+        solved = {pair.target.name: [of(kind, pair) for kind in wanted[pair.target.name]] for pair in pairs}
+        self.maps: dict[str, tuple[OrthogonalMap | None, OrthogonalMap | None]] = {}
+        self._qualities: dict[str, tuple[MapQuality | None, MapQuality | None]] = {}
+        for name, (first, second) in solved.items():
+            self.maps[name] = (first and first[0], second and second[0])
+            self._qualities[name] = (_quality(first), _quality(second))
 
     def _solved(self, sums: Mapping[Any, CrossCovariance]) -> dict[Any, OrthogonalMap]:
         """Return the map of each sum."""
@@ -88,11 +89,11 @@ class Aligner(Carrier):
                 unseen = max(0.0, 1.0 - energy(seen) / energy(delta.weight))
         if delta.bias is not None:
             bias = delta.bias.to(r_out) @ r_out
-        input_map, output_map = (
-            None if one is None else MapQuality(one.rank, one.score, other.score if other is not None else None)
-            for one, other in zip(maps, self._mispaired[pair.target.name], strict=True)
-        )
-        return TransportedSite(SiteDelta(weight, bias), input_map, output_map, unseen)
+        return TransportedSite(SiteDelta(weight, bias), *self._qualities[pair.target.name], unseen)
+
+
+def _quality(solved: tuple[OrthogonalMap, float | None] | None) -> MapQuality | None:
+    return None if solved is None else MapQuality(solved[0].rank, solved[0].score, solved[1])
 
 
 def _matrices(solved: OrthogonalMap | None, source: int, target: int, like: Tensor) -> tuple[Tensor, Tensor]:
