@@ -33,6 +33,10 @@ USUAL_KINDS = ("inputs", "gradients")
 """The statistics that are counted while the method is unknown."""
 
 
+MOST_COMPARED = 12
+"""Blocks of which three are compared with mispaired rows."""
+
+
 @dataclass(frozen=True)
 class MemoryMode:
     """Which activations of a batch are kept, and for how many models at once."""
@@ -133,12 +137,16 @@ def solved_together(pairs: Sequence[SitePair]) -> list[list[SitePair]]:
 def compared_sites(pairs: Sequence[SitePair]) -> frozenset[str]:
     """Return the target's sites whose rows are mispaired too: of each role those of the first, middle and last block.
 
-    What mispaired rows score differs little between blocks, and their sums cost as much as those of the paired ones.
+    Of more than `MOST_COMPARED` blocks only the middle one: such sums cost as much as those of the paired rows.
     """
     by_role: dict[tuple[str, str], list[str]] = {}
     for pair in pairs:
         by_role.setdefault((pair.target.tower, pair.target.role), []).append(pair.target.name)
-    return frozenset(names[place] for names in by_role.values() for place in (0, len(names) // 2, -1))
+    return frozenset(
+        names[place]
+        for names in by_role.values()
+        for place in ((0, len(names) // 2, -1) if len(names) <= MOST_COMPARED else (len(names) // 2,))
+    )
 
 
 def sum_bytes(pairs: Sequence[SitePair], kinds: Collection[str] = USUAL_KINDS) -> int:

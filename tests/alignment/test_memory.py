@@ -266,6 +266,17 @@ def test_a_lora_is_carried_as_factors() -> None:
     assert whole.weights == (400, 400)
 
 
+@pytest.mark.parametrize(("blocks", "compared"), [(1, {0}), (2, {0, 1}), (12, {0, 6, 11}), (13, {6}), (36, {18})])
+def test_few_blocks_are_compared_with_mispaired_rows(blocks: int, compared: set[int]) -> None:
+    sites = [
+        Site(f"blocks.{block}.{role}", role, block, f"{block}.{role}", (8, 8), Slot(f"{block}.{role}"))
+        for block in range(blocks)
+        for role in ("attn.q", "mlp.up")
+    ]
+    found = compared_sites([SitePair(site, site) for site in sites])
+    assert found == {f"blocks.{block}.{role}" for block in compared for role in ("attn.q", "mlp.up")}
+
+
 PAIRED = frozenset({Kind.INPUTS, Kind.GRADIENTS})
 TOWERS = ((96, 64), (128, 80))
 """Widths and image sizes of two vision towers."""
