@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 NEXT = "Next:"
-"""Begins a line with the command to run next."""
+"""Stands before the command to run next, or before what else to do."""
 
 
 def is_screen(stream: TextIO | None) -> bool:
@@ -93,7 +93,7 @@ def echo(*lines: str, err: bool = False, head: str = "", indent: int = 0, **styl
     stream = sys.stderr if err else sys.stdout
     if is_screen(stream) and head != NEXT:
         width, taken = _columns(stream), [len(head) + 1 if head else 0, *(0 for _ in shown)]
-        is_whole = [line.startswith((NEXT, " ")) for line in shown]
+        is_whole = [line.startswith((f"{NEXT} hf-bico ", " ")) for line in shown]
         shown = [
             line if whole else wrapped(line, width, indent, used)
             for line, whole, used in zip(shown, is_whole, taken, strict=False)
