@@ -222,8 +222,8 @@ WRONG = [
     (["--alpha", "nonsense"], "--alpha is 'nonsense'", "use auto, or a number such as 1 or 0.5"),
     (["--alpha", "inf"], "--alpha is inf", "use auto, or a finite number"),
     (["--bold", "--alpha", "1"], "--bold lets the samples choose larger steps, and --alpha is 1.0", "leave one"),
-    (["--signs", "majority"], "--signs is of gradfix, and the method is auto", "use --method gradfix"),
-    (["--path-steps", "3", "--method", "bico"], "--path-steps is of bico-path", "use --method bico-path"),
+    (["--signs", "majority"], "--signs works only with gradfix, and the method is auto", "use --method gradfix"),
+    (["--path-steps", "3", "--method", "bico"], "--path-steps works only with bico-path", "use --method bico-path"),
 ]
 
 

@@ -264,7 +264,7 @@ def test_private_into_public_is_refused_before_any_work(hub: Hub, tmp_path: Path
     hub.create(REPO).commit({"README.md": "# mine"})
     hub.clear_log()
     refused = run(*PORT, "--push-to", REPO, "--overwrite")
-    assert f"'{REPO}' is public, and {SOURCE} behind it is not" in refused.stderr
+    assert f"'{REPO}' is public, and it was made from {SOURCE}, which is not" in refused.stderr
     assert not any(entry.range is None and "safetensors" in entry.path for entry in hub.log)
 
 

@@ -497,7 +497,10 @@ def test_what_other_files_unpack_to_is_counted(
     assert len(content) < 300_000
     publish(hub, {name: content})
     error = DataNotFoundError if name == "holes.tar" else DownloadTooLargeError
-    with pytest.raises(error, match="file of holes" if name == "holes.tar" else "unpacks to .* 500 kB are"), within(20):
+    with (
+        pytest.raises(error, match="has a sparse file" if name == "holes.tar" else "unpacks to .* 500 kB are"),
+        within(20),
+    ):
         draw("user/x", Settings(n=4, evaluate=False), reads="images" if "pictures" in name else "texts")
     assert not cache.exists(), "nothing is left on the disk"
 

@@ -776,7 +776,12 @@ MISTAKES: dict[str, tuple[Callable[[Scene, Path], list[str]], int, str, str]] = 
     "no steps": (with_options("--methods", "train@0"), 2, "'train@0' has no number of training steps", "use train@20"),
     "half a step": (with_options("--methods", "distill@0.5"), 2, "no number of training steps", "or distill"),
     "polished at": (with_options("--methods", "bico+polish@0"), 2, "no number of polishing steps", "bico+polish@20"),
-    "polished training": (with_options("--methods", "train+polish"), 2, "polishes what was not carried", "use train,"),
+    "polished training": (
+        with_options("--methods", "train+polish"),
+        2,
+        "polishes a method that carries nothing",
+        "use train,",
+    ),
     "all at": (with_options("--methods", "all@2"), 2, "'all@2' gives an alpha to several", "use all, with --alpha 2"),
     "standard at": (with_options("--methods", "standard@2"), 2, "to several methods", "use standard, with --alpha 2"),
     "beside all": (with_options("--methods", "all,bica"), 2, "there is no method 'bica'", "all, standard, bico, "),

@@ -242,7 +242,9 @@ def test_embeddings_under_another_adapter_s_name(base: Base, tmp_path: Path) -> 
 def test_two_adapters_in_one_file_are_an_error(other_name: str, plain: Path, base: Base) -> None:
     tensors = {SPELLINGS["the adapter's name"](name): tensor for name, tensor in tensors_of(plain).items()}
     more = {name.replace(".default.", f".{other_name}." if other_name else "."): t for name, t in tensors.items()}
-    with pytest.raises(AdapterError, match="several adapters: default, mine" if other_name else "the same twice"):
+    with pytest.raises(
+        AdapterError, match="several adapters: default, mine" if other_name else "the same tensor twice"
+    ):
         read(rewritten(plain, tensors | more), base)
 
 

@@ -594,7 +594,7 @@ def test_an_adapter_of_a_lower_rank_holds_what_its_form_says(case: Callable[[str
         ({"labels": "pseudo"}, UsageError, "pseudo-labels"),
         ({"tower": "text"}, UsageError, "tower chooses between the towers of a CLIP"),
         ({"probe": True}, UsageError, "probe=True fits a classifier's head, .* asked by language-modelling"),
-        ({"objective": "zero-shot"}, UnsupportedModelError, "cannot be asked by the objective 'zero-shot'"),
+        ({"objective": "zero-shot"}, UnsupportedModelError, "do not support the objective 'zero-shot'"),
         ({"objective": "classification"}, UnsupportedModelError, "'classification'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",

@@ -347,7 +347,7 @@ def test_a_training_on_the_command_line_goes_on_from_its_checkpoint(tmp_path: Pa
     assert (tmp_path / "saved" / "training.safetensors").is_file()
     other = run("port", *words(*options, "--seed", "1", "--checkpoint", str(tmp_path / "saved")), "-o", "other")
     assert other.exit_code == 2
-    assert "is of another training" in other.stderr.splitlines()[0]
+    assert "belongs to another training" in other.stderr.splitlines()[0]
 
 
 def test_an_interrupted_training_goes_on_with_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

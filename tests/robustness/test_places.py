@@ -85,7 +85,7 @@ WRITING = {
         ("a/b/" + "x" * 256, "Error: the name 'xxx"),
         ("ü" * 128 + "/b", "Error: the name 'üüü"),
         ("/".join(["a" * 100] * 41), "Error: the path to 'aaa"),
-        ("~nobody-here/out", "Error: whose home '~nobody-here/out' is in is not known"),
+        ("~nobody-here/out", "Error: the home folder in '~nobody-here/out' is not known"),
         (os.fsdecode(b"\xff/out"), "Error: '\\udcff/out' is not valid UTF-8"),
         ("/dev/null/out", "Error: nothing can be written into '/dev/null'"),
     ],
