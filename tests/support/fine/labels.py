@@ -284,7 +284,7 @@ def a_class_called_minus_one(stage: Stage) -> Outcome:
     LABELS,
     "a column of labels, and the names of ten classes",
     "the labels are fractions, as a table with gaps is read",
-    Said("The column 'label' holds float, no classes, and was not read."),
+    Said("The column 'label' holds float, not classes, and was not read."),
 )
 def labels_that_are_fractions(stage: Stage) -> Outcome:
     rows = [{**row, "label": float(row["label"])} for row in rows_of(stage)["train"].select(range(120))]
