@@ -72,7 +72,7 @@ def test_plan_loads_no_torch_and_reads_no_weight(scene: Scene) -> None:
 def test_plan_names_what_is_carried_and_left(scene: Scene) -> None:
     paths = [str(scene.tuned), "--base", str(scene.base), "--to", str(scene.target)]
     text = run("plan", *paths).stdout
-    assert "carried 13 sites" in text
+    assert "carried     13 sites" in text
     assert "4 x 4 -> 5 x 5 patches" in text
     assert "LayerNorm" in text
     assert text.endswith(f"Next: hf-bico port {' '.join(paths)} --data DATA\n"), "the line works as it stands"

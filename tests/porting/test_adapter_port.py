@@ -227,9 +227,11 @@ def test_plan_of_an_adapter_says_which_sites_and_ranks(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0, shown.output
     assert "source      lora (LORA adapter)" in shown.stdout
-    assert "carried 5 sites: attn.q x2, attn.v x2, proj x1" in shown.stdout
-    assert "text    2 sites: attn.q x1, attn.v x1" in shown.stdout, "q_proj and v_proj are names of the text tower too"
-    assert "left    nothing" in shown.stdout
+    assert "carried     5 sites: attn.q x2, attn.v x2, proj x1" in shown.stdout
+    assert "text        2 sites: attn.q x1, attn.v x1" in shown.stdout, (
+        "q_proj and v_proj are names of the text tower too"
+    )
+    assert "not carried nothing" in shown.stdout
     assert "as an adapter of rank 3" in shown.stdout
     planned = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
     assert (planned["source"]["kind"], planned["format"], planned["ranks"]) == ("adapter", "adapter", [3])

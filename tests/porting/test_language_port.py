@@ -593,7 +593,7 @@ def test_an_adapter_of_a_lower_rank_holds_what_its_form_says(case: Callable[[str
         ({"control": True, "evaluate": True}, UnsuitableMethodError, "texts of different lengths"),
         ({"labels": "pseudo"}, UsageError, "pseudo-labels"),
         ({"tower": "text"}, UsageError, "tower chooses between the towers of a CLIP"),
-        ({"probe": True}, UsageError, "probe=True fits a classifier's head, .* asked by language-modelling"),
+        ({"probe": True}, UsageError, "probe=True fits a classifier's head, .* use language-modelling"),
         ({"objective": "zero-shot"}, UnsupportedModelError, "do not support the objective 'zero-shot'"),
         ({"objective": "classification"}, UnsupportedModelError, "'classification'"),
     ],
@@ -731,7 +731,7 @@ def test_a_plan_of_a_decoder_loads_no_torch(shell: Shell) -> None:
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=shell.folder)
-    assert "carried 3 sites" in done.stdout
+    assert "carried     3 sites" in done.stdout
     assert "Ready to port." in done.stdout
     assert done.stdout.endswith("False\n")
 

@@ -103,7 +103,7 @@ def test_a_lora_is_ported_between_tokenizers(
     assert planned["tokens"] >= inputs[0]
     assert planned["gradient_bytes"] >= gradients[1]
     told = run("plan", *bases.words).stdout
-    assert "reading other tokens; " in told
+    assert "tokenizers  other tokens; " in told
     assert told.rstrip().splitlines()[-2] == "Ready to port."
 
     out = tmp_path / "ported"

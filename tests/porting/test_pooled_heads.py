@@ -193,7 +193,7 @@ def test_a_plan_refuses_the_head_that_a_port_refuses(scene: Scene, tmp_path: Pat
         return CliRunner().invoke(main, [words[0], *line, *words[1:]])
 
     planned = run("plan")
-    assert "refused the head's hidden layer has 8 units" in planned.output
+    assert "refused     the head's hidden layer has 8 units" in planned.output
     assert "Not yet: the fine-tuned model's head cannot be carried." in planned.output
     assert planned.output.rstrip().endswith(" --probe")
     assert json.loads(run("plan", "--json").output)["refused"].startswith("the head's hidden layer has 8 units")

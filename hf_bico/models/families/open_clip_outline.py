@@ -46,6 +46,11 @@ def outline(config: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
         return None
     if not all(map(_PLAIN.fullmatch, shapes)):
         return None
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers initialise nothing here
+        return _root(shapes).eval()
+
+
+def _root(shapes: Shapes) -> nn.Module:
     root: nn.Module = type("CLIP", (nn.Module,), {"__module__": "open_clip.model"})()
     for name, shape in shapes.items():
         *path, tensor = name.split(".")
@@ -55,7 +60,7 @@ def outline(config: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
                 owner.add_module(part, _made(part))
             owner = getattr(owner, part)
         setattr(owner, tensor, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
-    return root.eval()
+    return root
 
 
 def _made(name: str) -> nn.Module:
