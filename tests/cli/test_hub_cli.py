@@ -271,5 +271,5 @@ def test_private_into_public_is_refused_before_any_work(hub: Hub, tmp_path: Path
 def test_a_dry_run_checks_the_targets_id_too(hub: Hub, tmp_path: Path) -> None:
     scene = publish(hub, tmp_path)
     line = ["port", SOURCE, "--to", str(scene.target), "--dry-run"]
-    assert run(*line, "--target-id", TARGET).stdout.splitlines()[2].startswith(f"target  {TARGET} at ")
+    assert run(*line, "--target-id", TARGET).stdout.splitlines()[2].startswith(f"target      {TARGET} at ")
     assert f"are not those of '{BASE}'" in run(*line, "--target-id", BASE).stderr

@@ -261,7 +261,13 @@ def test_skeletons_have_the_names_of_the_loaded_models(tmp_path: Path) -> None:
         model = Model.open(folder, name)
         seen.add(model.family.name)
         skeleton, loaded = model.family.skeleton(folder), model.load(CPU, torch.float32).module
-        for kind in ("named_modules", "named_parameters", "named_buffers"):
+        if name == "open_clip":  # an outline, without modules that hold nothing
+            both = [
+                [n for n, part in one.named_modules() if next(part.parameters(), None) is not None]
+                for one in (skeleton, loaded)
+            ]
+            assert set(both[0]) == set(both[1])
+        for kind in () if name == "open_clip" else ("named_modules", "named_parameters", "named_buffers"):
             assert [n for n, _ in getattr(skeleton, kind)()] == [n for n, _ in getattr(loaded, kind)()], (name, kind)
         shapes = [{n: t.shape for n, t in module.state_dict().items()} for module in (skeleton, loaded)]
         assert shapes[0] == shapes[1], name
@@ -581,7 +587,7 @@ def test_plan_prints_no_tokens(tmp_path: Path) -> None:
     words = ["plan", str(tmp_path / "tuned"), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "target")]
     shown = CliRunner().invoke(main, words)
     assert shown.exit_code == 0, shown.output
-    assert "carried 19 sites" in shown.output
+    assert "carried     19 sites" in shown.output
     assert not any(line.startswith("tokens") for line in shown.output.splitlines())
     data = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
     assert data["tokens"] == {"source": None, "target": None}

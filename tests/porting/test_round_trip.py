@@ -243,7 +243,7 @@ def test_record_has_every_field_of_the_schema(tmp_path: Path) -> None:
     assert raw["method"] == {"name": "bico", "completion": "drop", "alpha": 1.0, "layers": [0, 1]}
     assert raw["sites"][0].keys() == {
         *("name", "role", "source", "shape_source", "shape_target", "energy"),
-        *("rank_in", "rank_out", "score_in", "score_out", "unseen"),
+        *("rank_in", "rank_out", "score_in", "score_out", "unseen", "mispaired_in", "mispaired_out"),
     }
     assert {entry["reason"] for entry in raw["left"]} == {"LayerNorm", "class token", "positions", "patch stem"}
     assert raw["output"]["files"].keys() == {"open_clip_model.safetensors"}
