@@ -146,7 +146,8 @@ def collect(
 ) -> Statistics:
     """Run every batch through both models, or only the target if that is enough, and sum the requested statistics.
 
-    At the `compared` sites of the target, the rows are also summed mispaired, each with one of another sample.
+    At the `compared` sites of the target, the rows are also summed mispaired, each with one of another sample of its
+    batch, as far as a batch has enough of them.
     The sums are kept on `device`, by default the CPU. With `at_once` the target's forward pass runs before the source's
     backward pass: both graphs are in memory, but the source's inputs are dropped before its gradients are kept.
     """
@@ -295,8 +296,8 @@ class _Batch:
     """One batch: keeps the source's rows until they are paired with the target's."""
 
     source_text: TextRows | None = None
-    _samples = 0
-    """Images in the batch."""
+    _most_rows = 1
+    """Rows of the sample that has most of those that were paired last."""
 
     def __init__(self, runner: _Runner, consume: RowConsumer, statistics: Statistics) -> None:
         self.runner, self._consume, self._statistics = runner, consume, statistics
@@ -410,8 +411,9 @@ class _Batch:
         """Pass paired rows on; where that is asked for, sum them with rows of other samples of the batch too."""
         self._consume(kind, pair, source, target)
         mispaired = self._statistics.mispaired(kind, pair)
-        if mispaired is not None and len(target) > 1:
-            mispaired.add(source, target.roll(_far(len(target), 0 if pair.source.text else self._samples), 0))
+        distance = _far(len(target), self._most_rows, even=not pair.source.text)
+        if mispaired is not None and distance:
+            mispaired.add(source, target.roll(distance, 0))
 
     def _add_target(self, site: Site, gradients: Tensor) -> None:
         inputs, text = self._target_inputs[site.input], self._target_text
@@ -426,14 +428,17 @@ class _Batch:
     def _rows(self, pair: SitePair, source: Tensor, target: Tensor, gradients: bool = False) -> tuple[Tensor, Tensor]:
         """Pair the rows of both models, flattened to (rows, width); of texts, the tokens that both have."""
         if not pair.source.text:
-            self._samples = len(target)
-            return pair_rows(source, target, *(side.tokens for side in self.runner.sides))
+            rows = pair_rows(source, target, *(side.tokens for side in self.runner.sides))
+            self._most_rows = len(rows[1]) // len(target)
+            return rows
         source, target = _by_text(source, self.source_text), _by_text(target, self._target_text)
         if source.ndim == 2:
+            self._most_rows = 1
             return source, target
         if self._token_pairs is None:
             raise ObjectiveError(f"the objective does not say which tokens '{pair.source.name}' reads", "tell them")
         first, second = self._token_pairs.gradients if gradients else self._token_pairs.inputs
+        self._most_rows = _most_of_a_text(second, target.shape[1])
         return self._select(first, source.flatten(0, 1)), self._select(second, target.flatten(0, 1))
 
     def _select(self, positions: Tensor, rows: Tensor) -> Tensor:
@@ -445,13 +450,24 @@ class _Batch:
         return rows[self._positions_on[key]]
 
 
-def _far(rows: int, samples: int) -> int:
-    """Return how far to roll a batch's rows so that each meets one of another sample: of images, the same place in it.
+def _far(rows: int, most: int, even: bool) -> int:
+    """Return how far to roll a batch's rows so that each meets one of another sample; 0 if one has too many of them.
 
-    >>> _far(rows=8, samples=4), _far(rows=9, samples=3), _far(rows=7, samples=0)
-    (4, 3, 3)
+    Of images, all of which have as many rows, each meets the row of the same place in another.
+
+    >>> _far(8, most=2, even=True), _far(9, most=3, even=True), _far(3, most=3, even=True)
+    (4, 3, 0)
+    >>> _far(9, most=4, even=False), _far(9, most=5, even=False)
+    (4, 0)
     """
-    return samples // 2 * (rows // samples) if samples > 1 and rows % samples == 0 else rows // 2
+    distance = rows // most // 2 * most if even else rows // 2
+    return distance if most <= distance else 0
+
+
+@lru_cache(maxsize=4)
+def _most_of_a_text(positions: Tensor, length: int) -> int:
+    """Return how many of these positions are in the text that has most of them."""
+    return int((positions // length).bincount().max()) if len(positions) else 1
 
 
 def _by_text(rows: Tensor, text: TextRows | None) -> Tensor:

@@ -225,7 +225,7 @@ def setting(name: str, help: str | None = None) -> Callable[[Command], Command]:
 
 
 def _require_device(context: click.Context, parameter: click.Parameter, device: str) -> str:
-    """Refuse a GPU where there is none, before torch is imported; several processes have checks of their own."""
+    """Refuse `--device cuda` on a machine without a GPU before torch is imported; several processes check it later."""
     if process_count() == 1 and not context.resilient_parsing:
         require_gpu_driver(device)
     return device

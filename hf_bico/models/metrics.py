@@ -45,7 +45,6 @@ class Metric:
             raise UsageError(
                 f"the metric '{name}' is a script on the Hub, which would run on this machine",
                 "add --trust-remote-code if you trust it, or name a local script",
-                add="--trust-remote-code",
             )
         import evaluate  # slow, and used for nothing else
 

@@ -114,6 +114,8 @@ def evaluate_model(
     """
     settings = settings_of(evaluate_model, {**options, "n": _measured_on(eval_samples, n)})
     probe = _require_probe(probe, settings)
+    if trust_remote_code and metric is None:
+        raise UsageError("--trust-remote-code works only with --metric", "name a metric, or leave it out")
     scored = Metric.named(metric or ACCURACY, trust_remote_code)
     hub = Hub(token)
     place = locate(model, "the model", hub) if isinstance(model, str | Path) else None

@@ -167,6 +167,11 @@ def test_mispaired_scores_are_those_of_the_other_half_of_the_samples(tmp_path: P
             assert score == pytest.approx(float(found.values.sum() / (first.norm() * second.norm())), rel=1e-4), name
 
 
+def test_a_sample_alone_in_its_batch_is_not_mispaired_with_itself(tmp_path: Path) -> None:
+    record = Case(tmp_path, (NARROW, WIDE), ("open_clip", "open_clip")).port(1).record
+    assert {score for site in record.sites for score in (site.mispaired_in, site.mispaired_out)} == {None}
+
+
 def test_surroundings_do_not_matter(tmp_path: Path) -> None:
     """Autocast, inference mode and TF32 of the caller change nothing."""
     case = Case(tmp_path, (NARROW, WIDE), ("open_clip", "open_clip"))

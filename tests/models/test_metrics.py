@@ -90,6 +90,12 @@ def test_the_accuracy_by_name_needs_no_library(scene: Scene) -> None:
     assert plain == named
 
 
+def test_trust_without_a_metric_is_refused(scene: Scene) -> None:
+    result = run(scene.target, "--data", scene.data, "--trust-remote-code")
+    assert result.exit_code == 2
+    assert "--trust-remote-code works only with --metric" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["f1", "someone/f1", "own_f1/missing.py"])
 def test_a_script_of_the_hub_is_not_run_unless_it_is_trusted(name: str, scene: Scene, here: Path) -> None:
     (here / "f1").mkdir()  # a folder without a script is none
